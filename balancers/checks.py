@@ -86,11 +86,13 @@ def checked_ranks(
     if array.shape != (num_samples,):
         raise ValueError(f"{name} must have one entry for each of the {num_samples} costs, got shape {array.shape}")
     if num_samples and array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
+        hint = ": pass Assignment.rank" if least < 0 else ""
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}{hint}")
     outside = (array < least) | (array >= num_ranks)
     if outside.any():
         sample = int(outside.argmax())
-        raise ValueError(f"{name}[{sample}] is {array[sample]}; it must be from {least} to {num_ranks - 1}")
+        lowest = f"{least} (left out)" if least < 0 else least
+        raise ValueError(f"{name}[{sample}] is {array[sample]}; it must be from {lowest} to {num_ranks - 1}")
     return np.require(array, np.int32, ["C", "W"])
 
 
@@ -113,7 +115,7 @@ def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
     most = checked_count(max_samples, "max_samples")
     if present > num_ranks * most:
         raise ValueError(
-            f"max_samples={most} on {num_ranks} ranks holds {num_ranks * most} samples, but there are"
+            f"max_samples={most} on {num_ranks} ranks allows {num_ranks * most} samples, but there are"
             f" {present}: raise it to at least {-(-present // num_ranks)}"
         )
     return min(most, max(1, present))

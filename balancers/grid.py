@@ -96,8 +96,7 @@ def balance_grouped(
         primary: of costs by phase, the one that all samples take part in.
 
     Returns:
-        The assignment. Its lower bound is the largest of all groups; with costs by phase, lower bounds are of all ranks
-        together.
+        The assignment. Its lower bound is the largest of all groups; with costs by phase, bounds are of all ranks.
 
     Raises:
         ValueError: costs that are not non-negative integers, mismatched lengths, an owner out of range.
@@ -180,8 +179,7 @@ def balance_grid(
 
 
 def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[np.int32]]:
-    """Run one round of `balance_grid` among the ranks of a row, or of a column, from the costs that they have
-    exchanged.
+    """Run one round of `balance_grid` among the ranks of a row, or of a column, from the costs that they exchanged.
 
     Args:
         held: for each member, the costs of its samples: float32 (num_samples_of_member,), whole numbers, or of each
@@ -200,7 +198,7 @@ def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[
     members = [np.asarray(own) for own in held]
     costs = [_checked_member(own, f"costs held by member {member}") for member, own in enumerate(members)]
     if len({own.shape[:-1] for own in costs}) > 1:
-        raise ValueError(f"all members must hold costs of the same phases, got {[own.shape for own in members]}")
+        raise ValueError(f"all members must have costs of the same phases, got {[own.shape for own in members]}")
     counts = [len(own) for own in members]
     owner = np.repeat(np.arange(len(members), dtype=np.int32), counts)
     together = np.concatenate(costs, axis=-1)

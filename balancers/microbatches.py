@@ -12,6 +12,7 @@ from orchdata.balancers.checks import (
     checked_costs,
     checked_count,
     checked_flag,
+    checked_ranks,
     checked_ranks_count,
     checked_sizes,
 )
@@ -58,7 +59,7 @@ def split_microbatches(
         raise ValueError(f"oversize must be 'error' or 'own', got {oversize!r}")
     num_ranks = checked_ranks_count(num_ranks)
     work = checked_costs(costs)
-    owner = _checked_rank(rank, num_ranks, len(work))
+    owner = checked_ranks(rank, num_ranks, len(work), "rank", least=-1)
     columns = checked_sizes(work if sizes is None else sizes, len(work))
     caps = checked_caps(max_size, columns.shape[1])
     if oversize == "error":
@@ -68,8 +69,8 @@ def split_microbatches(
     microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step)
     if wanted and count > wanted:
         raise ValueError(
-            f"num_microbatches={wanted} do not hold the samples within max_size={caps.tolist()}: {count} do; raise it,"
-            " or raise max_size"
+            f"num_microbatches={wanted} are too few for the samples within max_size={caps.tolist()}: {count} are"
+            " enough; raise it, or raise max_size"
         )
     return microbatch, int(count)
 
@@ -83,16 +84,3 @@ def _refuse_oversize(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: N
             f"sample {sample} has size {sizes[sample, column]}, above the cap of {caps[column]} of a microbatch{where}:"
             " raise the cap, give it a microbatch of its own (oversize='own'), or leave it out"
         )
-
-
-def _checked_rank(rank: ArrayLike, num_ranks: int, num_samples: int) -> NDArray[np.int32]:
-    array = np.asarray(rank)
-    if array.shape != (num_samples,):
-        raise ValueError(f"rank must have one entry for each of the {num_samples} costs, got shape {array.shape}")
-    if num_samples and array.dtype.kind not in "iu":
-        raise ValueError(f"rank must be integers, got dtype {array.dtype}: pass Assignment.rank")
-    outside = (array < -1) | (array >= num_ranks)
-    if outside.any():
-        sample = int(outside.argmax())
-        raise ValueError(f"rank[{sample}] is {array[sample]}; it must be from -1 (left out) to {num_ranks - 1}")
-    return np.require(array, np.int32, ["C", "W"])

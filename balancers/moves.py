@@ -144,7 +144,7 @@ def move_phases(
         tolerances: at which moving little is tried, for any `tolerance`.
     """
     if not (present := costs.any(axis=0)).all():
-        raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or cost it 1")
+        raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or give it a cost of 1")
     bounds = np.array([lower_bound(row, num_ranks) for row in costs], np.int64)
     by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(len(owner), num_ranks)
     candidates = [owner]

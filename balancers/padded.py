@@ -72,9 +72,7 @@ def balance_padded(
 
 
 def _check_longest(lengths: NDArray[np.int64], present: int, multiple_of: int, coefficients: Coefficients) -> None:
-    """Raise ValueError if the aligned longest sample costs more than int64 holds, or all rows of that length over
-    2**62.
-    """
+    """Raise ValueError if the aligned longest sample does not fit int64, or all rows of that length cost over 2**62."""
     longest = int(lengths.max())
     aligned = -(-longest // multiple_of) * multiple_of
     limit = int(longest_sequence(*coefficients))

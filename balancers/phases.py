@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -193,15 +193,11 @@ def assign_jointly(
     """
     together = costs.sum(axis=0)
     if not together.all():
-        raise ValueError(f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or cost it 1")
+        raise ValueError(
+            f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or give it a cost of 1"
+        )
     num_samples = len(together)
-    order = slice(None) if group is None else np.argsort(group, kind="stable")
-    counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
-    if max_samples is not None:
-        for count, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
-            checked_max_samples(max_samples, count, ranks)
-    first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    order, offsets, first = _grouped(group, group_sizes, num_samples, max_samples)
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
     most = max_samples or max(1, num_samples)
     kept = np.empty(0, np.int32) if within is None else within[order] - first
@@ -214,7 +210,11 @@ def assign_jointly(
             own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits)
         else:
             search = (offsets, group_sizes, primary, most, equal_count, *limits)
-            own = _searched(by_sample, weights, caps, own, kept, first, search)
+            start, own = own, solve_joint(by_sample, weights, caps, own, kept, *search)
+            if within is None and len(caps) and above_caps(weights, caps, first + own, int(group_sizes.sum())):
+                # Spreading sizes evenly keeps the caps in most cases.
+                spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count)
+                own = solve_joint(by_sample, weights, caps, start, spread, *search)
     rank = np.empty(num_samples, np.int32)
     rank[order] = first + own
     return rank
@@ -227,30 +227,19 @@ def _search_limits(num_samples: int, effort: float) -> tuple[int, float]:
     return max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
 
 
-def _searched(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    start: NDArray[np.int32],
-    kept: NDArray[np.int32],
-    first: NDArray[np.int32],
-    search: tuple[Any, ...],
-) -> NDArray[np.int32]:
-    """Improve `start`, int32 (num_samples,), with ranks from 0 in each group; keep the caps if a way is found.
-
-    Args:
-        costs, sizes: int64 (num_samples, num_phases) and (num_samples, num_caps).
-        kept: an assignment that keeps the caps, or empty.
-        first: int32 (num_samples,), the first rank of each sample's group.
-        search: further arguments of `solve_joint`.
+def _grouped(
+    group: NDArray[np.int64] | None, group_sizes: NDArray[np.int64], num_samples: int, max_samples: int | None
+) -> tuple[NDArray[np.intp] | slice, NDArray[np.int64], NDArray[np.int32]]:
+    """Return (order of the samples by group, offsets int64 (num_groups + 1,), first rank of each one's group). Raises
+    ValueError if `max_samples` is too small.
     """
-    offsets, group_sizes, _, most, equal_count, *_ = search
-    rank: NDArray[np.int32] = solve_joint(costs, sizes, caps, start, kept, *search)
-    if not len(kept) and len(caps) and above_caps(sizes, caps, first + rank, int(group_sizes.sum())):
-        # Spreading sizes evenly keeps the caps in most cases.
-        spread = _alone(np.maximum(sizes[:, 0], 1), offsets, group_sizes, most, equal_count)
-        rank = solve_joint(costs, sizes, caps, start, spread, *search)
-    return rank
+    order = slice(None) if group is None else np.argsort(group, kind="stable")
+    counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
+    if max_samples is not None:
+        for count, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
+            checked_max_samples(max_samples, count, ranks)
+    first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
+    return order, np.concatenate([[0], np.cumsum(counts)]), first
 
 
 def _alone(

@@ -36,8 +36,7 @@ class MicrobatchOrder:
 
 
 def simulate_1f1b(forward_times: ArrayLike, backward_times: ArrayLike, order: ArrayLike | None = None) -> float:
-    """Return the makespan of the non-interleaved 1F1B schedule (PipeDream-Flush, Narayanan et al. 2021; as in
-    Megatron-LM).
+    """Return the makespan of non-interleaved 1F1B (PipeDream-Flush, Narayanan et al. 2021; as in Megatron-LM).
 
     Stage s runs min(num_stages - s - 1, num_microbatches) forwards to warm up, then one forward and one backward in
     turn, then the remaining backwards. A forward waits for the forward of the same microbatch on the stage before; a
@@ -122,7 +121,7 @@ def _checked_times(
     with np.errstate(over="ignore"):
         total = float(forward.sum() + backward.sum())
     if total == np.inf:
-        raise ValueError("forward_times and backward_times sum to more than float64 holds: use a larger unit")
+        raise ValueError("forward_times and backward_times sum to more than float64 can represent: use a larger unit")
     return forward.T.ravel(), backward.T.ravel(), len(forward)
 
 
@@ -150,13 +149,12 @@ def _checked_order(order: ArrayLike | None, num_microbatches: int) -> NDArray[np
     array = np.asarray(order)
     if array.shape != (num_microbatches,) or array.dtype.kind not in "iu":
         raise ValueError(
-            f"order must hold {num_microbatches} integers, one a microbatch, got shape {array.shape} of {array.dtype}"
+            f"order must have {num_microbatches} integers, one a microbatch, got shape {array.shape} of {array.dtype}"
         )
     counts = np.bincount(array[(array >= 0) & (array < num_microbatches)].astype(np.int64), minlength=num_microbatches)
     if (counts != 1).any():
         microbatch = int((counts != 1).argmax())
         raise ValueError(
-            f"order must be a permutation of 0..{num_microbatches - 1}, but holds {microbatch} {counts[microbatch]}"
-            " times"
+            f"order must be a permutation of 0..{num_microbatches - 1}, but has {microbatch} {counts[microbatch]} times"
         )
     return array.astype(np.int64)

@@ -134,9 +134,7 @@ def candidate_packings(
 def _room(
     sizes: NDArray[np.int64], caps: NDArray[np.int64], num_bins: int, num_ranks: int, quarters: int
 ) -> NDArray[np.int64]:
-    """Return the size to fill in a bin, int64 (num_caps,): an even share, and `quarters` quarters of the room
-    above it.
-    """
+    """Return the size to fill in a bin, int64 (num_caps,): an even share, plus `quarters` / 4 of the room above it."""
     even = -(-sizes.sum(axis=0) // (num_bins * num_ranks)) + 1
     most = np.maximum(even, caps - caps // 32)
     room: NDArray[np.int64] = (even + (most - even) * quarters // 4) * num_ranks

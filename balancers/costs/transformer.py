@@ -154,7 +154,7 @@ class TransformerCost:
         try:
             return PhaseCost(self._linear(), *self._attention())
         except OverflowError:
-            raise ValueError(f"{self} costs more than a float holds: is a width mistaken?") from None
+            raise ValueError(f"{self} costs more than a float can represent: check its widths") from None
 
     def _linear(self) -> float:
         """Operations for each position."""

@@ -41,9 +41,7 @@ class ModelInputs(Protocol):
     layout: Layout
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError if the model does not take batches of this recipe, modalities and balance. The DataLoader
-        calls it once.
-        """
+        """Raise ValueError if the model does not take batches of this recipe, modalities and balance. Called once."""
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the result of `Batch.model_inputs`."""
@@ -75,8 +73,7 @@ class Batch:
         loss_tokens: labels other than -100 in this batch.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches; where
             sources of a mixture have loss weights, each token counts the weight of its source (see `loss_weights`).
-        sources: of a mixture, int32 (num_samples,), the index of each sample's source in `plan.sources`; None without
-            a mixture.
+        sources: of a mixture, int32 (num_samples,), index of each sample's source in `plan.sources`; else None.
         routes: per phase only: modality -> the route of its features, see `route`.
         inputs: defines the argument names of the model; None for this library's own names.
     """
@@ -123,8 +120,7 @@ class Batch:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the summed loss that gives the global token mean, for trainers that average gradients over DP
-        ranks.
+        """Factor of the summed loss for the global token mean, for trainers that average gradients over DP ranks.
 
         Where sources have loss weights, of the sum of all tokens' losses times their `loss_weights`: the weighted mean.
         """

@@ -19,8 +19,7 @@ def next_labels(labels: Tensor) -> Tensor:
 def megatron_packed(batch: Batch) -> dict[str, Any]:
     """Return what Megatron-LM's sequence packing reads of a microbatch, for its data iterator or your `forward_step`.
 
-    Sequences are the samples, then the sequence of dummies, then the padding of `od.Packed(length=...)`, which counts 0
-    tokens.
+    Sequences are the samples, then the sequence of dummies, then the padding of `od.Packed(length=...)` with 0 tokens.
 
     Returns:
         tokens, labels: int64 (T,). Labels are those of the next token, 0 where `loss_mask` is 0.

@@ -67,8 +67,7 @@ class MediaBatch(_Tensors):
 
     Attributes:
         arrays: name -> (num_rows, *row_shape) in the dtype of the recipe; padded, (num_parts, max_seqlen, *row_shape)
-            with zeros after each part. One row a part where the modality defines it, and for arrays computed from
-            sizes.
+            with zeros after each part. One row a part if the modality defines it, and for arrays made from sizes.
         cu_seqlens: int32 (num_parts + 1,) over rows without padding; padding to a length of `encoder_lengths` is a
             last part.
         max_seqlen: most rows of one part; under `encoder_lengths` all rows.

@@ -2,8 +2,7 @@
 
     PlannedShare --measure--> step_figures: name -> numbers --added--> name -> sum --show--> stats()[name]
 
-The docstring of the function that measures a figure says what `stats()` shows. Worker processes send the numbers
-unchanged.
+The docstring of a measuring function says what `stats()` shows. Worker processes send the numbers unchanged.
 """
 
 from __future__ import annotations

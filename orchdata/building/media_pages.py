@@ -130,9 +130,7 @@ class MediaSlots:
 
 
 class MediaPages:
-    """The memory of the parts of one modality that are encoded here, numbered in that order; a dummy if there is
-    none.
-    """
+    """The memory of the parts of one modality that are encoded here, in that order; a dummy if there is none."""
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, reserved: Reservation) -> None:
         self._name = name

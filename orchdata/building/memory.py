@@ -62,8 +62,7 @@ class _InUse(weakref.ref[NDArray[np.uint8]]):
 class Returns(Generic[T]):
     """Values that return when arrays are collected.
 
-    The callback is not a Python function: the collector may call one anywhere, where a lock would hang and a Ctrl-C
-    would be lost.
+    The callback is no Python function: the collector calls them anywhere, where locks hang and a Ctrl-C is lost.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,7 @@ class SequenceArrays(NamedTuple):
 
     Attributes:
         input_ids, labels: int64 (T,).
-        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), with rows for time, height and
-            width.
+        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), also time, height, width.
         text_ids: int64 (num_text_tokens,), tokens of text alone.
     """
 

@@ -59,12 +59,8 @@ class Balance:
     effort: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("scope", Scope),
-            ("assignment", AssignmentKind),
-            ("objective", Objective),
-            ("oversize", Oversize),
-        ):
+        kinds = {"scope": Scope, "assignment": AssignmentKind, "objective": Objective, "oversize": Oversize}
+        for name, kind in kinds.items():
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise ValueError(f"Balance.{name} must be one of {', '.join(get_args(kind))}, got {value!r}")

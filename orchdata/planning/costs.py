@@ -6,7 +6,7 @@ An encoder phase costs the sum over a sample's parts, each a separate sequence; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,18 +133,12 @@ class IndexTokens:
         return tokens if self.multiple_of == 1 else -(-tokens // self.multiple_of) * self.multiple_of
 
 
-@dataclass(frozen=True)
-class EqualCosts:
-    """Every sample costs 1 in the single phase `llm`, for any number of samples."""
+class _SampleCosts:
+    """Samples with one cost each, in the single phase `llm`."""
 
-    phases: tuple[str, ...] = ("llm",)
-    balanced: tuple[str, ...] = ("llm",)
-    padded: Padding = NO_PADDING
-
-    def costs(self, phase: str, row: Ints) -> Ints:
-        return np.ones(len(row), np.int64)
-
-    positions = costs
+    phases: ClassVar[tuple[str, ...]] = ("llm",)
+    balanced: ClassVar[tuple[str, ...]] = ("llm",)
+    padded: ClassVar[Padding] = NO_PADDING
 
     def loss_tokens(self, row: Ints) -> Ints:
         return np.zeros(len(row), np.int64)
@@ -154,14 +148,20 @@ class EqualCosts:
 
 
 @dataclass(frozen=True)
-class ArrayCosts:
-    """One cost a sample, int64 (num_samples,), in the single phase `llm`."""
+class EqualCosts(_SampleCosts):
+    """Every sample costs 1, for any number of samples."""
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+
+@dataclass(frozen=True)
+class ArrayCosts(_SampleCosts):
+    """One cost a sample, int64 (num_samples,)."""
 
     values: Ints
-
-    phases: tuple[str, ...] = ("llm",)
-    balanced: tuple[str, ...] = ("llm",)
-    padded: Padding = NO_PADDING
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _array_costs, (MappedArray(self.values),)
@@ -171,12 +171,6 @@ class ArrayCosts:
 
     def positions(self, phase: str, row: Ints) -> Ints:
         return self.values[row]
-
-    def loss_tokens(self, row: Ints) -> Ints:
-        return np.zeros(len(row), np.int64)
-
-    def parts(self, phase: str, row: Ints) -> Parts:
-        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
 
 
 def _array_costs(values: MappedArray) -> ArrayCosts:

@@ -50,7 +50,7 @@ class Packed:
             if self.length % self.multiple_of:
                 raise ValueError(
                     f"Packed.length={self.length} is no multiple of multiple_of={self.multiple_of}, to which sequences "
-                    f"are padded: take {max(1, self.length // self.multiple_of) * self.multiple_of}"
+                    f"are padded: use {max(1, self.length // self.multiple_of) * self.multiple_of}"
                 )
         for name, lengths in self.encoder_lengths.items():
             checked = tuple(checked_count(length, f"Packed.encoder_lengths of {name}") for length in lengths)

@@ -89,7 +89,7 @@ class PlanSpec:
         most = min(self.batches.size, max(self.order.num_samples, self.order.length(0)))
         if cap * self.num_ranks < most:
             raise ValueError(
-                f"Balance.max_samples={cap} on {self.num_ranks} ranks holds {cap * self.num_ranks} samples, but a "
+                f"Balance.max_samples={cap} on {self.num_ranks} ranks allows {cap * self.num_ranks} samples, but a "
                 f"global batch has {most}: raise it to at least {-(-most // self.num_ranks)}"
             )
 
@@ -180,8 +180,7 @@ class _GlobalBatch:
         return spec.costs.padded.share_out(step, num_microbatches)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
-        """Return the same, and the rank that encodes each part: the fewest microbatches in which encoders keep their
-        caps.
+        """Return the same, and the rank of each part: the fewest microbatches in which encoders keep their caps.
 
         Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
         of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
@@ -206,10 +205,8 @@ class _GlobalBatch:
         capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
         if capped and shares.num_microbatches > 1:
             llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
-            room = [
-                -(-int(unassigned[phase].positions.sum()) // (cap * self.spec.num_ranks))
-                for phase, cap in capped.items()
-            ]
+            sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
+            room = [-(-sums[phase] // (cap * self.spec.num_ranks)) for phase, cap in capped.items()]
             fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
             for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
                 candidate = self.share_out(["llm"], llm, number)
@@ -233,7 +230,7 @@ class _GlobalBatch:
     def _fit(self, unassigned: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
         """Assign parts to ranks. A phase is left out if its cap cannot be kept and parts may not stay at home."""
         balance, node = self.spec.balance, self.spec.ranks_per_node
-        where = (shares.rank, shares.microbatch, shares.num_microbatches, self.spec.num_ranks)
+        where = (shares, self.spec.num_ranks)
         fitted = {
             phase: share_out_parts(parts, *where, balance, ranks_per_node=node)
             if phase not in balance.caps

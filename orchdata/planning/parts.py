@@ -20,6 +20,7 @@ from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
+from orchdata.planning.sharing.shares import Shares
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -63,26 +64,18 @@ class OwnParts:
 
 
 def share_out_parts(
-    parts: Parts,
-    llm_rank: Ranks,
-    microbatch: Ranks,
-    num_microbatches: int,
-    num_ranks: int,
-    balance: Balance,
-    *,
-    ranks_per_node: int | None = None,
+    parts: Parts, shares: Shares, num_ranks: int, balance: Balance, *, ranks_per_node: int | None = None
 ) -> Parts:
     """Decide which rank encodes each part. Every micro-step is balanced by itself.
 
     Args:
-        llm_rank, microbatch: int32 (num_samples,), of the samples of the global batch.
+        shares: of the samples of the global batch.
         ranks_per_node: consecutive ranks of a node, inside which features travel if possible; None if not known.
     """
-    home = llm_rank[parts.sample]
+    home, step = shares.rank[parts.sample], shares.microbatch[parts.sample]
     of_parts = replace(balance, equal_count=False, max_samples=None)  # these count samples
     rank = np.empty(len(parts), np.int32)
-    step = microbatch[parts.sample]
-    for number in range(num_microbatches):
+    for number in range(shares.num_microbatches):
         members = np.flatnonzero(step == number)
         if len(members):
             costs, tokens = {"llm": parts.costs[members]}, parts.tokens[members]
@@ -95,9 +88,7 @@ def share_out_parts(
 def fit_parts(
     parts: Parts,
     cap: int,
-    llm_rank: Ranks,
-    microbatch: Ranks,
-    num_microbatches: int,
+    shares: Shares,
     num_ranks: int,
     balance: Balance,
     *,
@@ -109,33 +100,32 @@ def fit_parts(
 
     A part above the cap is the only one of its rank in its micro-step.
     """
-    where = (parts, llm_rank, microbatch, num_microbatches, num_ranks, balance)
-    shared = share_out_parts(*where, ranks_per_node=ranks_per_node)
-    step = microbatch[parts.sample]
+    shared = share_out_parts(parts, shares, num_ranks, balance, ranks_per_node=ranks_per_node)
+    home, step = shares.rank[parts.sample], shares.microbatch[parts.sample]
     for number in np.unique(_overfull(shared, step, cap, num_ranks)):
         members = np.flatnonzero(step == number)
         sizes = parts.positions[members]
         if balance.scope == "global" and int(sizes.max()) <= cap:
             with contextlib.suppress(ValueError):
                 within_cap = balance_packed(sizes, num_ranks, max_cost=cap).rank
-                home, tokens = llm_rank[parts.sample[members]], parts.tokens[members]
-                shared.rank[members] = renamed(within_cap, home, tokens, num_ranks, ranks_per_node or 1)
+                tokens = parts.tokens[members]
+                shared.rank[members] = renamed(within_cap, home[members], tokens, num_ranks, ranks_per_node or 1)
                 continue
         if not or_home:
             return None
-        shared.rank[members] = llm_rank[parts.sample[members]]
+        shared.rank[members] = home[members]
     return shared
 
 
-def own_parts(parts: Parts, rank: int, llm_rank: Ranks, microbatch: Ranks, num_microbatches: int) -> OwnParts:
-    """Return what `rank` has of `parts`; `llm_rank` and `microbatch` are int32 (num_samples,) of the global batch."""
+def own_parts(parts: Parts, rank: int, shares: Shares) -> OwnParts:
+    """Return what `rank` has of `parts`; `shares` are those of the samples of the global batch."""
 
     def by_step(members: Ints, others: Ranks) -> list[Ints]:
-        step = microbatch[parts.sample[members]]
+        step = shares.microbatch[parts.sample[members]]
         ordered = members[np.lexsort((others[members], step))]  # stable: the index breaks ties
-        return np.split(ordered, np.cumsum(np.bincount(step, minlength=num_microbatches))[:-1])
+        return np.split(ordered, np.cumsum(np.bincount(step, minlength=shares.num_microbatches))[:-1])
 
-    home = llm_rank[parts.sample]
+    home = shares.rank[parts.sample]
     return OwnParts(
         by_step(np.flatnonzero(parts.rank == rank), home),
         by_step(np.flatnonzero(home == rank), parts.rank),

@@ -101,9 +101,7 @@ class Plan:
         return self._own(phase, rank).encoded[microbatch]
 
     def arriving(self, phase: str, rank: int, microbatch: int) -> Ints:
-        """Return the indices in `parts[phase]` of the parts of `rank`'s samples in a micro-step, in the order of
-        arrival.
-        """
+        """Return the indices in `parts[phase]` of parts of `rank`'s samples in a micro-step, in order of arrival."""
         return self._own(phase, rank).arriving[microbatch]
 
     def route(self, phase: str, rank: int, microbatch: int) -> Route:
@@ -135,7 +133,7 @@ class Plan:
         """Return a rank's parts, sorted once for all micro-steps. Several threads may call it: results are equal."""
         own = self._own_parts.get((phase, rank))
         if own is None:
-            own = own_parts(self.parts[phase], rank, self.rank, self.microbatch, self.num_microbatches)
+            own = own_parts(self.parts[phase], rank, self._shares)
             self._own_parts[phase, rank] = own
         return own
 
@@ -145,8 +143,7 @@ class Plan:
             parts = self.parts[phase]
             where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
             return loads_by_rank_and_microbatch(parts.costs, *where)
-        shares = Shares(self.rank, self.microbatch, self.num_microbatches)
-        return self._padding(phase).loads(self.costs[phase], self.llm_positions, shares, self.num_ranks)
+        return self._padding(phase).loads(self.costs[phase], self.llm_positions, self._shares, self.num_ranks)
 
     def loads(self, phase: str) -> Ints:
         """Return the cost of `phase` on each rank, int64 (num_ranks,): the sum of its `cells`."""
@@ -157,6 +154,10 @@ class Plan:
         """Return what `loads` would be with samples dealt out in turn."""
         sizes = (self.num_ranks, self.num_microbatches)
         return self._padding(phase).loads_in_turn(self.costs[phase], self.llm_positions, *sizes)
+
+    @property
+    def _shares(self) -> Shares:
+        return Shares(self.rank, self.microbatch, self.num_microbatches)
 
     def _padding(self, phase: str) -> Padding:
         return self.padded if phase == "llm" else NO_PADDING
@@ -169,9 +170,7 @@ class Plan:
         return float(np.mean(mine == rank // self.group_size)) if len(mine) else 1.0
 
     def lower_bound(self, phase: str) -> int:
-        """Return a bound: no assignment of whole samples, or of separately assigned parts, has a smaller largest
-        load.
-        """
+        """Bound: no assignment of whole samples, or of separately assigned parts, has a smaller largest load."""
         if phase in self.parts:
             return lower_bound(self.parts[phase].costs, self.num_ranks)
         sizes = (self.num_ranks, self.num_microbatches)
@@ -213,7 +212,9 @@ class Plan:
 
     def imbalance(self, phase: str) -> float:
         """Return max/mean of the rank loads in `phase`; 1 where the phase is empty."""
-        return _max_over_mean(self.loads(phase))
+        loads = self.loads(phase)
+        total = int(loads.sum())
+        return float(int(loads.max()) * len(loads) / total) if total else 1.0
 
     @cached_property
     def hash(self) -> str:
@@ -225,8 +226,3 @@ class Plan:
         for column in [*columns, *(parts.rank for parts in self.parts.values())]:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()
-
-
-def _max_over_mean(loads: Ints) -> float:
-    total = int(loads.sum())
-    return float(int(loads.max()) * len(loads) / total) if total else 1.0

@@ -30,8 +30,7 @@ class Route:
         receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where rows
             already arrive so, grouped by sender.
         part_route: the same with one row a part; None where each row is a part.
-        zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: those of parts that could not be
-            decoded.
+        zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: those of parts that failed.
         label: its name in errors: "image, step 12, micro-step 0".
     """
 
@@ -111,8 +110,7 @@ def make_route(
         encoder_rank: integers (num_parts,), the rank that encodes each part.
         llm_rank: integers (num_parts,), the rank that has the part's sample in the llm phase.
         tokens: integers (num_parts,), at least 0: rows the encoder yields for each part.
-        encoder_order: integers (num_parts,), a permutation of the parts: the order of parts in every rank's encoder
-            output.
+        encoder_order: integers (num_parts,), a permutation of the parts: their order in every rank's encoder output.
         llm_order: the same for the parts that every rank expects to receive.
         label: its name in errors.
 
@@ -228,5 +226,7 @@ def _order(order: ArrayLike | None, name: str, count: int) -> Ints:
         return np.arange(count)
     checked = _integers(order, name, count, count)
     if len(np.unique(checked)) != count:
-        raise ValueError(f"{name} must hold each of {count} parts once, got {count - len(np.unique(checked))} repeats")
+        raise ValueError(
+            f"{name} must contain each of {count} parts once, got {count - len(np.unique(checked))} repeats"
+        )
     return checked

@@ -142,7 +142,7 @@ def test_half_precision_costs_are_taken_without_a_warning() -> None:
 
 
 def test_one_rank_and_many_ranks_are_bounded_quickly() -> None:
-    # One group of all samples for every k: with sums made anew this would be 20 billion additions.
+    # One group of all samples for every k: with sums computed again this would be 20 billion additions.
     costs = np.arange(1, 200_001)
     assert lower_bound(costs, 1) == costs.sum()
     coarse = 10**6 * np.random.default_rng(0).integers(1, 50, 20_000) + 1
@@ -168,7 +168,7 @@ def test_costs_up_to_the_limit_do_not_overflow() -> None:
         ([[1, 2]], 2, {}, r"one dimension, one entry a sample, got shape \(1, 2\)"),
         ([1], 0, {}, "num_ranks must be at least 1, got 0"),
         ([1], 1.5, {}, "num_ranks must be an integer of at least 1, got 1.5"),
-        ([1, 1, 1], 2, {"max_samples": 1}, "2 ranks holds 2 samples, but there are 3: raise it to at least 2"),
+        ([1, 1, 1], 2, {"max_samples": 1}, "2 ranks allows 2 samples, but there are 3: raise it to at least 2"),
         ([1], 2, {"max_samples": 0}, "max_samples must be at least 1, got 0"),
         ([3, 9], 2, {"max_cost": 8}, "sample 1 costs 9, above max_cost=8"),
         ([3, 3, 3], 2, {"max_cost": 4}, "cost 9 together, but 2 ranks of max_cost=4 hold 8: raise it to at least 6"),

@@ -112,9 +112,9 @@ def test_samples_mostly_at_a_cap_stay_mostly_where_they_are(num_ranks: int) -> N
     generator = np.random.default_rng(num_ranks)
     costs = np.where(generator.random(num_ranks * 16) < 0.85, 4096, generator.integers(64, 4096, num_ranks * 16))
     found = balance_from(costs, np.arange(len(costs)) // 16, num_ranks)
-    anew = balance(costs, num_ranks)
-    assert found.moved_share < 0.2  # Dealing anew moves 80 to 90 %.
-    assert found.makespan <= 1.02 * anew.makespan
+    again = balance(costs, num_ranks)
+    assert found.moved_share < 0.2  # Dealing again moves 80 to 90 %.
+    assert found.makespan <= 1.02 * again.makespan
 
 
 def test_prefers_the_same_node() -> None:
@@ -181,9 +181,9 @@ def test_by_phase_it_is_never_worse_than_staying(
     assert found.makespans == tuple(map(max, loads))
     stay = sum(max(int(of_all[owner == rank].sum()) for rank in range(num_ranks)) for of_all in costs.values())
     assert sum(found.lower_bounds) <= sum(found.makespans) <= stay
-    # Where nothing moved may 2 % be left that dealing anew would take off, rounded; else it would have been.
-    anew = balance_phases(costs, num_ranks)
-    assert sum(found.makespans) * 49 <= sum(anew.makespans) * 50
+    # If dealing again took 2 % off, rounded, it would have been chosen, unless nothing moved.
+    again = balance_phases(costs, num_ranks)
+    assert sum(found.makespans) * 49 <= sum(again.makespans) * 50
     moved = found.rank != owner
     assert (found.moved_samples, found.moved_size_within + found.moved_size_between) == (
         moved.sum(),

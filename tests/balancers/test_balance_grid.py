@@ -34,7 +34,7 @@ Held = tuple[int, int, list[tuple[int, int]]]
 
 
 class Rank:
-    """What one rank knows: its own samples, and what the members of its row and column told it."""
+    """What one rank knows: its own samples, and what it receives from the members of its row and column."""
 
     def __init__(self, rank: int, ranks_per_node: int, samples: NDArray[np.int64], costs: NDArray[np.int64]) -> None:
         self.node, self.column = divmod(rank, ranks_per_node)

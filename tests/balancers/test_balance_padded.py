@@ -162,7 +162,7 @@ def test_repeats_are_equal_on_a_full_batch(name: str) -> None:
         ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
         (
             {"lengths": [1] * 7, "max_samples": 3},
-            "max_samples=3 on 2 ranks holds 6 samples, but there are 7: raise it to at least 4",
+            "max_samples=3 on 2 ranks allows 6 samples, but there are 7: raise it to at least 4",
         ),
         ({"lengths": [1, 2**40]}, r"lengths\[1\] is 1099511627776, above 2147483647, .*: limit the positions"),
         (

@@ -221,7 +221,7 @@ def test_all_zero_times_take_no_time() -> None:
         ([[1], [-2]], [[1], [1]], r"forward_times\[1, 0\] is -2; it must be a finite number of at least 0"),
         ([["a"]], [[1]], "forward_times must be numbers, got dtype <U1"),
         ([[True]], [[1]], "forward_times must be numbers, got dtype bool"),
-        ([[1e308, 1e308]], [[1, 1]], "sum to more than float64 holds: use a larger unit"),
+        ([[1e308, 1e308]], [[1, 1]], "sum to more than float64 can represent: use a larger unit"),
     ],
 )
 def test_errors_name_value_and_limit(forward: object, backward: object, message: str) -> None:
@@ -233,11 +233,11 @@ def test_errors_name_value_and_limit(forward: object, backward: object, message:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([0, 1], r"order must hold 3 integers, one a microbatch, got shape \(2,\)"),
+        ([0, 1], r"order must have 3 integers, one a microbatch, got shape \(2,\)"),
         ([0.0, 1.0, 2.0], r"got shape \(3,\) of float64"),
-        ([0, 0, 2], r"order must be a permutation of 0..2, but holds 0 2 times"),
-        ([0, 3, 2], r"order must be a permutation of 0..2, but holds 1 0 times"),
-        ([0, -1, 2], r"order must be a permutation of 0..2, but holds 1 0 times"),
+        ([0, 0, 2], r"order must be a permutation of 0..2, but has 0 2 times"),
+        ([0, 3, 2], r"order must be a permutation of 0..2, but has 1 0 times"),
+        ([0, -1, 2], r"order must be a permutation of 0..2, but has 1 0 times"),
     ],
 )
 def test_an_order_must_be_a_permutation(order: object, message: str) -> None:

@@ -149,7 +149,7 @@ def test_equal_on_repeats() -> None:
         (lambda: place_on_nodes([[1]], 0), "ranks_per_node must be at least 1, got 0"),
         (lambda: place_on_nodes([[1]], True), "ranks_per_node must be an integer"),
         (lambda: traffic_between([0, 2], [0, 1], 2), r"owner\[1\] is 2; it must be from 0 to 1"),
-        (lambda: traffic_between([0, 1], [0, -2], 2), r"rank\[1\] is -2; it must be from -1 to 1"),
+        (lambda: traffic_between([0, 1], [0, -2], 2), r"rank\[1\] is -2; it must be from -1 \(left out\) to 1"),
         (lambda: traffic_between([-1], [0], 2), r"owner\[0\] is -1; it must be from 0"),
         (lambda: traffic_between([0.5], [0], 2), "owner must be integers"),
         (lambda: traffic_between([0], [0, 1], 2), r"rank must have one entry .* got shape \(2,\)"),

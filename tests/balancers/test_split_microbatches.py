@@ -97,7 +97,7 @@ def test_a_given_number_is_used_or_refused() -> None:
     microbatch, count = split_microbatches([3, 3, 3, 3], [0, 0, 1, 1], 2, max_size=6, num_microbatches=2)
     assert count == 2
     assert microbatch.tolist() == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match=r"num_microbatches=1 do not hold the samples within max_size=\[3\]: 2 do"):
+    with pytest.raises(ValueError, match=r"num_microbatches=1 are too few .* max_size=\[3\]: 2 are enough"):
         split_microbatches([3, 3, 3, 3], [0, 0, 1, 1], 2, max_size=3, num_microbatches=1)
 
 

@@ -1,11 +1,11 @@
 """Samples in micro-steps, each of which is then balanced by itself.
 
-    dealt_shares     bins of several ranks are filled one after another, or evenly (`balancers.bins.micro_steps`)
+    balanced_packings     bins of several ranks are filled one after another, or evenly (`balancers.bins.micro_steps`)
     sorted_and_cut   samples sorted by a phase and cut into micro-steps of equal positions
     in_scope         a grid: most samples of each micro-step stay near the ranks that they are drawn for
 
-A micro-step is the m-th microbatch of all ranks. Where ranks wait for each other after each phase of it, large samples
-of a phase belong into the same micro-step, and every phase is then balanced inside it.
+Where ranks wait for each other after each phase of a micro-step, the m-th microbatch of all ranks, large samples of a
+phase belong into the same one, and every phase is then balanced inside it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MOST_EFFORT = 12  # and each at most this number of times as long as a step of 
 _MOST_SEARCHED = 65_536  # of which no more samples count in full.
 
 
-def dealt_shares(
+def balanced_packings(
     step: StepSamples, num_microbatches: int, below: int | None = None, priced: StepSamples | None = None
 ) -> list[Shares]:
-    """Samples dealt into micro-steps, each of which is then balanced by itself; empty where no way was found.
+    """Pack samples into micro-steps and balance each of them; return an empty list if no packing keeps the caps.
 
     Args:
-        below: only what costs less than this is of use; bounds rule out the rest early.
-        priced: the same samples with the phases that count, where these are not the balanced ones.
+        below: only a lower price is of use; bounds rule out the rest early.
+        priced: the same samples with the phases that count, if these are not the balanced ones.
 
     Returns:
         Each costs less than those before it.
@@ -74,7 +74,7 @@ def dealt_shares(
 def _balanced_below(
     step: StepSamples, dealt: Shares, below: int | None, priced: StepSamples | None = None
 ) -> tuple[Shares, int] | None:
-    """`dealt`, each micro-step balanced, and its price; None where it is not below `below`, or counts are not kept."""
+    """Return `dealt` with balanced micro-steps, and its price; None if it is not below `below` or breaks counts."""
     inside = balanced_inside(step, dealt, below=below, priced=priced)
     if inside is None or not step.keeps_counts(inside.rank):
         return None
@@ -89,15 +89,15 @@ def balanced_inside(
     below: int | None = None,
     priced: StepSamples | None = None,
 ) -> Shares | None:
-    """`dealt`, which keeps the caps, with each micro-step balanced by itself. Micro-steps are numbered from the most
-    costly: the one that takes most memory comes first.
+    """Balance each micro-step of `dealt`, which keeps the caps, by itself. Number them from the most costly: the one
+    that takes most memory comes first.
 
     Args:
-        capped: what caps count and the caps, by default `step.capped`.
-        below, priced: as of `dealt_shares`.
+        capped: sizes and caps, by default `step.capped`.
+        below, priced: as in `balanced_packings`.
 
     Returns:
-        None where the bounds of the micro-steps left say that it costs no less than `below`.
+        None if the bounds of the remaining micro-steps show that it costs no less than `below`.
     """
     sizes, caps = capped or step.capped
     balance, counted, num_ranks = step.over_all_ranks().balance, (priced or step).by_sample, step.num_ranks
@@ -124,8 +124,7 @@ def balanced_inside(
 
 
 def _evened(rank: Ranks, samples_of_rank: Ints, balance: Balance, num_ranks: int) -> Ranks:
-    """`rank` with ranks renamed inside each group: the most samples go to the rank that has fewest so far. Adds to
-    `samples_of_rank`.
+    """Rename ranks inside each group: the rank with the fewest samples so far gets the most. Add to `samples_of_rank`.
 
     Ranks are interchangeable in a micro-step. Counts that differ by at most one in each of them then do so over all.
     """
@@ -140,7 +139,7 @@ def _evened(rank: Ranks, samples_of_rank: Ints, balance: Balance, num_ranks: int
 
 
 def _from_the_most_costly(shares: Shares, waits: Ints) -> Shares:
-    """The same, with micro-steps numbered by what ranks wait for in them, int64 (num_microbatches,)."""
+    """Number micro-steps by what ranks wait for in them, int64 (num_microbatches,)."""
     name = np.empty(shares.num_microbatches, np.int32)
     name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
     return replace(shares, microbatch=name[shares.microbatch])
@@ -162,10 +161,10 @@ class _Cut:
 
 
 def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list[Shares]:
-    """Samples sorted by a phase, or by all, and cut into micro-steps of equal positions, each balanced within the caps.
+    """Sort samples by a phase, or by all, cut them into micro-steps of equal positions, and balance each in the caps.
 
     Returns:
-        What costs less than `below`, which bounds mostly rule out; the cheapest last.
+        Ways that cost less than `below`, which bounds mostly rule out; the cheapest last.
     """
     columns, caps = step.capped
     positions = np.ascontiguousarray(columns[:, 0])
@@ -188,7 +187,7 @@ def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list
 
 
 def _cuts(step: StepSamples, positions: Ints, largest: Ranks, num_microbatches: int, below: int) -> Iterator[_Cut]:
-    """By each phase and by their sum, without those that some of very many ranks, or bounds, say cost too much."""
+    """Yield cuts by each phase and by their sum, without those that some of very many ranks, or bounds, rule out."""
     columns, caps = step.capped
     stride, few = some_ranks(step.num_ranks) if step.num_samples > VERY_MANY_SAMPLES else (0, 0)
     keys: Iterable[Ints] = step.costs.values() if len(step.costs) == 1 else (*step.costs.values(), step.total_costs)
@@ -202,16 +201,13 @@ def _cuts(step: StepSamples, positions: Ints, largest: Ranks, num_microbatches: 
         cut = _cut(positions, order, num_microbatches)
         if bins_cost(step.by_sample, cut, num_microbatches, step.num_ranks) < below:
             members_of = [np.flatnonzero(cut == number) for number in range(num_microbatches)]
-            alone = [fits_alone(columns[members], caps) for members in members_of]
-            bounds = [
-                int(bin_bound(step.by_sample[members], own, step.num_ranks))
-                for members, own in zip(members_of, alone, strict=True)
-            ]
+            costs, alone = step.by_sample, [fits_alone(columns[members], caps) for members in members_of]
+            bounds = [int(bin_bound(costs[m], own, step.num_ranks)) for m, own in zip(members_of, alone, strict=True)]
             yield _Cut(cut, order, bounds)
 
 
 def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
-    """Micro-step of each sample, int32 (n,): `order` in parts of equal positions."""
+    """Return the micro-step of each sample, int32 (n,): `order` in parts of equal positions."""
     before = np.cumsum(positions[order]) - positions[order]
     cut = np.empty(len(order), np.int32)
     cut[order] = np.minimum(before * num_microbatches // max(1, int(positions.sum())), num_microbatches - 1)
@@ -221,8 +217,8 @@ def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
 def _price_of_some(
     by_sample: Ints, columns: Ints, caps: Ints, by: Ints, num_ranks: int, num_microbatches: int
 ) -> int | None:
-    """What some ranks wait for, with their samples (from the largest) sorted, cut and balanced about as
-    `balance_phases` does it: less than all ranks wait for. None where the samples are not brought within the caps.
+    """Return what some ranks wait for, with their samples (from the largest) sorted, cut and balanced about as by
+    `balance_phases`: less than all ranks wait for. None if the samples cannot be brought within the caps.
     """
     largest = np.arange(len(by), dtype=np.int32)
     cut = _cut(columns[:, 0], descending_order(by), num_microbatches)
@@ -233,10 +229,10 @@ def _price_of_some(
 
 
 def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | None:
-    """Each micro-step of `cut` balanced as `balance_phases` balances samples in that order.
+    """Balance each micro-step of `cut` as `balance_phases` does with samples in that order.
 
     Returns:
-        None where that is above the caps, or not below `below`.
+        None if that is above the caps, or not below `below`.
     """
     (columns, caps), by_sample = step.capped, step.by_sample
     rank, price = np.empty_like(cut.microbatch), sum(cut.bounds)
@@ -265,9 +261,7 @@ def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | No
 def _dealt_inside(
     columns: Ints, caps: Ints, microbatch: Ranks, largest: Ranks, num_ranks: int, num_microbatches: int
 ) -> Ranks | None:
-    """Ranks within the caps, dealt in each of the given micro-steps from the `largest` sample; None where the caps do
-    not hold them.
-    """
+    """Deal the samples of each micro-step from the `largest`. Return ranks within the caps, None if there are none."""
     rank = np.empty_like(microbatch)
     for number in range(num_microbatches):
         mine = largest[microbatch[largest] == number]
@@ -280,7 +274,9 @@ def _dealt_inside(
 
 
 def in_scope(step: StepSamples, shares: Shares) -> Shares:
-    """`shares`, balanced over all ranks; on a grid near the streams, micro-steps numbered by what ranks wait for."""
+    """Return `shares`, balanced over all ranks; on a grid with samples near their streams, and micro-steps
+    renumbered.
+    """
     if step.balance.scope != "grid":
         return shares
     near = near_streams(step, shares)
@@ -289,10 +285,10 @@ def in_scope(step: StepSamples, shares: Shares) -> Shares:
 
 
 def near_streams(step: StepSamples, shares: Shares) -> Shares:
-    """`shares`, balanced over all ranks, with most samples of each micro-step near the ranks that they are drawn for.
+    """Move most samples of each micro-step near the ranks that they are drawn for; `shares` is balanced over all ranks.
 
-    Where that costs less than `shares`, the search over all ranks missed something. The result is then `shares`, its
-    ranks renamed so that most samples stay: a grid never costs less than "global".
+    If that costs less than `shares`, the search over all ranks missed something. Then return `shares` with ranks
+    renamed so that most samples stay: a grid never costs less than "global".
     """
     columns, caps = step.capped
     near, named = shares.rank.copy(), shares.rank.copy()

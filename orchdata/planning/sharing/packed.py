@@ -23,7 +23,7 @@ from orchdata.planning.assign import assign, dealt
 from orchdata.planning.sharing.micro_steps import (
     MANY_SAMPLES,
     VERY_MANY_SAMPLES,
-    dealt_shares,
+    balanced_packings,
     in_scope,
     sorted_and_cut,
 )
@@ -61,7 +61,7 @@ NO_PADDING = NoPadding()
 
 
 def _without_empty(shares: Shares) -> Shares:
-    """The same without micro-steps in which no rank has a sample."""
+    """Remove micro-steps in which no rank has a sample."""
     used = np.bincount(shares.microbatch, minlength=shares.num_microbatches) > 0
     if used.all() or not used.any():
         return shares
@@ -85,31 +85,34 @@ class _Candidates:
         return min(price for price, _ in self.priced)
 
     def cheapest(self, most: int | None = None) -> Shares:
-        """Of at most `most` micro-steps. Ties: fewer micro-steps, then the first found."""
+        """Return the cheapest of at most `most` micro-steps. Ties: fewer micro-steps, then the first."""
         allowed = [each for each in self.priced if most is None or each[1].num_microbatches <= most]
         return min(allowed, key=lambda each: (each[0], each[1].num_microbatches))[1]
 
 
 def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
-    """As `NoPadding.share_out`; micro-steps may be empty."""
+    """As `NoPadding.share_out`, but micro-steps may be empty."""
     balance = step.balance
     if step.num_ranks == 1 and not step.sizes and num_microbatches is None:
         return one_microbatch(np.zeros(step.num_samples, np.int32))
+    # Very many samples: a split of whole ranks takes too long.
     everywhere = step.over_all_ranks()
     if num_microbatches is None and step.num_samples > VERY_MANY_SAMPLES and step.meets_in_micro_steps:
         chosen = _micro_steps_first(everywhere)
         if chosen is not None:
             return in_scope(step, chosen)
+    # One microbatch: done where the joint search has considered the backbone alone, as in whole steps of all ranks.
     rank = step.assign()
-    # In whole steps of all ranks, the joint search has considered the backbone alone.
     considered = balance.scope == "global" and balance.price.levels_each_phase and balance.num_stages is None
     if not step.sizes and num_microbatches is None and (considered or balance.scope == "none" or len(step.costs) == 1):
         return one_microbatch(rank)
     first = step.split(rank)
     most = num_microbatches or first.num_microbatches
+    # A grid starts from balancing over all ranks.
     if everywhere is not step and step.meets_in_micro_steps and most > 1:
         chosen = NO_PADDING.share_out(everywhere, num_microbatches)
         return first if chosen.num_microbatches > most else in_scope(step, chosen)
+    # Otherwise compare all candidates.
     ways = _Candidates(step)
     ways.add(_in_number(step, first, most))
     if balance.scope != "none":
@@ -117,7 +120,7 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     if not ways.priced:
         raise ValueError(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
-            f"{first.num_microbatches} hold them"
+            f"{first.num_microbatches} are enough"
         )
     return ways.cheapest(most)
 
@@ -136,14 +139,14 @@ def _add_balanced(ways: _Candidates, most: int, num_microbatches: int | None) ->
 
 
 def _add_dealt(ways: _Candidates, most: int, *, or_fewer: bool) -> None:
-    """Samples dealt into `most` micro-steps, and into fewer as long as these hold them; then sorted and cut into as
-    many as the cheapest so far has.
+    """Add packings into `most` micro-steps, and into fewer while these are enough; then cuts into as many as the
+    cheapest so far has.
     """
     step, number = ways.step, most
-    ways.add(dealt_shares(step, number))
+    ways.add(balanced_packings(step, number))
     while or_fewer and _may_hold(step, number - 1):
         number -= 1
-        fewer = dealt_shares(step, number)
+        fewer = balanced_packings(step, number)
         ways.add(fewer)
         if not fewer:
             break
@@ -155,7 +158,7 @@ def _add_dealt(ways: _Candidates, most: int, *, or_fewer: bool) -> None:
 
 
 def _may_hold(step: StepSamples, num_microbatches: int) -> bool:
-    """Whether micro-steps may hold the samples; many samples must leave 1/64 of them, as packing takes time."""
+    """Return whether micro-steps may have room for the samples; many samples must leave 1/64, as packing takes time."""
     caps, count = step.balance.caps, step.num_ranks * num_microbatches
     filled, of = (63, 64) if step.num_samples > MANY_SAMPLES else (1, 1)
     return count > 0 and all(
@@ -165,39 +168,37 @@ def _may_hold(step: StepSamples, num_microbatches: int) -> bool:
 
 
 def _micro_steps_first(step: StepSamples) -> Shares | None:
-    """Very many samples dealt into the fewest micro-steps that hold them, or one more where those are nearly full.
+    """Pack very many samples into the fewest micro-steps with room for them, or one more if those are nearly full.
 
     Splits of whole ranks take as long as all micro-steps together: they are made only where a split of some ranks,
     without a search, says that they may cost less.
 
     Returns:
-        None where one micro-step may hold all, or no packing exists within the caps.
+        None if one micro-step may be enough, or no packing exists within the caps.
     """
     columns, caps = step.capped
     sums, room = columns.sum(axis=0), caps * step.num_ranks
     least_number = fewest = int(np.max(-(-sums // room)))
-    caps_of = step.balance.caps
-    refused = step.balance.oversize != "own" and any(
-        int(column.max()) > caps_of[phase] for phase, column in step.sizes.items()
-    )
+    refused = step.balance.oversize != "own" and len(caps) > len(step.sizes)  # A sample is above a cap.
     if step.balance.scope == "none" or fewest == 1 or refused:
         return None
+    # Pack into the fewest micro-steps that some way holds, or one more if they are nearly full.
     rough, rough_number = _rough_split(step)
     packed: list[Shares] = []
     while not packed and fewest <= max(rough_number, least_number):
-        packed, fewest = dealt_shares(step, fewest), fewest + 1
+        packed, fewest = balanced_packings(step, fewest), fewest + 1
     if not packed:
         return None
     ways = _Candidates(step)
     ways.add(packed)
     if fewest <= rough_number and (sums * _NEARLY[1] > room * (fewest - 1) * _NEARLY[0]).any():
-        ways.add(dealt_shares(step, fewest, ways.least))
+        ways.add(balanced_packings(step, fewest, ways.least))
     _add_simple(ways, rough)
     return ways.cheapest()
 
 
 def _add_simple(ways: _Candidates, rough: int) -> None:
-    """Add what is cheaper than the packings so far: cuts, splits of whole ranks, and what the backbone alone gives.
+    """Add what may be cheaper than the packings so far: cuts, splits of whole ranks, and ways by the backbone alone.
 
     Args:
         rough: what some ranks wait for after a split.
@@ -216,13 +217,12 @@ def _add_simple(ways: _Candidates, rough: int) -> None:
         if _rough_split(step, "llm")[0] < least:
             ways.add(_by_the_backbone(step, most, least))
         else:
-            ways.add(dealt_shares(step.of_phases("llm"), most, least, priced=step))
+            ways.add(balanced_packings(step.of_phases("llm"), most, least, priced=step))
 
 
 def _rough_split(step: StepSamples, *by: str) -> tuple[int, int]:
-    """What some ranks wait for, balanced by the phases `by` without a search and split by sums; their microbatches.
-
-    Of the samples from the most costly every k-th, on the k-th part of the ranks.
+    """Return what some ranks wait for, balanced by the phases `by` without a search and split by sums, and their number
+    of microbatches: every k-th sample from the most costly, on the k-th part of the ranks.
     """
     stride = max(1, step.num_ranks // _SOME_RANKS)
     mine = descending_order(step.total_costs)[::stride]
@@ -236,8 +236,8 @@ def _rough_split(step: StepSamples, *by: str) -> tuple[int, int]:
 def _by_the_backbone(
     step: StepSamples, num_microbatches: int | None, least: int | None, *, several: bool = False
 ) -> list[Shares]:
-    """What balancing `llm` alone gives, where it may cost less than `least`; in `several` micro-steps its own whole
-    plan too, but of very many samples only packings that may cost less.
+    """Return ways by balancing `llm` alone, if they may cost less than `least`; in `several` micro-steps also its whole
+    plan, but for very many samples only packings that may cost less.
     """
     alone = step.of_phases("llm")
     shares: list[Shares] = []
@@ -246,7 +246,7 @@ def _by_the_backbone(
             with suppress(ValueError):  # It may need more microbatches.
                 shares = [NO_PADDING.share_out(alone, num_microbatches)]
         elif num_microbatches:
-            shares = dealt_shares(alone, num_microbatches, least, priced=step)
+            shares = balanced_packings(alone, num_microbatches, least, priced=step)
     rank = alone.assign()
     # Microbatches only add to what ranks wait for in the whole step.
     if least is not None and step.balance.price.meets_in_micro_steps and step.price(one_microbatch(rank)) >= least:
@@ -255,7 +255,7 @@ def _by_the_backbone(
 
 
 def _in_number(step: StepSamples, fewest: Shares, num_microbatches: int | None) -> list[Shares]:
-    """The fewest microbatches, or the number that is wanted; empty where that is not enough."""
+    """Return the fewest microbatches, or the wanted number; empty if that is not enough."""
     if num_microbatches is None or fewest.num_microbatches == num_microbatches:
         return [fewest]
     if fewest.num_microbatches > num_microbatches:

@@ -1,4 +1,4 @@
-"""How a step is shared out: the samples, the result, and the protocol of the three ways to pad a microbatch.
+"""How a step is shared out: the samples, the result, and the protocol of the three ways to pad microbatches.
 
 StepSamples --Padding.share_out--> Shares
 """
@@ -26,14 +26,14 @@ Ranks = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """rank and microbatch of each sample, int32 (num_samples,); every rank has the same number of microbatches."""
+    """The rank and microbatch of each sample, int32 (num_samples,); all ranks have the same number of microbatches."""
 
     rank: Ranks
     microbatch: Ranks
     num_microbatches: int
 
     def loads(self, costs: Ints, num_ranks: int) -> Ints:
-        """Sum of costs in each rank's microbatches, int64 (num_ranks, num_microbatches)."""
+        """Return the sum of costs in each rank's microbatches, int64 (num_ranks, num_microbatches)."""
         return loads_by_rank_and_microbatch(costs, self.rank, self.microbatch, num_ranks, self.num_microbatches)
 
 
@@ -81,10 +81,10 @@ class StepSamples:
 
     @cached_property
     def capped(self) -> tuple[Ints, Ints]:
-        """What caps count, int64 (n, num_caps), and the caps. A sample above a cap fills it; a further cap keeps such
-        samples alone.
+        """Sizes, int64 (n, num_caps), and their caps. A sample above a cap fills it; a further cap keeps such samples
+        alone.
         """
-        # A cap above the sum of all samples is none, and sums of it would overflow.
+        # A cap above the sum of all samples does not bind, and sums of it would overflow.
         caps = [min(self.balance.caps[phase], max(1, int(column.sum()))) for phase, column in self.sizes.items()]
         columns = [np.minimum(column, cap) for column, cap in zip(self.sizes.values(), caps, strict=True)]
         above = np.any([column > cap for column, cap in zip(self.sizes.values(), caps, strict=True)], axis=0)
@@ -95,20 +95,20 @@ class StepSamples:
 
     @property
     def groups(self) -> list[range]:
-        """Ranks that share out samples among themselves alone."""
+        """Groups of ranks that share out samples among themselves only."""
         whole = self.balance.scope != "grouped"
         return [range(self.num_ranks)] if whole else counted_groups(self.balance, self.num_ranks)
 
     def members(self, group: range) -> NDArray[np.intp]:
-        """Indices of the samples of a group of ranks."""
+        """Return the indices of the samples of a group of ranks."""
         return np.flatnonzero((self.stream_rank >= group.start) & (self.stream_rank < group.stop))
 
     def of_phases(self, *phases: str) -> StepSamples:
-        """The same samples with the costs of these phases alone."""
+        """Return the same samples with the costs of these phases only."""
         return replace(self, costs={phase: self.costs[phase] for phase in phases})
 
     def take(self, index: NDArray[np.integer]) -> StepSamples:
-        """Some of the samples."""
+        """Return some of the samples."""
         return replace(
             self,
             costs={phase: column[index] for phase, column in self.costs.items()},
@@ -118,17 +118,17 @@ class StepSamples:
         )
 
     def over_all_ranks(self) -> StepSamples:
-        """The same under scope "global" in place of "grid"."""
+        """Return the same under scope "global" instead of "grid"."""
         if self.balance.scope != "grid":
             return self
         return replace(self, balance=replace(self.balance, scope="global", group_size=None))
 
     def assign(self) -> Ranks:
-        """The rank of each sample by all phases, without microbatches."""
+        """Return the rank of each sample by all phases, without microbatches."""
         return assign(self.costs, self.balance, self.num_ranks, self.stream_rank)
 
     def split(self, rank: Ranks, num_microbatches: int | None = None) -> Shares:
-        """Each rank's samples in microbatches within the caps, level in the sum of their costs.
+        """Split each rank's samples into microbatches within the caps, level in the sum of their costs.
 
         Args:
             num_microbatches: by default the fewest.
@@ -150,7 +150,7 @@ class StepSamples:
         return Shares(rank, microbatch, number)
 
     def price(self, shares: Shares, llm_loads: Ints | None = None) -> int:
-        """What ranks wait for.
+        """Return what ranks wait for.
 
         Args:
             llm_loads: cost of `llm` with its padding, int64 (num_ranks, num_microbatches); None for sums of costs.
@@ -160,7 +160,7 @@ class StepSamples:
         return self.balance.price.of([*loads, own])
 
     def keeps_counts(self, rank: Ranks) -> bool:
-        """Whether ranks have no more samples than `balance` allows, and equal numbers where it requires them."""
+        """Return whether ranks have no more samples than `balance` allows, and equal numbers if it requires them."""
         counts = np.bincount(rank, minlength=self.num_ranks)
         if self.balance.max_samples is not None and int(counts.max()) > self.balance.max_samples:
             return False
@@ -191,7 +191,7 @@ class Padding(ABC):
 
     @abstractmethod
     def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
-        """Cost of each rank's `llm` microbatches with their padding, int64 (num_ranks, num_microbatches).
+        """Return the cost of each rank's `llm` microbatches with padding, int64 (num_ranks, num_microbatches).
 
         Args:
             costs, positions: int64 (n,), of `llm`.
@@ -199,20 +199,20 @@ class Padding(ABC):
 
     @abstractmethod
     def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """What ranks would cost with samples dealt out in turn, int64 (num_ranks,)."""
+        """Return what ranks would cost with samples dealt out in turn, int64 (num_ranks,)."""
 
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
-        """No assignment of whole samples has a smaller largest load."""
+        """Return a bound: no assignment of whole samples has a smaller largest load."""
         return lower_bound(costs, num_ranks)
 
     def capacity(self, num_microbatches: int) -> int | None:
-        """Tokens that this number of microbatches holds; None where their lengths vary."""
+        """Return the tokens that fit into this number of microbatches; None if lengths vary."""
         return None
 
     def price(self, step: StepSamples, shares: Shares) -> int:
-        """What ranks wait for, with the padding."""
+        """Return what ranks wait for, with the padding."""
         return step.price(shares, self.loads(step.costs["llm"], step.positions, shares, step.num_ranks))
 
     def cheapest(self, step: StepSamples, candidates: Iterable[Shares]) -> Shares:
-        """Ties: fewer micro-steps, then the first found."""
+        """Return the cheapest way. Ties: fewer micro-steps, then the first."""
         return min(candidates, key=lambda shares: (self.price(step, shares), shares.num_microbatches))

@@ -123,7 +123,7 @@ def test_flops_agree_with_torchs_own_count(gated: bool, trainable: bool) -> None
         return x + (up * (x @ weight(ffn)).sigmoid() if gated else up.relu()) @ weight(hidden, ffn)
 
     with FlopCounterMode(display=False) as counter:
-        # The first layer's input has a gradient too, as behind an embedding.
+        # The first layer's input has a gradient too, as after an embedding.
         x = torch.randn(length, hidden, requires_grad=trainable)
         for _ in range(layers):
             x = layer(x)
@@ -300,7 +300,7 @@ def test_a_model_is_a_value() -> None:
             lambda: TransformerCost(hidden=8, layers=1, ffn=1, kv_heads=2),
             "kv_heads=2 must divide heads, got heads=None",
         ),
-        (lambda: TransformerCost(hidden=10**200, layers=1, ffn=1).phase_cost(), "more than a float holds"),
+        (lambda: TransformerCost(hidden=10**200, layers=1, ffn=1).phase_cost(), "more than a float can represent"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, heads=4, kv_heads=3), "kv_heads=3 must divide heads"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, head_dim=4), "head_dim=4 needs heads"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=0), "TransformerCost.window .* got 0"),

@@ -196,7 +196,7 @@ def test_refused_by_a_loader(dataset: od.ShardDataset, layout: Any, balance: Any
     ("layout", "message"),
     [
         ({"length": 0}, "Packed.length must be at least 1, got 0"),
-        ({"length": 100, "multiple_of": 8}, "length=100 is no multiple of multiple_of=8, .* take 96"),
+        ({"length": 100, "multiple_of": 8}, "length=100 is no multiple of multiple_of=8, .* use 96"),
         ({"encoder_lengths": {"image": []}}, "encoder_lengths of image must be ascending positions"),
         ({"encoder_lengths": {"image": [8, 4]}}, "encoder_lengths of image must be ascending positions"),
     ],

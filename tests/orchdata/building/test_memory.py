@@ -49,7 +49,7 @@ def test_free_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("megabytes", [range(9, 17), range(16, 8, -1), (9, 16, 10, 15, 11, 14, 12, 13)])
 def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> None:
-    # One at a time is used: whatever the sizes, no more is held than the largest needs.
+    # One at a time is used: for any sizes, no more is kept than the largest needs.
     pool = BufferPool()
     for size in megabytes:
         array = pool.take(size << 20)

@@ -297,7 +297,7 @@ def test_merge_refuses_features_of_another_shape(dataset: od.ShardDataset) -> No
 
 def test_positions_under_mrope_keep_their_meaning_in_rows(tmp_path: Path) -> None:
     samples = [
-        {"__key__": "a", "txt": b"a text that is longer than what is beside it"},
+        {"__key__": "a", "txt": b"a text that is longer than what is next to it"},
         {"__key__": "b", "jpg": jpeg(64, 48), "json": chat("ab<image>", "e")},
     ]
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)

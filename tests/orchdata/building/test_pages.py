@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "padded": {"collate_fn": od.Padded(multiple_of=4)},
     "padded encoders": {"collate_fn": od.Padded(encoders="padded")},
-    "nothing for nobody": {"collate_fn": od.Packed(empty="zero")},
+    "nothing for empty ranks": {"collate_fn": od.Packed(empty="zero")},
     "microbatches": {"balance": od.Balance(max_tokens=500, oversize="own")},
     "per phase": {"balance": od.Balance(assignment="per_phase", max_tokens=500, oversize="own"), "cost": COST},
     "per phase, padded": {"balance": od.Balance(assignment="per_phase"), "cost": COST, "collate_fn": od.Padded()},
@@ -176,7 +176,7 @@ def _by_key(step: BuiltStep) -> dict[str, list[torch.Tensor]]:
 
 
 def _rows_of(held: Any, array: str, mine: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The rows behind some of the tokens: as many rows each."""
+    """The rows of some of the tokens: the same number of rows each."""
     rows = held.arrays[array]
     if held.mask is not None:
         rows = rows[held.mask]

@@ -1,4 +1,4 @@
-"""Plans per phase beside joint ones: what moves nothing is taken where it costs about the same, in few micro-steps."""
+"""Plans per phase compared to joint ones: parts stay where that costs about the same, in few micro-steps."""
 
 from __future__ import annotations
 

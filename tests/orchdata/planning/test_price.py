@@ -50,7 +50,7 @@ def test_under_sum_the_largest_rank_counts() -> None:
 
 
 def test_in_a_pipeline_the_slowest_makespan_counts() -> None:
-    # Of two stages the first one has the encoders: their cost counts twice beside half of the LLM's.
+    # The first of two stages has the encoders: their cost counts twice, plus half of the LLM's.
     makespans = []
     for image, llm in (((5, 0), (2, 6)), ((1, 4), (3, 1))):
         forward = np.array([[2 * image[0] + llm[0], 2 * image[1] + llm[1]], llm], float)

@@ -159,7 +159,7 @@ def test_a_route_without_parts_or_with_one_rank_moves_nothing() -> None:
         ({"tokens": [1, -4]}, r"tokens\[1\] is -4; it must be at least 0"),
         ({"tokens": [[1, 4]]}, r"tokens must have one entry for each of 2 parts, got shape \(1, 2\)"),
         ({"tokens": [1.5, 2.0]}, "tokens must be integers, got dtype float64"),
-        ({"encoder_order": [1, 1]}, "encoder_order must hold each of 2 parts once, got 1 repeats"),
+        ({"encoder_order": [1, 1]}, "encoder_order must contain each of 2 parts once, got 1 repeats"),
         ({"llm_order": [0, 2]}, r"llm_order\[1\] is 2; it must be from 0 to 1"),
     ],
 )

@@ -19,7 +19,7 @@ from orchdata.balancers import balance_phases, split_microbatches
 from orchdata.bench.distributions import omni_phases
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.micro_steps import dealt_shares
+from orchdata.planning.sharing.micro_steps import balanced_packings
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples
 
@@ -155,7 +155,7 @@ def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance],
 
 def test_too_few_micro_steps_are_an_error_that_says_how_many_hold_the_samples() -> None:
     batch, balance = global_batch(1, 40, 2), Balance(max_tokens={"llm": 500}, oversize="own")
-    with pytest.raises(ValueError, match=r"do not fit into 1 microbatches within max_tokens=.*: \d+ hold them"):
+    with pytest.raises(ValueError, match=r"do not fit into 1 microbatches within max_tokens=.*: \d+ are enough"):
         shared_out(batch, balance, 1)
 
 
@@ -173,7 +173,7 @@ def test_a_cap_that_nothing_reaches_is_none(cap: int) -> None:
     free, capped = shared_out(batch, Balance(max_tokens=900)), Balance(max_tokens={"llm": 900, "image": cap})
     shares = shared_out(batch, capped)
     assert shares.num_microbatches <= free.num_microbatches
-    assert len(dealt_shares(batch.step(capped), 9)) > 0
+    assert len(balanced_packings(batch.step(capped), 9)) > 0
 
 
 @pytest.mark.parametrize(
