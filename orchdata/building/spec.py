@@ -63,20 +63,20 @@ class BuildSpec:
     rank: int
     content: Content
 
-    def open(self, *, watch: Watch | None = None, lend: Callable[[StepTask], Memory] | None = None) -> Builder:
+    def open(self, *, watch: Watch | None = None, allocate: Callable[[StepTask], Memory] | None = None) -> Builder:
         """What builds steps in this process, once for all its threads.
 
         Args:
             watch: is told of each sample that is loaded.
-            lend: see `Builder`.
+            allocate: see `Builder`.
 
         Raises:
-            StaleIndexError: the index was built anew since the spec was made.
+            StaleIndexError: the index was rebuilt after the spec was created.
             PackageError: a package that the recipe needs is missing or broken.
             StorageError: it cannot be loaded now.
         """
         settle_first_calls()
-        return Builder(self.plan, self.rank, self.content.open(watch or Watch()), lend)
+        return Builder(self.plan, self.rank, self.content.open(watch or Watch()), allocate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class IndexedShards:
         """Opens no shard yet. Raises StaleIndexError, and as `load_required`."""
         if self.index.build_id != self.build_id:
             raise StaleIndexError(
-                str(self.index.path), "the index was built anew since this loader was made: make the loader again"
+                str(self.index.path), "the index was rebuilt after this loader was created: create the loader again"
             )
         for recipe in (self.recipe, *self.of_sources):
             load_required(recipe)

@@ -48,17 +48,17 @@ class Builder:
     One for all threads of a process; it does not pickle.
 
     Args:
-        lend: where the batches of a step lie; default: a pool that takes back what nobody holds any more.
+        allocate: where the batches of a step lie; default: a pool that takes back what nobody holds any more.
     """
 
     def __init__(
-        self, plan: PlanSpec, rank: int, assembler: Assembler, lend: Callable[[StepTask], Memory] | None = None
+        self, plan: PlanSpec, rank: int, assembler: Assembler, allocate: Callable[[StepTask], Memory] | None = None
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._assembler = assembler
         pool = BufferPool()
-        self._lend = lend or (lambda _: pool)
+        self._allocate = allocate or (lambda _: pool)
 
     @property
     def reads(self) -> ReadBytes | None:
@@ -72,7 +72,7 @@ class Builder:
 
     def start(self, task: StepTask) -> StartedStep:
         """Plan a step. Raises IndexError for one outside the epoch."""
-        return StartedStep(self._plan, self._rank, self._assembler, task, self._lend(task))
+        return StartedStep(self._plan, self._rank, self._assembler, task, self._allocate(task))
 
     def planned_by(self, plan: PlanSpec) -> Builder:
         """What builds the same samples, with what is open here, in steps of another plan."""

@@ -1,4 +1,4 @@
-"""Who builds a loader's steps: worker processes, threads of this process, or the thread that iterates."""
+"""Chooses what builds a loader's steps: worker processes, threads of this process, or the thread that iterates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DEFAULT_PREFETCH = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """Who builds steps, and how many are kept under way.
+    """What builds steps, and how many it builds ahead.
 
     Attributes:
         num_threads: threads of this process; 0 for none.
-        depth: steps under way in them.
+        depth: steps under way in these threads.
         workers: worker processes; None for none.
     """
 
@@ -39,12 +39,12 @@ class EngineChoice:
 
     @property
     def is_inline(self) -> bool:
-        """Whether the thread that iterates builds each step when it is asked for."""
+        """Whether the thread that iterates builds each step when it is requested."""
         return self.workers is None and not self.num_threads
 
     @property
     def wants_kernels(self) -> bool:
-        """Whether this process is to load kernels: it calls them, or forks processes that would each load their own."""
+        """Whether this process must load kernels: it calls them, or forks processes that would each load them."""
         return self.workers is None or self.workers.context.get_start_method() == "fork"
 
     def make(
@@ -53,16 +53,16 @@ class EngineChoice:
         builder: Builder,
         *,
         base_seed: int,
-        blamed: dict[int, str],
+        known_bad_rows: dict[int, str],
         states: Sequence[dict[str, Any] | None] = (),
     ) -> Engine:
-        """What builds the steps of `spec`.
+        """Return the engine that builds the steps of `spec`.
 
         Args:
             builder: of the spec, in this process.
             base_seed: of the random states of worker processes.
-            blamed: row -> why it is not to be loaded, as worker processes find out.
-            states: by worker, the state that its data set starts with; None for its own.
+            known_bad_rows: row -> why it must not be loaded; worker processes add to it.
+            states: for each worker, the state that its data set starts with; None for its own.
         """
         if self.workers is not None:
             return ProcessEngine(
@@ -71,7 +71,7 @@ class EngineChoice:
                 base_seed=base_seed,
                 reads=builder.reads,
                 name_of=spec.content.name_of,
-                blamed=blamed,
+                known_bad_rows=known_bad_rows,
                 states=states,
             )
         if not self.num_threads:
@@ -93,13 +93,12 @@ def choose_engine(
     worker_memory: int | None,
     in_order: bool,
 ) -> EngineChoice:
-    """From the arguments of a DataLoader. Raises ValueError for those that would have no effect, as torch does where
-    it has them.
+    """Choose by the arguments of a DataLoader. Raises ValueError for those that would have no effect, as torch does.
 
     Args:
-        dataset: what workers find in `torch.utils.data.get_worker_info()`.
+        dataset: as workers get it in `torch.utils.data.get_worker_info()`.
         in_shards: whether we decode. A map-style data set may not be safe to use from several threads, and its
-            randomness follows `torch.manual_seed` in one thread only: it is loaded inline unless threads are asked for.
+            randomness follows `torch.manual_seed` in one thread only: it loads inline unless `num_threads` is given.
     """
     num_workers = checked_count(num_workers, "num_workers", 0)
     iterated = isinstance(dataset, IterableDataset)
@@ -107,6 +106,8 @@ def choose_engine(
     depth = checked_count(DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor, "prefetch_factor")
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
+
+    # Worker processes.
     if num_workers:
         workers = Workers(
             context=_context(multiprocessing_context, in_shards=in_shards),
@@ -123,27 +124,29 @@ def choose_engine(
             in_turn=not in_shards and in_order,
             persistent=persistent_workers,
         )
-        # A loader that a new process is handed (mp.spawn) starts the server when it iterates.
+        # A loader that is sent to a new process (mp.spawn) starts the server when it iterates.
         if not getattr(multiprocessing.current_process(), "_inheriting", False):
             start_server(workers.context)
         return EngineChoice(num_threads=0, depth=0, workers=workers)
+
+    # This process: inline, or threads.
     for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
         if given is not None:
-            raise ValueError(f"{name} is for worker processes: leave it out, or give num_workers")
+            raise ValueError(f"{name} is for worker processes: leave it out, or pass num_workers")
     if threads == 0 or (not in_shards and not threads):
         _check_inline(prefetch_factor, persistent_workers, timeout)
         return EngineChoice(num_threads=0, depth=0)
     if worker_init_fn is not None:
         raise ValueError(
-            "worker_init_fn is for worker processes, and this loader builds with threads of the training process, "
-            "whose random state it would seed anew: leave it out, or give num_workers"
+            "worker_init_fn is for worker processes, and this loader builds with threads of the training process: it "
+            "would seed the training process's random state. Leave it out, or pass num_workers"
         )
     return EngineChoice(num_threads=DEFAULT_THREADS if threads is None else threads, depth=depth)
 
 
 def _context(given: Any, *, in_shards: bool) -> BaseContext:
-    """How worker processes are started. Map-style data sets are started with as torch does, by what multiprocessing
-    does on its own: many do not pickle.
+    """Return the context that starts worker processes. For map-style data sets it is multiprocessing's default, as with
+    torch's loader: many of them do not pickle.
     """
     if isinstance(given, BaseContext):
         return given
@@ -171,6 +174,6 @@ def _check_inline(prefetch_factor: int | None, persistent_workers: bool, timeout
     }
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
-            f"{name} needs threads or workers, and this loader builds each batch when it is asked for: leave it out, "
-            "or give num_workers (or num_threads, for a map-style data set that is safe to use from several threads)"
+            f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it out, "
+            "or pass num_workers (or num_threads, for a map-style data set that is safe to use from several threads)"
         )

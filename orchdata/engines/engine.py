@@ -1,4 +1,4 @@
-"""Engine: who runs the tasks of a step. The result is the same in all of them."""
+"""Engine: runs the tasks of steps. All engines build the same batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Engine(Protocol):
     """Builds steps, several at a time.
 
     Attributes:
-        depth: steps worth having under way while the caller works on another; 0 where nothing runs beside him.
-        keeps_time: whether a step that takes longer than the loader's timeout is the engine's own affair.
+        depth: steps to keep under way while the caller works on another; 0 if nothing runs in parallel.
+        keeps_time: whether the engine itself handles steps that take longer than the loader's timeout.
     """
 
     depth: int
@@ -26,14 +26,14 @@ class Engine(Protocol):
         """The caller waits for this step from now on."""
 
     def take_notes(self) -> list[str]:
-        """What the user is to be told of steps that were built with trouble, once."""
+        """Return warnings for the user about steps that were built with trouble, once."""
 
     def close(self) -> None:
-        """Stop. What runs is waited for a moment; what hangs is left behind. A second call does nothing."""
+        """Stop: wait a moment for tasks that run, and abandon those that hang. A second call does nothing."""
 
 
 class PlainEngine:
-    """What engines have in common that run in this process, where nothing watches over them."""
+    """Base of engines that run in this process, without supervision."""
 
     keeps_time = False
 

@@ -1,4 +1,4 @@
-"""Building in the calling thread, when a step is asked for."""
+"""Building in the calling thread, when a step is requested."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from orchdata.order.steps import StepTask
 
 
 class InlineEngine(PlainEngine):
-    """Builds a step in the calling thread, when it is asked for.
+    """Builds a step in the calling thread, when it is requested.
 
     Args:
-        states: the state that the data set starts with, alone; none for its own.
+        states: one state, which the data set starts with; empty for its own.
     """
 
     def __init__(self, builder: Builder, states: Sequence[dict[str, Any] | None] = ()) -> None:

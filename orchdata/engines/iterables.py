@@ -1,8 +1,8 @@
-"""The batches of an IterableDataset, made where torch's own loader iterates it: here, or in worker processes.
+"""The batches of an IterableDataset, built where torch's own loader iterates it: here, or in worker processes.
 
     BatchStream (a data set for torch's loader) --in each worker--> Taken(batch, worker, state) --> this process
 
-Each worker iterates a copy of its own: worker k of n learns from `get_worker_info()` which share is its.
+Each worker iterates its own copy, and learns its share from `get_worker_info()`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import takes_step
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.behind import packed, unpacked
 from orchdata.engines.processes.engine import Workers
+from orchdata.engines.processes.restart_state import packed, unpacked
 from orchdata.engines.seeds import seed_process
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
@@ -29,7 +29,7 @@ from orchdata.order.stateful import exhaust, has_own_state, restore_states, stat
 
 @dataclass(frozen=True, kw_only=True)
 class IterableContent:
-    """What a `collate_fn`, by default torch's, makes of an IterableDataset's samples.
+    """An IterableDataset, and how a `collate_fn` (default: torch's) makes batches of its samples.
 
     Attributes:
         batch_size: samples of a batch; None passes samples to collate_fn one by one.
@@ -43,7 +43,7 @@ class IterableContent:
 
     @property
     def collate(self) -> Callable[..., Any]:
-        """Makes a batch of a list of samples, or of one."""
+        """A function that makes a batch of a list of samples, or of one sample."""
         return self.collate_fn or (default_convert if self.batch_size is None else default_collate)
 
     @property
@@ -52,7 +52,7 @@ class IterableContent:
         return self.collate_fn is not None and takes_step(self.collate_fn)
 
     def collated_at(self, samples: list[Any], epoch: int, step: int) -> Any:
-        """The batch of a step, by a collate_fn that has a parameter `step`."""
+        """Return the batch of a step, from a collate_fn that has a parameter `step`."""
         info = StepInfo(
             epoch=epoch,
             step=step,
@@ -72,11 +72,11 @@ class IterableContent:
 
 
 class Taken(NamedTuple):
-    """A batch as it comes from a worker.
+    """A batch from a worker.
 
     Attributes:
-        batch: what collate_fn made, or the samples, if that is called later.
-        num_samples: in the batch; 0 says that this is no batch (see `BatchStream`).
+        batch: from collate_fn, or the list of samples if collate_fn is called later.
+        num_samples: in the batch; 0 if this is not a batch (see `BatchStream`).
         steps: batches that the worker has taken.
         is_last: whether the data set has ended.
         state: the data set's own state, pickled; None if it has none, or is in this process.
@@ -90,7 +90,7 @@ class Taken(NamedTuple):
     state: bytes | None = None
 
     def progress(self, epoch: int) -> dict[str, Any]:
-        """The state of the worker's data set after this batch."""
+        """Return the state of the worker's data set after this batch."""
         progress = {"epoch": epoch, "steps": self.steps, "ended": self.is_last}
         return progress if self.state is None else progress | unpacked(self.state)
 
@@ -98,11 +98,11 @@ class Taken(NamedTuple):
 class Batches:
     """The batches of one pass through a data set, in the process that iterates it.
 
-    It is no generator, so that after an error the next batch can be taken, as with torch's loader.
+    It is not a generator, so that after an error the next batch can be taken, as with torch's loader.
 
     Args:
-        worker: number of this process among the workers; 0 for the process that trains.
-        waits: whether it begins with a `Taken` of no sample.
+        worker: number of this process among the workers; 0 for the training process.
+        waits: whether it begins with a `Taken` without samples.
     """
 
     def __init__(self, content: IterableContent, worker: int = 0, *, waits: bool = False) -> None:
@@ -110,7 +110,7 @@ class Batches:
         self._worker = worker
         self._waits = waits
         self._items: Iterator[Any] | None = None
-        self._skipped = 0  # batches that are yet to be taken for nothing
+        self._skipped = 0  # batches that are still to be taken and dropped
         self.steps = 0
         self.is_last = False
 
@@ -133,11 +133,11 @@ class Batches:
         return Taken(batch, len(samples), self._worker, self.steps, self.is_last, state)
 
     def state(self, epoch: int | None) -> dict[str, Any]:
-        """The data set's state now."""
+        """Return the data set's current state."""
         return {"epoch": epoch, "steps": self.steps, "ended": self.is_last} | self._own_state()
 
     def restore(self, state: Mapping[str, Any], epoch: int) -> None:
-        """Continue in `epoch` after a state, or start the epoch if the state is of the end of the one before."""
+        """Continue in `epoch` after a state, or start the epoch if the state is the end of the one before."""
         if not has_own_state(state):
             self._skipped = int(state["steps"]) if state.get("epoch") == epoch else 0
             return
@@ -147,7 +147,7 @@ class Batches:
             restore_states(state, iterator=self._iterator())
         if state["epoch"] not in (None, epoch):
             if not self.is_last:
-                exhaust(self._iterator())  # it has yielded its last item, and does not know yet that there is none
+                exhaust(self._iterator())  # it has yielded its last item, but not yet raised StopIteration
             self._items, self.is_last, self.steps = None, False, 0
 
     def _own_state(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Batches:
         return self._items
 
     def _take(self) -> list[Any]:
-        """The samples of the next batch. Raises StopIteration at the end, and what the data set raises."""
+        """Return the samples of the next batch. Raises StopIteration at the end, and what the data set raises."""
         if self.is_last:
             raise StopIteration
         size, items = self._content.batch_size or 1, self._iterator()
@@ -183,16 +183,16 @@ class Batches:
 
 
 class BatchStream(IterableDataset[Taken]):
-    """What torch's loader iterates in place of the data set: its batches.
+    """A data set of batches, which torch's loader iterates in place of the user's data set.
 
-    A pass that resumes inside an epoch must begin with the worker after the one that delivered last, and torch's loader
-    begins with the first: the workers up to that one begin with a `Taken` of no sample.
+    A pass that resumes inside an epoch must begin with the worker after the one that delivered last, but torch's loader
+    begins with the first: the workers up to that one begin with a `Taken` without samples.
 
     Args:
-        states: by worker, the state that its data set starts with; None for its own.
+        states: for each worker, the state that its data set starts with; None for its own.
         epoch: of the first step.
         last: worker that delivered the last step before; -1 for none.
-        first: batches of the first pass, if they were begun already, in this process.
+        first: batches of the first pass, if this process has begun it already.
     """
 
     def __init__(
@@ -218,17 +218,17 @@ class BatchStream(IterableDataset[Taken]):
         state = self._states[worker] if self._states else None
         if state is not None:
             batches.restore(state, self._epoch)
-        self._states, self._last, self.first = (), -1, None  # a later pass of this process is of another epoch
+        self._states, self._last, self.first = (), -1, None  # a later pass in this process is another epoch
         if info is None:
-            self.first = batches  # in reach of the process that asks for its state
+            self.first = batches  # this process needs its state
         return batches
 
 
 def torch_loader(
     stream: BatchStream, workers: Workers | None, *, base_seed: int, in_order: bool, pin_memory: bool
 ) -> DataLoader[Taken]:
-    """torch's loader over a stream; workers are started at its `iter()`."""
-    # Its own draw of a base seed is not used: the draw is the loader's, and a state may have stored it.
+    """Return torch's loader over a stream; it starts workers at `iter()`."""
+    # torch's own base seed is not used: our loader draws it, or a state has stored it.
     common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory}
     common["generator"] = torch.Generator()
     if workers is None:
@@ -248,7 +248,7 @@ def torch_loader(
 
 
 def iterate(loader: DataLoader[Taken]) -> Iterator[Taken]:
-    """`iter(loader)`. Raises TypeError, naming it, for what cannot be sent to a worker."""
+    """Return `iter(loader)`. Raises TypeError that names a member which cannot be sent to a worker."""
     try:
         return iter(loader)
     except Exception as error:
@@ -260,7 +260,7 @@ def iterate(loader: DataLoader[Taken]) -> Iterator[Taken]:
 def _begin_worker(
     base_seed: int, memory: int | None, worker_init_fn: Callable[[int], None] | None, worker: int
 ) -> None:
-    """In a worker: its seeds, its limit of memory, and the data set that `get_worker_info()` returns."""
+    """In a worker: set its seeds, its memory limit, and the data set that `get_worker_info()` returns."""
     if memory is not None:
         lower_limit(resource.RLIMIT_DATA, taken_bytes() + memory)
     info = get_worker_info()

@@ -1,4 +1,4 @@
-"""What goes to another process and does not pickle, by its name: members of a BuildSpec, of a batch that comes back."""
+"""Names the members of a BuildSpec, or of a batch, that do not pickle and so cannot be sent to another process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_DEPTH = 16
 
 
 def pickle_spec(spec: BuildSpec) -> bytes:
-    """The spec as bytes; `pickle.loads(...).open()` builds the same steps in a fresh process.
+    """Return the spec as bytes; `pickle.loads(...).open()` builds the same steps in a fresh process.
 
     Raises:
         TypeError: names the member that does not pickle, as in "recipe.text.tokenizer is a lambda", and the way out.
-        StorageError: what travels as a file could not be written to the cache folder.
+        StorageError: a part that is sent as a file could not be written to the cache folder.
     """
     try:
         return pickle.dumps(spec, protocol=pickle.HIGHEST_PROTOCOL)
@@ -29,44 +29,44 @@ def pickle_spec(spec: BuildSpec) -> bytes:
 
 
 def explain_pickling(value: Any, error: Exception) -> None:
-    """Raise TypeError where `error` came of a member that does not pickle: by its name, with the way out."""
+    """Raise TypeError if a member that does not pickle caused `error`: with its name and the way out."""
     if isinstance(error, OrchdataError) or _pickles(value):
         return
-    name, found = what_does_not_pickle(value, _pickles)
+    name, member = what_does_not_pickle(value, _pickles)
     for ours in (".options", ".spec", ".content", ".shards"):
         name = name.removeprefix(ours)
     raise TypeError(
-        f"{name.removeprefix('.')} is {described(found)}, which cannot be sent to another process ({error}). Define it "
-        "at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context='fork'"
-        "; or build in this process: inline or on threads anything goes"
+        f"{name.removeprefix('.')} is {described(member)}, which cannot be sent to another process ({error}). Define it"
+        " at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context="
+        "'fork'; or build in this process, inline or with threads, where nothing is pickled"
     ) from error
 
 
 def what_does_not_pickle(value: Any, pickles: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The innermost member that does not, and what is written behind the value's name to get there."""
-    name, found = "", value
+    """Return the innermost member that does not pickle, after the path to it, as in `.a[0]`."""
+    path, member = "", value
     for _ in range(_MAX_DEPTH):
-        inside = next(((part, held) for part, held in _members(found) if not pickles(held)), None)
-        if inside is None:
+        inner = next(((part, each) for part, each in _members(member) if not pickles(each)), None)
+        if inner is None:
             break
-        name, found = name + inside[0], inside[1]
-    return name, found
+        path, member = path + inner[0], inner[1]
+    return path, member
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, each with what is written behind the value's name to get there."""
+    """Yield the members of a value, each with the path to it."""
     if isinstance(value, FunctionType | type):
         return
     if isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, partial):
         yield ".func", value.func
-        yield from ((f".args[{place}]", held) for place, held in enumerate(value.args))
-        yield from ((f".keywords[{name!r}]", held) for name, held in value.keywords.items())
+        yield from ((f".args[{number}]", member) for number, member in enumerate(value.args))
+        yield from ((f".keywords[{name!r}]", member) for name, member in value.keywords.items())
     elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", held) for key, held in value.items())
+        yield from ((f"[{key!r}]", member) for key, member in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{place}]", held) for place, held in enumerate(value))
+        yield from ((f"[{number}]", member) for number, member in enumerate(value))
     for name in (*_slots(value), *getattr(value, "__dict__", ())):
         if hasattr(value, name):
             yield f".{name}", getattr(value, name)
@@ -81,13 +81,13 @@ def _slots(value: Any) -> Iterator[str]:
 def _pickles(value: Any) -> bool:
     try:
         pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - whatever a user's object raises when it is asked for its state
+    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
         return False
     return True
 
 
 def described(value: Any) -> str:
-    """What it is, in words."""
+    """Return what a value is, as text."""
     if not isinstance(value, FunctionType):
         return f"an object of type {type(value).__name__}"
     code = value.__code__

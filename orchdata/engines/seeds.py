@@ -12,15 +12,15 @@ from torch.utils.data._utils import worker as torch_worker
 class WorkerSeeds:
     """The base seeds of a loader's iterations.
 
-    torch's loader draws one at each `iter()`, but for persistent workers only at the first: those that are started
-    later, after an error or for a state, have seeds that follow from it.
+    torch's loader draws one at each `iter()`, but for persistent workers only at the first: workers that are started
+    later, after an error or for a state, have seeds derived from it.
 
     Args:
-        generator: what seeds are drawn from; None for torch's default generator.
+        generator: seeds are drawn from it; None for torch's default generator.
         persistent: whether workers are kept from one iteration to the next.
 
     Attributes:
-        later: what the seeds of later persistent workers follow from.
+        later: the generator of the seeds of persistent workers that are started later.
     """
 
     def __init__(self, generator: torch.Generator | None, *, persistent: bool) -> None:
@@ -29,13 +29,13 @@ class WorkerSeeds:
         self.later: torch.Generator | None = None
 
     def draw(self) -> int:
-        """The base seed of one more iteration."""
+        """Draw the base seed of one more iteration."""
         if self.later is not None:
             return _draw(self.later)
         return self.follow(_draw(self._generator))
 
     def follow(self, base_seed: int) -> int:
-        """Use this base seed, of a state, for the next iteration."""
+        """Use this base seed for the next iteration: it is new, or a state has stored it."""
         if self.later is None and self._persistent:
             self.later = torch.Generator().manual_seed(base_seed)
         return base_seed
@@ -51,5 +51,5 @@ def seed_process(base_seed: int, number: int) -> int:
 
 
 def _draw(generator: torch.Generator | None) -> int:
-    """What torch's loader draws at each `iter()`, with or without workers."""
+    """Draw a seed as torch's loader does at each `iter()`, with or without workers."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -1,14 +1,14 @@
 """A pool of threads that never keeps its process from ending.
 
-Threads of `concurrent.futures` are joined for ever when the interpreter ends, so that one that hangs (a lock never
-released, a dead mount) makes a job that has failed look as if it were at work. These are daemon threads, and they are
-joined with a patience that ends:
+When the interpreter ends, it joins threads of `concurrent.futures` for ever, so that one that hangs (a lock never
+released, a dead mount) makes a failed job look as if it were running. These are daemon threads, and are joined with a
+time limit:
 
-    close:  nothing more is queued, and what runs may end: CLOSE_SECONDS
-    exit:   the same for pools still open; then SystemExit is raised in what still runs Python: END_SECONDS together
+    close:  nothing more is queued, and running tasks may end: CLOSE_SECONDS
+    exit:   the same for pools still open; then SystemExit is raised in threads that run Python: END_SECONDS together
 
-What then remains is stuck outside Python, in a call that does not return. It is held there, and the process ends
-around it with the status and the error it would have ended with.
+A thread that then remains is stuck outside Python, in a call that does not return. It is kept there, and the process
+ends with its own status and error.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 class PoolThread(threading.Thread):
-    """Runs what is in `tasks` until it finds None there.
+    """Runs tasks from the queue `tasks` until it gets None.
 
     Attributes:
-        given_up: whether somebody waited for its end in vain.
+        given_up: whether `close` waited for its end in vain.
     """
 
     def __init__(self, tasks: _Queue, prepare: Callable[[], None], number: int) -> None:
@@ -51,10 +51,10 @@ class PoolThread(threading.Thread):
         self._prepare()
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # or its step would live until the next one comes
+            del task  # or its step would live until the next task
 
     def stop(self) -> None:
-        """Let it end once its task has; its pool queues nothing more."""
+        """Let it end after its task; its pool queues nothing more."""
         self._tasks.put(None)
 
 
@@ -72,12 +72,12 @@ class ThreadPool:
         self._started: list[PoolThread] = []
         self._closed = False
         self._lock = threading.Lock()
-        # Threads hold the queue and not the pool, so that one that nobody holds any more ends them.
+        # Threads refer to the queue, not to the pool, so that an unreferenced pool ends them.
         weakref.finalize(self, _stop, self._started).atexit = False
         _pools.add(self)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task; of a closed pool it is dropped."""
+        """Queue a task; a closed pool drops it."""
         with self._lock:
             if self._closed:
                 return
@@ -86,8 +86,8 @@ class ThreadPool:
                 self._start_one()
 
     def close(self) -> None:
-        """Let threads end once what is queued has run, and wait for them CLOSE_SECONDS at most. A second call does
-        nothing, nor one while the interpreter goes.
+        """Let threads end after the queued tasks, and wait for them CLOSE_SECONDS at most. A second call does nothing,
+        nor does one while the interpreter ends.
         """
         if self._closed:
             return
@@ -103,14 +103,14 @@ class ThreadPool:
         _stop(self._started)
 
     def abandon(self) -> None:
-        """Take it for closed: its threads are not in this process."""
+        """Mark it as closed: its threads are not in this process."""
         self._closed = True
 
     def _start_one(self) -> None:
         thread = PoolThread(self._tasks, self._prepare, len(self._started))
         try:
             thread.start()
-        except RuntimeError:  # the system has no more: those there are do the work
+        except RuntimeError:  # the system has no more threads: those that exist do the work
             if not self._started:
                 raise
             return
@@ -126,12 +126,12 @@ def _stop(threads: Iterable[PoolThread]) -> None:
 def _join(threads: Iterable[PoolThread], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for thread in threads:
-        if thread is not threading.current_thread():  # which may be collecting garbage
+        if thread is not threading.current_thread():  # a pool thread may collect garbage
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _forget_threads() -> None:
-    """In a forked child there are none, and nobody to release a lock."""
+    """In a forked child: forget the threads, which do not exist there and would never release a lock."""
     for pool in list(_pools):
         pool.abandon()
     _pools.clear()
@@ -144,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_threads() -> None:
-    """Before the interpreter goes: a thread that came back to it later would end the process with an abort."""
+    """Before the interpreter ends: a thread that returned to it later would abort the process."""
     for pool in list(_pools):
         pool.stop()
     running = [thread for thread in _threads if thread.is_alive()]
@@ -161,7 +161,7 @@ def _end_threads() -> None:
 
 
 def _join_those_at_work(running: list[PoolThread], seconds: float) -> None:
-    """Join threads, but none that was waited for before and does not move: other ranks may wait for this one to end."""
+    """Join threads, except those that `close` gave up and that use no CPU: other ranks may wait for this one to end."""
     deadline = time.monotonic() + seconds
     while running and time.monotonic() < deadline:
         before = [_nanoseconds_on_cpu(thread) for thread in running]
@@ -174,7 +174,7 @@ def _join_those_at_work(running: list[PoolThread], seconds: float) -> None:
 
 
 def _nanoseconds_on_cpu(thread: threading.Thread) -> float:
-    """Of a thread on Linux; elsewhere not a number, which equals none."""
+    """Return a thread's CPU time on Linux; elsewhere NaN, which equals nothing."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/schedstat", encoding="ascii") as file:
             return float(file.read().split()[0])
@@ -187,11 +187,8 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
 
 
 def _end_without_destructors() -> None:
-    """Let the process end right after Python has: what C libraries destroy then may be in use by a thread.
-
-    The status is the one that Python ends with.
-    """
+    """Let the process end right after Python, with Python's status: a thread may use what C libraries destroy then."""
     with contextlib.suppress(AttributeError, OSError):  # no such C library: it ends the usual way
         libc = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
-        libc.__cxa_atexit(libc.fflush, None, None)  # called before, as the last registered: flushes what C wrote
+        libc.__cxa_atexit(libc.fflush, None, None)  # registered last, so called first: flushes what C wrote

@@ -19,12 +19,12 @@ from orchdata.order.steps import StepTask
 class ThreadEngine(PlainEngine):
     """Runs the tasks of several steps on one pool of threads.
 
-    The thread that ends a step's last task finishes the step; a task waits for another only where both use what takes
-    one thread at a time (a tokenizer, a collate_fn).
+    The thread that ends a step's last task finishes the step. Tasks wait for each other only for objects that one
+    thread may use at a time (a tokenizer, a collate_fn).
 
     Args:
         num_threads: threads that read and decode.
-        depth: steps under way at once.
+        depth: steps under way at the same time.
     """
 
     def __init__(self, builder: Builder, *, num_threads: int, depth: int) -> None:
@@ -32,7 +32,7 @@ class ThreadEngine(PlainEngine):
         self._builder = builder
         self._closed = False
         self._planned: deque[tuple[Future[BuiltStep], StartedStep]] = deque()
-        self._is_filling = False  # one of them has its turn
+        self._is_filling = False  # whether `_fill` is queued or runs
         self._lock = threading.Lock()
         self._pool = ThreadPool(num_threads, prepare=prepare_thread)
 
@@ -43,11 +43,11 @@ class ThreadEngine(PlainEngine):
 
     def close(self) -> None:
         if not self._closed:
-            self._closed = True  # what is queued ends at once
+            self._closed = True  # queued tasks do nothing
             self._pool.close()
 
     def _start(self, future: Future[BuiltStep], task: StepTask) -> None:
-        """Plan a step. Its turn to be filled comes behind all that is queued of steps before it."""
+        """Plan a step. It is filled after all queued tasks of the steps before it."""
         if self._closed:
             return
         try:
@@ -63,7 +63,7 @@ class ThreadEngine(PlainEngine):
             self._pool.submit(self._fill)
 
     def _fill(self) -> None:
-        """Queue the tasks of a planned step, which takes its memory: not before the last task of another has begun."""
+        """Queue the tasks of a planned step, and allocate memory, after the last task of the step before began."""
         if self._closed:
             return
         with self._lock:
@@ -75,11 +75,10 @@ class ThreadEngine(PlainEngine):
         else:
             for fill in run.tasks:
                 self._pool.submit(partial(self._run, run, fill))
-            run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
+            run.end_task()  # an extra task, so that the step cannot finish before all its tasks are queued
         with self._lock:
-            self._is_filling = bool(self._planned)
-            goes_on = self._is_filling
-        if goes_on:
+            self._is_filling = is_more = bool(self._planned)
+        if is_more:
             self._pool.submit(self._fill)
 
     def _run(self, run: _StepRun, fill: Task) -> None:
@@ -93,7 +92,7 @@ class ThreadEngine(PlainEngine):
 
 
 class _StepRun:
-    """Counts a step's open tasks; the last one finishes it, the first one that fails fails it."""
+    """Counts a step's open tasks: the last one finishes the step, the first exception fails it."""
 
     def __init__(self, started: StartedStep, future: Future[BuiltStep]) -> None:
         self.tasks = started.tasks
@@ -121,13 +120,13 @@ class _StepRun:
 
 
 def prepare_thread() -> None:
-    """The first thing a thread does that builds or pins."""
-    with contextlib.suppress(RuntimeError):  # where the system has no thread left for it, this one may be slower
+    """Prepare a thread that builds or pins."""
+    with contextlib.suppress(RuntimeError):  # if the system has no thread left, this one may be slower
         use_one_thread()
 
 
 def passed_on(error: BaseException) -> Exception:
-    """What the caller raises: what would end a thread (SystemExit, KeyboardInterrupt) is not to end him unasked."""
+    """Return the error for the caller to raise: SystemExit or KeyboardInterrupt in a thread must not end the caller."""
     if isinstance(error, Exception):
         return error
     passed_on = RuntimeError(f"building a batch met {error!r}")

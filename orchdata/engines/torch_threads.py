@@ -1,6 +1,6 @@
-"""torch in decoding threads: one CPU thread each, or its thread pools fight over the cores.
+"""torch in decoding threads: one CPU thread each, or torch's thread pools compete for the cores.
 
-With torch's default of a pool thread a core, on busy cores, operations of 1 ms were measured to take 40.
+With torch's default of one pool thread per core, operations of 1 ms were measured to take 40 ms on busy cores.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import threading
 
 
 def use_one_thread() -> None:
-    """Let torch's operations in this thread run in it alone. Other threads, and threads to come, keep their setting.
+    """Let torch's operations in this thread use this thread alone. Other threads, and later ones, keep their setting.
 
-    Meant as the first thing a decoding thread does; not for a thread that trains.
+    A decoding thread calls it first; a training thread must not.
     """
     import torch
 
@@ -19,7 +19,7 @@ def use_one_thread() -> None:
         others = torch.get_num_threads()
         torch.set_num_threads(1)
         if others > 1:
-            # It is this thread's setting, and the default of threads to come: another thread puts that back.
+            # The call sets this thread, and the default of later threads: another thread restores the default.
             restore = threading.Thread(target=torch.set_num_threads, args=(others,))
             restore.start()
             restore.join()

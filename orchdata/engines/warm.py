@@ -1,11 +1,11 @@
-"""Warming: the kernels that a loader's steps call, compiled or loaded before the first step is waited for.
+"""Warming: compiles or loads the kernels that a loader's steps call, before the first step is waited for.
 
-    a fresh machine --Warming: child processes, a family of kernels each, while shards are indexed--> kept on disk
-    kept on disk ----warm: made-up steps, 0.2 s---------------------------------------------------------> loaded
+    a fresh machine --Warming: child processes, a family of kernels each, while shards are indexed--> stored on disk
+    stored on disk ---warm: synthetic steps, 0.2 s------------------------------------------------------> loaded
 
-numba compiles one kernel at a time in a process, so that only processes compile beside each other. What is compiled is
-kept beside the source (or in NUMBA_CACHE_DIR, or the user's cache folder), by the source file, the types of arguments,
-the CPU and numba's version: once a machine or image, for all processes.
+numba compiles one kernel at a time in a process, so only processes compile in parallel. Compiled kernels are stored
+next to the source (or in NUMBA_CACHE_DIR, or the user's cache folder), by source file, argument types, CPU and numba's
+version: once per machine or image, for all processes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Family(NamedTuple):
     """Kernels that one process compiles, one after another.
 
     Attributes:
-        head: "module:name" of one that takes long, by which we tell whether they are kept.
-        call: calls all that plans and batches call of them.
+        head: "module:name" of a slow one, which shows whether the family is stored on disk.
+        call: calls all of them that plans and batches call.
     """
 
     head: str
@@ -57,10 +57,10 @@ class _Family(NamedTuple):
 def kernel_families(
     balance: Balance, num_ranks: int, *, phases: Sequence[str], padded: bool, in_shards: bool, fixed: bool = False
 ) -> list[str]:
-    """Names of the families that a loader's steps call, those first that take longest.
+    """Return the names of the families that a loader's steps call, the slowest first.
 
     Args:
-        phases: that are balanced.
+        phases: the balanced ones.
         padded: whether LLM batches are padded to their longest sample.
         in_shards: whether we decode.
         fixed: whether LLM batches are padded to a length.
@@ -80,19 +80,19 @@ def kernel_families(
 
 
 class Warming:
-    """A loader's kernels: from now on, child processes compile what this machine does not have; `finish` loads them.
+    """A loader's kernels: child processes start to compile those that this machine lacks; `finish` loads all of them.
 
-    Of several processes that want a family, as the ranks of a node, one compiles it and the others wait. Children end
-    with the loader, and with this process whatever ends it.
+    If several processes need a family, as the ranks of a node do, one compiles it and the others wait. Children end
+    with the loader, and with this process, however it ends.
     """
 
     def __init__(self, families: Sequence[str]) -> None:
-        missing = [name for name in families if not _is_kept(name)]
-        beside = min(len(missing), len(os.sched_getaffinity(0)))
+        missing = [name for name in families if not _is_stored(name)]
+        num_children = min(len(missing), len(os.sched_getaffinity(0)))
         self._children: list[subprocess.Popen[bytes]] = []
         self._is_done = False
-        for number in range(beside):
-            command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::beside]]
+        for number in range(num_children):
+            command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
             with contextlib.suppress(OSError):  # then this process compiles them, when it needs them
                 self._children.append(
                     subprocess.Popen(
@@ -102,17 +102,17 @@ class Warming:
         self._end = weakref.finalize(self, _end, self._children)
 
     def wait(self) -> None:
-        """Until all is compiled, with a word on the terminal."""
+        """Wait until all kernels are compiled, with a progress bar."""
         if self._children:
             with progress_bar(_COMPILING) as progress:
                 for done, child in enumerate(self._children):
                     progress(done, len(self._children))
-                    with contextlib.suppress(subprocess.TimeoutExpired):  # then this process compiles what is missing
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # then this process compiles the missing ones
                         child.wait(_PATIENCE_SECONDS)
         self._end()
 
     def finish(self, spec: BuildSpec) -> None:
-        """`wait`, then load them into this process; once. What fails here fails again in the step that needs it."""
+        """Wait, then load the kernels into this process, once. An error occurs again in the step that needs them."""
         if not self._is_done:
             self.wait()
             with contextlib.suppress(Exception):
@@ -127,7 +127,7 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def warm(spec: BuildSpec) -> None:
-    """Load every kernel that steps of `spec` call, or compile it, in this thread. Leaves no thread behind."""
+    """Load every kernel that steps of `spec` call, or compile it, in this thread. No other thread remains."""
     from orchdata.building.spec import SampleContent, ShardContent
 
     load_numba()
@@ -138,8 +138,8 @@ def warm(spec: BuildSpec) -> None:
 
 
 def _warm_plans(spec: PlanSpec) -> None:
-    """The real costs of a sample, and the plan of made-up ones: small enough to take some milliseconds, of several
-    microbatches where there are caps.
+    """Compute the real costs of one sample, and plan synthetic samples: few enough to take some milliseconds, and in
+    several microbatches if there are caps.
     """
     from orchdata.order.order import Order, Shuffle
     from orchdata.order.steps import GlobalBatches, StepTask
@@ -154,9 +154,9 @@ def _warm_plans(spec: PlanSpec) -> None:
             if spec.balance.assignment == "per_phase" and phase != "llm":
                 spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
-    balance = _balance_of_made_up(spec.balance, num_ranks)
-    costs = _MadeUp(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
-    made_up = replace(
+    balance = _synthetic_balance(spec.balance, num_ranks)
+    costs = _SyntheticCosts(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
+    synthetic = replace(
         spec,
         costs=costs,
         order=samples,
@@ -165,11 +165,12 @@ def _warm_plans(spec: PlanSpec) -> None:
         num_ranks=num_ranks,
         ranks_per_node=None if spec.ranks_per_node is None else max(1, num_ranks // 2),
     )
-    plan = make_plan(made_up, StepTask(0, 0))
+    plan = make_plan(synthetic, StepTask(0, 0))
+    # Small plans leave no ranks to renumber, nor samples that fit nowhere near, and all samples are within caps.
     if spec.balance.scope == "grid" or spec.ranks_per_node is not None:
-        _names()  # small plans leave no ranks to name anew
+        _renumber()
     if spec.balance.scope == "grid" or spec.balance.caps:
-        _phases()  # nor samples that fit nowhere near, and all within caps
+        _phases()
     if spec.balance.num_stages is not None:
         plan.pipeline_order(0, spec.balance.num_stages)
     for phase in plan.phases:
@@ -178,7 +179,7 @@ def _warm_plans(spec: PlanSpec) -> None:
         plan.lower_bound(phase)
 
 
-def _balance_of_made_up(balance: Balance, num_ranks: int) -> Balance:
+def _synthetic_balance(balance: Balance, num_ranks: int) -> Balance:
     return replace(
         balance,
         max_tokens=dict.fromkeys(balance.caps, _CAP) or None,
@@ -189,8 +190,8 @@ def _balance_of_made_up(balance: Balance, num_ranks: int) -> Balance:
 
 
 @dataclass(frozen=True)
-class _MadeUp:
-    """Costs of made-up samples, each of one part in every phase."""
+class _SyntheticCosts:
+    """Costs of synthetic samples, each with one part in every phase."""
 
     phases: tuple[str, ...]
     balanced: tuple[str, ...]
@@ -209,8 +210,8 @@ class _MadeUp:
         from orchdata.planning.parts import Parts
 
         costs = self.costs(phase, row)
-        nobody = np.full(len(row), -1, np.int32)
-        return Parts(sample=np.arange(len(row)), part=row, positions=costs, tokens=costs, costs=costs, rank=nobody)
+        no_rank = np.full(len(row), -1, np.int32)
+        return Parts(sample=np.arange(len(row)), part=row, positions=costs, tokens=costs, costs=costs, rank=no_rank)
 
 
 def _phases() -> None:
@@ -230,10 +231,10 @@ def _moves() -> None:
     for way in (balance_grid, balance_grouped):
         way(_COSTS, owner, _RANKS, 2)
         way(costs, owner, _RANKS, 2)
-    _names()
+    _renumber()
 
 
-def _names() -> None:
+def _renumber() -> None:
     from orchdata.balancers import place_on_nodes
     from orchdata.native.move.minimal_move import relabel
 
@@ -296,22 +297,22 @@ FAMILIES: Final = {
 }
 
 
-def _is_kept(family: str) -> bool:
-    """Whether its head was compiled since any kernel's source was written, by the index that numba keeps of it."""
+def _is_stored(family: str) -> bool:
+    """Return whether the family's head was compiled after the last change of any kernel's source, by numba's index."""
     head = _head(family)
-    # Where numba keeps it by default is known without numba, which this process may not need otherwise.
-    beside = Path(head.py_func.__code__.co_filename).parent / "__pycache__"
-    if "NUMBA_CACHE_DIR" not in os.environ and os.access(beside, os.W_OK) and _is_in(beside, head):
+    # numba's default folder is known without importing numba, which this process may not need.
+    default = Path(head.py_func.__code__.co_filename).parent / "__pycache__"
+    if "NUMBA_CACHE_DIR" not in os.environ and os.access(default, os.W_OK) and _is_in(default, head):
         return True
     folder = _cache_folder(head)
-    return folder is None or _is_in(folder, head)  # where nothing is kept, no process can compile for another
+    return folder is None or _is_in(folder, head)  # without a folder no process can compile for another
 
 
 def _is_in(folder: Path, head: Any) -> bool:
     source = Path(head.py_func.__code__.co_filename)
     written = max(changed for _, _, changed in sources_stamp())
-    found = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
-    return any(index.stat().st_mtime_ns >= written for index in found)
+    indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
+    return any(index.stat().st_mtime_ns >= written for index in indexes)
 
 
 def _head(family: str) -> Any:
@@ -326,14 +327,14 @@ def _cache_folder(kernel: Any) -> Path | None:
 
 @contextlib.contextmanager
 def _taking_turns(family: str) -> Iterator[None]:
-    """One process of a machine at a time; a lock that ends with whoever holds it."""
+    """Let one process of a machine run at a time, by a file lock, which ends with its process."""
     head = _head(family)
     folder = _cache_folder(head)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         if folder is not None:
-            with contextlib.suppress(OSError):  # then all compile
+            with contextlib.suppress(OSError):  # then all processes compile
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context((folder / f"{head.py_func.__name__}.lock").open("w"))
+                lock = locks.enter_context((folder / f"{head.py_func.__name__}.lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -54,7 +54,7 @@ class Engines:
         else:
             self._warming.wait()
         engine = delivery.receiving_engine() or self._choice.make(
-            spec, builder, base_seed=base_seed, blamed=self._known_bad_rows, states=states
+            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows, states=states
         )
         return PinningEngine(engine) if self._pin_memory else engine
 

@@ -1,4 +1,6 @@
-"""Small values and file descriptors between two processes: whole messages, in the pickle-free form of `ranks.wire`."""
+"""A channel for small values and file descriptors between two processes: whole messages, in the pickle-free form of
+`ranks.wire`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ _IN_A_FILE = b"in a file"
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
-    """Both ends. Each message arrives whole or not at all; closing one end is an end of file at the other."""
+    """Return both ends. Each message arrives whole or not at all; closing one end is an end of file at the other."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class Channel:
-    """One end.
+    """One end of a channel.
 
-    A message that does not fit now (the peer does not read) waits here: nobody waits for him.
+    A message that does not fit now, because the peer does not read, is queued here: `send` does not block.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -33,28 +35,28 @@ class Channel:
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
 
     def send(self, value: Any, fds: Sequence[int] = ()) -> None:
-        """Send a value that `wire` describes, with file descriptors, which stay the caller's.
+        """Send a value that `wire` can describe, with file descriptors, which the caller still has to close.
 
-        Raises OSError where the other end is gone.
+        Raises OSError if the other end is closed.
         """
         message = describe(value)
         data = np.empty(message.num_bytes, np.uint8)
         message.write_to(data)
-        held = [os.dup(fd) for fd in fds]
+        own_fds = [os.dup(fd) for fd in fds]
         if len(data) > _MAX_DATAGRAM:
-            held.append(_file_of(data))
-            self._waiting.append((_IN_A_FILE, held))
+            own_fds.append(_file_of(data))
+            self._waiting.append((_IN_A_FILE, own_fds))
         else:
-            self._waiting.append((data.tobytes(), held))
+            self._waiting.append((data.tobytes(), own_fds))
         self.flush()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are messages that did not fit."""
+        """Whether messages are queued."""
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Send what waits. In a blocking socket all of it."""
+        """Send queued messages: all of them if the socket blocks, else as many as fit."""
         while self._waiting:
             data, fds = self._waiting[0]
             try:
@@ -66,9 +68,9 @@ class Channel:
                 os.close(fd)
 
     def receive(self) -> tuple[Any, list[int]] | None:
-        """The next message and its file descriptors, which are the caller's; None at the end.
+        """Return the next message and its file descriptors, which the caller has to close; None at the end.
 
-        Raises BlockingIOError where there is none and the socket does not block, and ConnectionError.
+        Raises BlockingIOError if there is none and the socket does not block, and ConnectionError.
         """
         data, fds, _, _ = socket.recv_fds(self.socket, _MAX_DATAGRAM + 1, _MAX_FDS)
         if not data:

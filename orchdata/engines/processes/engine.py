@@ -17,7 +17,7 @@ from typing import Any
 
 from orchdata.building.step import BuiltStep
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.behind import packed
+from orchdata.engines.processes.restart_state import packed
 from orchdata.engines.processes.supervisor import Job, Supervisor
 from orchdata.engines.processes.worker import UNGUARDED, WorkerOptions, WorkerSpec
 from orchdata.loaders.storage.counted import ReadBytes
@@ -30,11 +30,11 @@ _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What worker processes are, and how they are started and watched: see `Supervisor`.
+    """Options of worker processes, and how to start and watch them: see `Supervisor`.
 
     Attributes:
-        in_turn: whether a step's worker is step % num_workers; else the one that has the least to do.
-        persistent: whether they are kept from one iteration to the next.
+        in_turn: whether worker `step % num_workers` builds a step; else the one with the fewest jobs does.
+        persistent: whether workers are kept from one iteration to the next.
     """
 
     context: BaseContext
@@ -45,18 +45,18 @@ class Workers:
 
 
 class ProcessEngine:
-    """Builds steps in worker processes, each of them whole in one.
+    """Builds steps in worker processes; one process builds a whole step.
 
     Args:
         spec: a `BuildSpec`.
         base_seed: of the workers' random states, see `WorkerSpec`.
-        reads: what workers read of shards is added to it.
-        name_of: row -> how messages name a sample.
-        blamed: row -> why its sample is not to be loaded; what is found so is added.
-        states: by worker, the state that its data set starts with; None for its own.
+        reads: counts the bytes that workers read from shards.
+        name_of: row -> the sample's name in messages.
+        known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
+        states: for each worker, the state that its data set starts with; None for its own.
 
     Raises:
-        TypeError: the spec has to be pickled, and does not.
+        TypeError: the spec must be pickled, and cannot be.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProcessEngine:
         base_seed: int = 0,
         reads: ReadBytes | None = None,
         name_of: Callable[[int], str] = str,
-        blamed: dict[int, str] | None = None,
+        known_bad_rows: dict[int, str] | None = None,
         states: Sequence[dict[str, Any] | None] = (),
     ) -> None:
         start_server(workers.context)
@@ -85,20 +85,20 @@ class ProcessEngine:
                 timeout=workers.timeout,
                 reads=reads,
                 name_of=name_of,
-                blamed={} if blamed is None else blamed,
+                known_bad_rows={} if known_bad_rows is None else known_bad_rows,
             )
         except Exception as error:
             explain_pickling(first, error)
             raise
         _supervisors.add(self._supervisor)
-        # The thread holds the supervisor and not the engine, so that one that nobody holds any more ends it.
+        # The thread refers to the supervisor, not to the engine, so that an unreferenced engine ends the supervisor.
         weakref.finalize(self, self._supervisor.stop, polite=False).atexit = False
         self._supervisor.start()
 
     keeps_time = True
 
     def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by that worker if one is named."""
+        """Have a step built, by this worker if one is given."""
         if worker is None and self._in_turn:
             worker = task.step % self._options.num_workers
         job = Job(next(self._numbers), task, Future(), worker)
@@ -130,16 +130,16 @@ def _forget(jobs: dict[Future[BuiltStep], Job], future: Future[BuiltStep]) -> No
 
 
 def start_server(context: BaseContext) -> None:
-    """Have the process that workers are forked off started and importing, where there is one.
+    """Start the fork server, if the context has one, and its imports.
 
     A worker that is still importing its parent's script ends here, with a status that its parent knows.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # an exception would be told by every worker, and the server keeps its own status
+        os._exit(UNGUARDED)  # every worker would print an exception, and the server keeps its own status
     if multiprocessing.current_process().daemon:
         raise RuntimeError(
-            "this is a daemonic process, which multiprocessing lets have no children: num_workers=0 loads here, or "
-            "start it with daemon=False"
+            "this process is daemonic, and multiprocessing does not let it have children: pass num_workers=0 to load "
+            "in this process, or start it with daemon=False"
         )
     if context.get_start_method() != "forkserver":
         return
@@ -150,7 +150,7 @@ def start_server(context: BaseContext) -> None:
 
 
 def _let_go() -> None:
-    """In a forked child: processes of its parent are not for it to end, which multiprocessing would at its exit."""
+    """In a forked child: forget its parent's workers, or multiprocessing would end them when the child exits."""
     for supervisor in list(_supervisors):
         for child in supervisor.children():
             mp_process._children.discard(child)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""A process that dies with another, however that one ends, and whatever it does itself at the time.
+"""Ends a process together with another, however that one ends, and even if this one is stuck.
 
-The life of a process is a pipe whose writing end it alone holds. When it ends the kernel closes that end, and sends
-those who armed the reading end the signal they asked for: SIGKILL, which takes no Python to be heard.
+The life of a process is a pipe; only that process has its writing end. When the process ends, the kernel closes that
+end, and sends SIGKILL to those that registered for it at the reading end: that needs no Python to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _own: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def reading_end() -> int:
-    """A file descriptor of this process's life, to be sent to those who are to end with it."""
+    """Return a file descriptor of this process's life, to send to processes that must end with it."""
     global _ends
     with _lock:
         if _ends is None:
@@ -29,14 +29,14 @@ def reading_end() -> int:
 
 
 def end_with(life: int) -> None:
-    """End this process with the one whose life that is; at once where that has ended already."""
-    # Opened anew: who is to be told is a property of what was opened, which all that were sent it share.
+    """End this process with the one that has this life; immediately if that has ended already."""
+    # Open it again: the process to signal is a property of the open file, which all receivers of a descriptor share.
     die_with_parent(os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
 
 def end_server_with_trainer() -> None:
-    """In a fork server: end it with the process that has started it, by the pipe that multiprocessing gives it for that
-    and that it reads once it has imported what it is to preload.
+    """In a fork server: end it with the process that started it, through the pipe that multiprocessing gives it for
+    this purpose, and does not read before the preloaded imports are done.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.forkserver":
@@ -47,20 +47,20 @@ def end_server_with_trainer() -> None:
 
 
 def keep_from_children(end: socket.socket) -> None:
-    """Close this end of a connection in forked children: while one held it, its peer would not see that we are gone."""
+    """Close this end of a connection in forked children: an open copy would hide the end of this process."""
     _own.add(end)
 
 
 def _let_go() -> None:
-    """In a forked child: the life of its parent is not its own."""
+    """In a forked child: close the life of its parent, and the parent's connections."""
     global _ends, _lock
     _lock = threading.Lock()
     if _ends is not None:
         for end in _ends:
             os.close(end)
         _ends = None
-    for held in list(_own):
-        held.close()
+    for connection in list(_own):
+        connection.close()
     _own.clear()
 
 

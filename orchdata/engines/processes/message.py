@@ -1,9 +1,9 @@
-"""A built step as headers and buffers, for another process: what our own batches hold without pickle.
+"""A built step as headers and buffers for another process. Our own batches are sent without pickle.
 
-    step  --describe_step--> units: a header, and the buffers it speaks of, not copied --read_step--> step
+    step  --describe_step--> units: a header and its buffers, not copied --read_step--> step
 
-The first unit is the step itself (`ranks.wire`). What a user's `collate_fn` or data set made follows, a unit a
-microbatch: in the same form where that brings it back as it was, else pickled, with its arrays beside the pickle.
+The first unit is the step itself (`ranks.wire`). Batches from a user's `collate_fn` or data set follow, one unit for
+each microbatch: in the same form if that restores them exactly, else pickled, with their arrays outside the pickle.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
 
 Bytes = NDArray[np.uint8]
 
-_CLASS = "<class>"  # marks a dict that was a dataclass; no modality is called so
+_CLASS = "<class>"  # marks a dict that was a dataclass; no modality has this name
 _PLAN = "the step's"
 _BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
@@ -48,7 +48,7 @@ _KNOWN = {kind: frozenset(names) for kind, names in _FIELDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One value: a header, and the buffers it speaks of, in its order."""
+    """One value: a header, and its buffers in the header's order."""
 
     kind: Literal["wire", "pickle"]
     header: bytes
@@ -56,11 +56,11 @@ class Unit:
 
 
 def describe_step(built: BuiltStep) -> list[Unit]:
-    """A step as units. Raises what pickling a user's own objects does."""
+    """Return a step as units. Raises what pickling a user's own objects raises."""
     ours = [type(batch) is Batch for batch in built.batches]
-    held = {name: getattr(built.plan, name) for name in _FIELDS[Plan]}
+    plan = {name: getattr(built.plan, name) for name in _FIELDS[Plan]}
     frame = {
-        "plan": plain(held | {"row": pack_rows(built.plan.row)}),
+        "plan": plain(plan | {"row": pack_rows(built.plan.row)}),
         "batches": [plain(batch, built.plan) if own else None for batch, own in zip(built.batches, ours, strict=True)],
         "failures": [list(failure.args) for failure in built.failures],
         "seconds": built.seconds,
@@ -71,25 +71,25 @@ def describe_step(built: BuiltStep) -> list[Unit]:
 
 
 def read_step(units: Iterable[Unit]) -> BuiltStep:
-    """The step of `describe_step`; its arrays are views of the units' buffers."""
+    """Return the step that `describe_step` was given; its arrays are views of the units' buffers."""
     first, *rest = units
     frame, theirs = read_value(first), iter(rest)
-    held = revive(frame["plan"])
-    plan = Plan(**held | {"row": unpack_rows(held["row"])})
-    batches = [read_value(next(theirs)) if held is None else revive(held, plan) for held in frame["batches"]]
+    values = revive(frame["plan"])
+    plan = Plan(**values | {"row": unpack_rows(values["row"])})
+    batches = [read_value(next(theirs)) if batch is None else revive(batch, plan) for batch in frame["batches"]]
     failures = [DataError(*args) for args in frame["failures"]]
     return BuiltStep(plan, batches, failures, frame["seconds"], frame["figures"])
 
 
 def pack_rows(rows: NDArray[Any] | None) -> Any:
-    """Rows as `wire` carries them: what a sampler gave in place of integers is pickled."""
+    """Return rows in a form that `wire` can describe: a sampler's own keys are pickled."""
     if rows is None or rows.dtype.kind != "O":
         return rows
     return pickle.dumps(rows.tolist(), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_rows(packed: Any) -> Any:
-    """What `pack_rows` was given, of memory of its own."""
+    """Return the rows that `pack_rows` was given, as a copy."""
     if not isinstance(packed, bytes):
         return None if packed is None else packed.copy()
     listed = pickle.loads(packed)  # noqa: S301 - of this process's own workers, or its parent
@@ -99,27 +99,27 @@ def unpack_rows(packed: Any) -> Any:
 
 
 def describe_value(value: Any) -> Unit:
-    """Anything of a user's.
+    """Return any value of a user's as a unit.
 
     Raises:
-        RuntimeError: names the member that does not pickle, or is a tensor with a graph behind it, as in "batch['rows']
+        RuntimeError: names the member that does not pickle, or is a tensor with an autograd graph, as in "batch['rows']
             is an object of type generator".
     """
     try:
         return _wired(value, exact=True)
-    except Exception:  # noqa: BLE001 - some kinds of tensors refuse to say what they are
+    except Exception:  # noqa: BLE001 - some kinds of tensors cannot be inspected
         return _pickled(value)
 
 
 def read_value(unit: Unit) -> Any:
-    """The value of `describe_value`. For what this process's own workers have sent, and nobody else."""
+    """Return the value that `describe_value` was given. Only for units from this process's own workers."""
     if unit.kind == "wire":
         return rebuild(unit.header, [_as_bytes(buffer) for buffer in unit.buffers])
     return pickle.loads(unit.header, buffers=unit.buffers)  # noqa: S301 - of this process's own workers
 
 
 def plain(value: Any, plan: Plan | None = None) -> Any:
-    """Batches, and what else a step consists of, as what `wire` carries: dataclasses become dicts, `plan` a mark."""
+    """Return parts of a step as values that `wire` can describe: dataclasses become dicts, `plan` becomes a mark."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -140,7 +140,7 @@ def _mapped(convert: Callable[..., Any], values: Mapping[Any, Any], plan: Plan |
 
 
 def revive(value: Any, plan: Plan | None = None) -> Any:
-    """What `plain` was given. Raises WireError for what no step consists of."""
+    """Return the value that `plain` was given. Raises WireError for anything that is not part of a step."""
     if isinstance(value, (list, tuple)):
         return (
             value if all(type(item) in _LEAVES for item in value) else type(value)(revive(item, plan) for item in value)
@@ -153,15 +153,15 @@ def revive(value: Any, plan: Plan | None = None) -> Any:
     if plan is not None and name == _PLAN:
         return plan
     known = _STEPS if plan is None else _BATCHES
-    kind, held = known.get(name) if isinstance(name, str) else None, value.get("fields")
-    if kind is None or not isinstance(held, dict):
+    kind, values = known.get(name) if isinstance(name, str) else None, value.get("fields")
+    if kind is None or not isinstance(values, dict):
         raise WireError(f"a step consists of {', '.join(known)}, and a peer sent {name!r}")
-    unknown = held.keys() ^ _KNOWN[kind]
+    unknown = values.keys() ^ _KNOWN[kind]
     if unknown:
         raise WireError(
-            f"{name} and what a peer sent for it differ in {', '.join(map(repr, sorted(map(str, unknown))))}"
+            f"{name} has other fields than what a peer sent for it: {', '.join(map(repr, sorted(map(str, unknown))))}"
         )
-    return kind(**_mapped(revive, held, plan))
+    return kind(**_mapped(revive, values, plan))
 
 
 def _wired(value: Any, *, exact: bool = False) -> Unit:
@@ -175,10 +175,10 @@ def _pickled(value: Any) -> Unit:
     try:
         _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:
-        name, found = what_does_not_pickle(value, _pickles)
+        name, member = what_does_not_pickle(value, _pickles)
         raise RuntimeError(
-            f"batch{name} is {described(found)}, which a worker process cannot send ({error}): have the data set or "
-            "collate_fn give what pickles, or load with num_workers=0"
+            f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set or "
+            "collate_fn return values that pickle, or load with num_workers=0"
         ) from error
     return Unit("pickle", out.getvalue(), [buffer.raw() for buffer in buffers])
 
@@ -186,7 +186,7 @@ def _pickled(value: Any) -> Unit:
 def _pickles(value: Any) -> bool:
     try:
         _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
-    except Exception:  # noqa: BLE001 - whatever a user's object raises when it is asked for its state
+    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
         return False
     return True
 
@@ -196,11 +196,11 @@ def _as_bytes(buffer: Any) -> Bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the elements of tensors out of the pickle, as pickle itself does those of numpy arrays."""
+    """Keeps the elements of tensors out of the pickle, as pickle itself does for numpy arrays."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
-            raise RuntimeError("it requires grad, and the graph behind it does not travel: call detach() on it")
+            raise RuntimeError("it requires grad, and its autograd graph cannot be sent: call detach() on it")
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
         if type(value) is not torch.Tensor or not _is_simple(value):

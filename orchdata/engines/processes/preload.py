@@ -1,6 +1,6 @@
-"""What the process imports that workers are forked off: a worker then starts in milliseconds.
+"""Imports for the process that workers are forked from: a worker then starts in milliseconds.
 
-That takes seconds, in which it does not listen for the end of its trainer: it has the kernel tell it first.
+They take seconds, in which the process does not watch its trainer: so it first has the kernel end it with the trainer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orchdata.engines.processes.life import end_server_with_trainer
 end_server_with_trainer()
 for name in ("orchdata.building.spec", "orchdata.engines.processes.worker"):
     import_module(name)
-with suppress(Exception):  # a worker tells of it
+with suppress(Exception):  # a worker reports it
     import_module("orchdata.native.jit").load_numba()  # once, for all workers
 import_module("orchdata.loaders.required").load_built_in()
 import_module("orchdata.loaders.first_calls").settle_first_calls()

@@ -1,4 +1,4 @@
-"""One worker process as the training process has it: started, sent jobs, read, ended."""
+"""One worker process, seen from the training process: starts it, sends jobs, receives results, ends it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchdata.engines.processes.channel import Channel, open_channel
 from orchdata.engines.processes.life import keep_from_children, reading_end
 from orchdata.engines.processes.message import Unit, pack_rows, read_value
 from orchdata.engines.processes.slabs import MappedSlabs
-from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, Sealed, WorkerSpec, run_worker
+from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, WorkerSpec, run_worker
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.watch import IDLE
 from orchdata.order.steps import StepTask
@@ -31,12 +31,12 @@ class Process:
 
     Attributes:
         number: of the worker.
-        has_begun: whether it runs our code, as far as can be told: one that is forked inherits locks of threads that it
-            has not, and may wait for one of them for ever.
-        is_ready: whether it has said that it builds.
-        silent: since when it has nothing more to say, for it is about to end; None while it may.
-        last_words: what it said of the end that it was about to make.
-        jobs: number of a job -> its task, those it has, oldest first.
+        has_begun: whether it is known to run our code: a forked process inherits locks of threads that it does not
+            have, and may wait for one of them for ever.
+        is_ready: whether it has reported that it is ready to build.
+        silent: since when its channel is closed, because it is about to end; None while it is open.
+        last_words: the reason that it reported before it ended.
+        jobs: number of a job -> its task, oldest first.
     """
 
     def __init__(self, context: BaseContext, worker: WorkerSpec) -> None:
@@ -51,16 +51,16 @@ class Process:
         keep_from_children(ours)
         rows = os.memfd_create("orchdata-rows", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(rows, worker.num_places * 8)
-            self._rows = np.frombuffer(mmap.mmap(rows, worker.num_places * 8), np.int64)
+            os.ftruncate(rows, worker.num_loading_threads * 8)
+            self._rows = np.frombuffer(mmap.mmap(rows, worker.num_loading_threads * 8), np.int64)
             self._rows[:] = IDLE
             process = context.Process(  # type: ignore[attr-defined]
                 target=run_worker,
-                args=(theirs, worker.num_places, Sealed(worker)),
+                args=(theirs, worker.num_loading_threads, PickledWorkerSpec(worker)),
                 daemon=True,
                 name=f"orchdata worker {worker.number}",
             )
-            with interrupts_deferred():  # in what Python calls around a fork they are forgotten
+            with interrupts_deferred():  # Python loses them in what it calls around a fork
                 process.start()
             self._process = process
             self._channel = Channel(ours)
@@ -76,7 +76,7 @@ class Process:
 
     @property
     def handle(self) -> object:
-        """The process as `multiprocessing` has it."""
+        """The `multiprocessing` process."""
         return self._process
 
     @property
@@ -85,48 +85,48 @@ class Process:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """What becomes readable when it says something, and when it has ended."""
+        """File descriptors that become readable when it sends a message, and when it has ended."""
         if self.silent is not None:
             return (self._process.sentinel,)
         return self._channel.socket.fileno(), self._process.sentinel
 
     def is_ending(self, seconds: float) -> bool:
-        """Whether it has stopped to speak, and that not so many seconds ago."""
+        """Whether it closed its channel less than this many seconds ago."""
         return self.silent is not None and time.monotonic() - self.silent < seconds
 
     @property
     def rows(self) -> list[int]:
-        """Of the samples that it is loading."""
+        """Rows of the samples that it is loading."""
         return [row for row in self._rows.tolist() if row != IDLE]
 
     @property
-    def is_behind(self) -> bool:
-        """Whether it does not take what it is sent."""
+    def has_unsent(self) -> bool:
+        """Whether messages wait because it does not read them."""
         return self._channel.is_waiting
 
-    def build(self, job: int, task: StepTask, blamed: Mapping[int, str]) -> None:
-        """Give it a job. Raises OSError where it has ended."""
+    def build(self, job: int, task: StepTask, known_bad_rows: Mapping[int, str]) -> None:
+        """Send it a job. Raises OSError if it has ended."""
         self.jobs[job] = task
-        told = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
-        self._send({"kind": "build", "job": job, "task": told}, blamed)
+        packed = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
+        self._send({"kind": "build", "job": job, "task": packed}, known_bad_rows)
 
-    def give_back(self) -> None:
-        """Give it the memory that the user has dropped, if there is any. Raises OSError where it has ended."""
+    def return_memory(self) -> None:
+        """Return the memory that the user has dropped, if there is any. Raises OSError if it has ended."""
         if self._slabs.has_returned:
             self._send({"kind": "returned"}, {})
 
     def load_alone(self, row: int) -> None:
-        """Have it load one sample. Raises OSError where it has ended."""
+        """Have it load one sample. Raises OSError if it has ended."""
         self._send({"kind": "alone", "row": row}, {})
 
     def flush(self) -> None:
-        """Send what it did not take before."""
+        """Send the messages that wait."""
         self._channel.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """What it says next, None at its end; units are read, and slabs mapped.
+        """Return its next message, None at the end; units become views of mapped slabs.
 
-        Raises BlockingIOError where it says nothing now.
+        Raises BlockingIOError if there is no message now.
         """
         if self.silent is not None:
             return None
@@ -147,12 +147,12 @@ class Process:
             for (number, size), file in zip(message["new"], fds, strict=True):
                 self._slabs.add(number, file, size)
             arrays = self._slabs.arrays(message["slabs"])
-            message["units"] = [_unit(kind, places, arrays) for kind, places in message["units"]]
+            message["units"] = [_unit(kind, locations, arrays) for kind, locations in message["units"]]
             self._slabs.drop(message["dropped"])
         return dict(message)
 
     def stop(self) -> None:
-        """Ask it to end, once it has done what it is at."""
+        """Ask it to end after its current work."""
         try:
             self._send({"kind": "stop"}, {})
         except OSError:
@@ -163,7 +163,7 @@ class Process:
         self._process.kill()
 
     def end(self, seconds: float = 0.0) -> str:
-        """Make sure that it has ended, after so many seconds at the latest; how it ended, in words."""
+        """Wait this many seconds for its end, then kill it. Returns how it ended, as text."""
         self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
@@ -173,20 +173,21 @@ class Process:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """Exit status; None while it runs."""
         status: int | None = self._process.exitcode
         return status
 
-    def _send(self, message: dict[str, Any], blamed: Mapping[int, str]) -> None:
-        rest = {"blamed": dict(blamed), "returned": self._slabs.take_returned()}
+    def _send(self, message: dict[str, Any], known_bad_rows: Mapping[int, str]) -> None:
+        rest = {"known_bad_rows": dict(known_bad_rows), "returned": self._slabs.take_returned()}
         self._channel.send(message | rest)
 
 
-def _unit(kind: Any, places: NDArray[np.int64], arrays: list[Any]) -> Unit:
-    held = [
-        arrays[slab][start : start + size] if size else np.empty(0, np.uint8) for slab, start, size in places.tolist()
-    ]
-    return Unit(kind, held[0].tobytes(), held[1:])
+def _unit(kind: Any, locations: NDArray[np.int64], arrays: list[Any]) -> Unit:
+    header, *buffers = (
+        arrays[slab][start : start + size] if size else np.empty(0, np.uint8)
+        for slab, start, size in locations.tolist()
+    )
+    return Unit(kind, header.tobytes(), buffers)
 
 
 def _ending(status: int | None) -> str:
@@ -195,17 +196,17 @@ def _ending(status: int | None) -> str:
     if status == OUT_OF_MEMORY:
         return "went beyond worker_memory"
     if status == UNGUARDED:
-        return "began to run the script that started it"
+        return "started to run the script that started it"
     if status < 0:
         return f"was killed by signal: {signal.strsignal(-status) or -status}"
     return f"ended with status {status}"
 
 
 def error_of(message: dict[str, Any]) -> Exception:
-    """The error that a message tells of."""
+    """Return the error that a message contains."""
     try:
         value = read_value(message["units"][0])
-    except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is made again
+    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
         return RuntimeError(f"a worker process failed, and its error cannot be read: {error!r}")
     if isinstance(value, Exception):
         return value
@@ -213,4 +214,4 @@ def error_of(message: dict[str, Any]) -> Exception:
         value.reraise()
     except Exception as error:  # noqa: BLE001 - it is passed on
         return error
-    return RuntimeError("a worker process failed, and says nothing of it")
+    return RuntimeError("a worker process failed without an error message")

@@ -1,13 +1,12 @@
 """Slabs: shared memory in which a worker builds a step, and from which the training process uses it.
 
-    worker: lend a free slab, or make one --step written into it--> its number, and what lies where
+    worker: reuses a free slab, or creates one --writes a step into it--> its number, and the locations of buffers
     parent: maps a slab once; when the last array over it is collected, its number goes back to the worker
 
-A slab has no name, so that nothing of it is left when both processes are gone, however they end.
+A slab has no name, so nothing of it remains once both processes have ended, however they end.
 
-A page of shared memory costs 3 microseconds when it is first written, and 0.2 each time after; until then it takes no
-memory. So a slab is made larger than its first step needs: larger steps fit too, and a few slabs with their pages serve
-all steps.
+Writing a page of shared memory takes 3 microseconds the first time, and 0.2 after; before that it uses no memory. So a
+slab is created larger than its first step needs: larger steps fit too, and a few slabs serve all steps.
 """
 
 from __future__ import annotations
@@ -31,34 +30,35 @@ Bytes = NDArray[np.uint8]
 
 _ALIGNMENT = 64
 _SMALLEST = 1 << 16
-_SPARE = 4  # a slab is so many times as large as what it is made for
-_RECENT = 16  # steps: what exceeds the largest of them twice over goes back to the system
-_HEADROOM = 1 << 16  # for what a step has beside the arrays that were reserved
+_SPARE = 4  # size of a slab, in multiples of the step it is created for
+_RECENT = 16  # steps: memory above twice the largest of them goes back to the system
+_HEADROOM = 1 << 16  # for what a step has besides the arrays that were reserved
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where bytes of a step lie: so many from `start`, in the step's `slab`-th slab."""
+class Location:
+    """Location of bytes of a step: `num_bytes` from `start`, in the step's `slab`-th slab."""
 
     slab: int
     start: int
     num_bytes: int
 
 
-_held = Returns[tuple[deque[int], int]]()
-"""Slabs that the user holds, of all workers of this process: where the numbers of a worker's come back, and which."""
+_user_slabs = Returns[tuple[deque[int], int]]()
+"""Slabs in use by the user, of all workers of this process: the queue that a slab's number goes back to, and the
+number."""
 
 
-def _max_held() -> int:
+def _max_user_slabs() -> int:
     return min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
 
 
 class _Slab:
-    """One of a worker's.
+    """A slab of a worker.
 
     Attributes:
-        file: the descriptor until the parent has it.
-        written: bytes from the start whose pages may be there.
+        file: the descriptor, until the parent has it.
+        written: bytes from the start that may have pages.
     """
 
     def __init__(self, number: int, num_bytes: int) -> None:
@@ -68,7 +68,7 @@ class _Slab:
             memory = mmap.mmap(self.file, num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
-        with suppress(OSError):  # where the system gives shared memory none
+        with suppress(OSError):  # if the system has none for shared memory
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.number = number
         self.written = 0
@@ -76,10 +76,10 @@ class _Slab:
         self._memory = memory
 
     def trim(self, num_bytes: int) -> None:
-        """Give the pages behind so many bytes back to the system."""
+        """Return the pages after the first `num_bytes` to the system."""
         start = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if start < self.written:
-            with suppress(OSError):  # a kernel that cannot: they stay
+            with suppress(OSError):  # some kernels cannot: the pages stay
                 self._memory.madvise(mmap.MADV_REMOVE, start, len(self.array) - start)
             self.written = start
 
@@ -93,20 +93,20 @@ class Slabs:
     """A worker's slabs, for all its threads.
 
     Args:
-        max_free: how many to keep that nobody uses.
+        max_free: the number of unused slabs to keep.
     """
 
     def __init__(self, max_free: int) -> None:
         self._max_free = max_free
         self._free: list[_Slab] = []
-        self._lent: dict[int, _Slab] = {}
+        self._in_use: dict[int, _Slab] = {}
         self._dropped: list[int] = []
         self._made = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._lock = threading.Lock()
 
-    def lend(self, num_bytes: int) -> _Slab:
-        """The free one that has the fewest pages to spare, or the most of those to write, or a new one.
+    def allocate(self, num_bytes: int) -> _Slab:
+        """Return the free slab with the fewest spare pages, else the one with the most pages, else a new one.
 
         Raises MemoryError.
         """
@@ -118,7 +118,7 @@ class Slabs:
                 self._free.remove(slab)
             else:
                 slab = self._new(num_bytes)
-            self._lent[slab.number] = slab
+            self._in_use[slab.number] = slab
             return slab
 
     def _new(self, num_bytes: int) -> _Slab:
@@ -126,14 +126,14 @@ class Slabs:
         needed = max(num_bytes, _SMALLEST)
         try:
             return _Slab(self._made, size_class(_SPARE * needed))
-        except MemoryError:  # addresses are limited here
+        except MemoryError:  # the address space is limited
             return _Slab(self._made, size_class(needed))
 
-    def give_back(self, numbers: list[int]) -> None:
-        """Nobody uses these any more."""
+    def take_back(self, numbers: list[int]) -> None:
+        """Make slabs free that are no longer in use."""
         with self._lock:
-            back = [self._lent.pop(number) for number in numbers if number in self._lent]
-            for slab in back:  # one large step is not to hold its memory for ever
+            back = [self._in_use.pop(number) for number in numbers if number in self._in_use]
+            for slab in back:  # or one large step would keep its memory for ever
                 slab.trim(2 * max(self._recent))
             self._free += back
             while len(self._free) > self._max_free:
@@ -142,14 +142,14 @@ class Slabs:
                 self._dropped.append(slab.number)
 
     def drop(self, numbers: list[int]) -> None:
-        """Nobody is to have these again, for they may still be written to."""
+        """Never reuse these slabs: other threads may still write to them."""
         with self._lock:
             for number in numbers:
-                self._lent.pop(number).close_file()
+                self._in_use.pop(number).close_file()
             self._dropped += numbers
 
     def take_dropped(self) -> list[int]:
-        """Numbers of those that will not come again."""
+        """Return the numbers of slabs that will not be used again, once."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
             return dropped
@@ -177,28 +177,28 @@ class StepMemory:
 
     def take(self, num_bytes: int) -> Bytes:
         with self._lock:
-            place = self._place(num_bytes)
-            return self.slabs[place.slab].array[place.start : place.start + num_bytes]
+            at = self._location_for(num_bytes)
+            return self.slabs[at.slab].array[at.start : at.start + num_bytes]
 
-    def place_of(self, buffer: Buffer) -> Place:
-        """Where the bytes of a buffer lie; bytes from elsewhere are copied in first. Raises MemoryError."""
+    def location_of(self, buffer: Buffer) -> Location:
+        """Return the location of a buffer's bytes; bytes from elsewhere are copied in first. Raises MemoryError."""
         start, num_bytes = _address(buffer)
         if not num_bytes:
-            return Place(0, 0, 0)
+            return Location(0, 0, 0)
         for number, (slab, first) in enumerate(zip(self.slabs, self._starts, strict=True)):
             if first <= start and start + num_bytes <= first + len(slab.array):
-                return Place(number, start - first, num_bytes)
+                return Location(number, start - first, num_bytes)
         flat = flat_bytes(buffer)
         with self._lock:
-            place = self._place(len(flat))
-        self.slabs[place.slab].array[place.start : place.start + len(flat)] = flat
-        return place
+            at = self._location_for(len(flat))
+        self.slabs[at.slab].array[at.start : at.start + len(flat)] = flat
+        return at
 
     def drop(self) -> None:
-        """The step came to nothing, of which other threads may not have heard yet."""
+        """Drop the slabs of a failed step, which other threads may still be building."""
         self._pool.drop([slab.number for slab in self.slabs])
 
-    def _place(self, num_bytes: int) -> Place:
+    def _location_for(self, num_bytes: int) -> Location:
         for number, slab in enumerate(self.slabs):
             start = -(-self._used[number] // _ALIGNMENT) * _ALIGNMENT
             if start + num_bytes <= len(slab.array):
@@ -206,20 +206,20 @@ class StepMemory:
         self._grow(num_bytes)
         return self._put(len(self.slabs) - 1, 0, num_bytes)
 
-    def _put(self, number: int, start: int, num_bytes: int) -> Place:
+    def _put(self, number: int, start: int, num_bytes: int) -> Location:
         self._used[number] = start + num_bytes
         self.slabs[number].written = max(self.slabs[number].written, start + num_bytes)
-        return Place(number, start, num_bytes)
+        return Location(number, start, num_bytes)
 
     def _grow(self, num_bytes: int) -> None:
-        slab = self._pool.lend(num_bytes)
+        slab = self._pool.allocate(num_bytes)
         self.slabs.append(slab)
         self._used.append(0)
         self._starts.append(slab.array.__array_interface__["data"][0])
 
 
 def _address(buffer: Buffer) -> tuple[int, int]:
-    """Where the bytes of a buffer begin, and how many there are; -1 where they do not lie in C order."""
+    """Return the address of a buffer, -1 if its elements are not in C order, and its number of bytes."""
     if isinstance(buffer, torch.Tensor):
         plain = buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
         return buffer.data_ptr() if plain else -1, buffer.nbytes
@@ -229,10 +229,10 @@ def _address(buffer: Buffer) -> tuple[int, int]:
 
 
 class MappedSlabs:
-    """A worker's slabs as its parent has them.
+    """A worker's slabs in its parent.
 
-    So many of all workers together the user may hold; what comes then is copied out of its slab, since each takes a
-    descriptor.
+    The user may keep a limited number of slabs of all workers, since each takes a descriptor; beyond that, steps are
+    copied out of their slabs.
     """
 
     def __init__(self) -> None:
@@ -240,48 +240,45 @@ class MappedSlabs:
         self._returned: deque[int] = deque()
 
     def add(self, number: int, file: int, num_bytes: int) -> None:
-        """Map one that is new. The descriptor is closed."""
+        """Map a new slab. Closes the descriptor."""
         try:
             self._maps[number] = mmap.mmap(file, num_bytes)
         except OSError as error:
-            hint = "raise `ulimit -n`, or take fewer workers"
+            hint = "raise `ulimit -n`, or use fewer workers"
             raise OSError(error.errno, f"a worker's batch cannot be mapped: {error.strerror}; {hint}") from error
         finally:
             os.close(file)
 
     def drop(self, numbers: list[int]) -> None:
-        """Forget those that will not come again."""
+        """Forget slabs that will not be used again."""
         for number in numbers:
             self._maps.pop(number, None)
 
     def arrays(self, slabs: list[tuple[int, int]]) -> list[Bytes]:
-        """The bytes in use of some slabs, by number and size. What is small or too much is copied, and others return
-        when nobody has an array over them any more.
+        """Return the used bytes of slabs, given by number and size. Small steps, and those over the limit, are copied;
+        other slabs go back to the worker once no array over them is alive.
         """
         views = [np.frombuffer(self._maps[number], np.uint8)[:used] for number, used in slabs]
-        if sum(used for _, used in slabs) < _SMALLEST or len(_held) + len(slabs) > _max_held():
+        if sum(used for _, used in slabs) < _SMALLEST or len(_user_slabs) + len(slabs) > _max_user_slabs():
             self._returned.extend(number for number, _ in slabs)
             return [view.copy() for view in views]
         bases = [np.frombuffer(self._maps[number], np.uint8) for number, _ in slabs]
         for base, (number, _) in zip(bases, slabs, strict=True):
-            _held.expect(base, (self._returned, number))
+            _user_slabs.expect(base, (self._returned, number))
         return [base[:used] for base, (_, used) in zip(bases, slabs, strict=True)]
 
     @property
     def has_returned(self) -> bool:
-        """Whether there are some that the worker may use again."""
-        _sort_returned()
+        """Whether there are slabs that the worker may use again."""
+        _collect_returned()
         return bool(self._returned)
 
     def take_returned(self) -> list[int]:
-        """Numbers of those that the worker may use again."""
-        _sort_returned()
-        found = []
-        while self._returned:
-            found.append(self._returned.popleft())
-        return found
+        """Return the numbers of slabs that the worker may use again, once."""
+        _collect_returned()
+        return [self._returned.popleft() for _ in range(len(self._returned))]
 
 
-def _sort_returned() -> None:
-    for returned, number in _held.take():
+def _collect_returned() -> None:
+    for returned, number in _user_slabs.take():
         returned.append(number)

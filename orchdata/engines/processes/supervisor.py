@@ -1,11 +1,11 @@
-"""The supervisor of worker processes: one thread that alone knows who has which job, and what became of it.
+"""The supervisor of worker processes: one thread that assigns jobs to workers, and replaces workers that are lost.
 
     job --> a worker --> built, or an error ------------------------------------------> the step's future
               |--> ended -----------------> its jobs again, in the process that replaces it
               '--> awaited for too long --> ended by us, the same
-                     samples it was loading: tried alone (`trial.py`) when they hung, or were there twice
+                     samples that were loading: loaded alone (`isolate.py`) if they hung, or at two crashes
 
-Nobody waits for a worker: everything it says is read when it is there, and it is replaced whatever it does.
+The thread never blocks on a worker: it reads messages when they arrive.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from orchdata.building.step import BuiltStep
-from orchdata.engines.processes.behind import unpacked
+from orchdata.engines.processes.isolate import FORK_SECONDS, START_SECONDS, CrashSuspects
 from orchdata.engines.processes.message import read_step
 from orchdata.engines.processes.process import Process, error_of
-from orchdata.engines.processes.trial import FORK_SECONDS, START_SECONDS, Suspects
+from orchdata.engines.processes.restart_state import unpacked
 from orchdata.engines.processes.worker import UNGUARDED, WorkerSpec, alone
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 
 _GRACE_SECONDS = 2.0
-_DROP_SECONDS = 0.005  # in which a loop, that has asked for a step, drops the one it had
-_LAST_SECONDS = 10.0  # that a process may take to end, once it has closed what it speaks by
+_DROP_SECONDS = 0.005  # in which a loop that has requested a step drops the one before
+_LAST_SECONDS = 10.0  # that a process may take to end, once it has closed its channel
 _MAX_LOSSES = {"hung": 3, "killed": 40, "ended": 6}
 _MAX_FAILED_STARTS = {"hung": 8, "killed": 1000, "ended": 3}
 _UNGUARDED = (
-    "a worker process runs the script that starts it, and would start workers of its own: put what the script does "
+    "a worker process runs the script that starts it, and would start workers of its own: put the script's code "
     "under\n\n    if __name__ == '__main__':\n\nor pass multiprocessing_context='fork'"
 )
 _UNREADABLE = (
-    "a worker process cannot make its data set, or what else it is given, again ({}): it has to be found by another "
-    "process, so define it in a module, or pass multiprocessing_context='fork'"
+    "a worker process cannot unpickle its data set, or another argument ({}): define it in a module, where another "
+    "process can import it, or pass multiprocessing_context='fork'"
 )
 _STOPPED = "the loader's worker processes were stopped"
 _NOT_STARTED = (
-    "; why, it has written to stderr. It runs the script that starts it anew, so that this has to be a file: if it is "
-    "not, as in a notebook, pass multiprocessing_context='fork'"
+    "; it has written the reason to stderr. It runs the script that starts it again, so the script must be a file: if "
+    "it is not, as in a notebook, pass multiprocessing_context='fork'"
 )
 
 
 @dataclass(eq=False)
 class Job:
-    """A step to build, from when it is asked for until its future is set.
+    """A step to build, from its request until its future is set.
 
     Attributes:
-        worker: whose it is; None where anybody may build it.
+        worker: the worker that must build it; None for any.
         losses: how often a process was lost with it, by kind.
-        awaited: since when the caller waits for it; None while he does not.
+        awaited: since when the caller waits for it; None if he does not.
     """
 
     number: int
@@ -81,11 +81,11 @@ class Supervisor(threading.Thread):
 
     Args:
         context: starts processes.
-        workers: what each of them is.
-        timeout: seconds that the caller waits for a step before the process that has it is replaced; 0 without limit.
-        reads: what workers read of shards is added to it.
-        name_of: row -> how a sample is named.
-        blamed: row -> why it is not to be loaded: those that are known, and those that are found.
+        workers: the spec of each worker.
+        timeout: seconds that the caller waits for a step before its process is replaced; 0 for no limit.
+        reads: counts the bytes that workers read from shards.
+        name_of: row -> the sample's name in messages.
+        known_bad_rows: row -> why it must not be loaded; rows that prove bad are added.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Supervisor(threading.Thread):
         timeout: float,
         reads: ReadBytes | None,
         name_of: Callable[[int], str],
-        blamed: dict[int, str],
+        known_bad_rows: dict[int, str],
     ) -> None:
         super().__init__(name="orchdata supervisor", daemon=True)
         self.notes: deque[str] = deque()
@@ -105,17 +105,17 @@ class Supervisor(threading.Thread):
         self._timeout = timeout
         self._reads = reads
         self._name_of = name_of
-        self._blamed = blamed
+        self._known_bad_rows = known_bad_rows
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Job] = deque()
-        self._look_again: float | None = None  # when what the caller holds may have become less
+        self._check_memory_at: float | None = None  # when the caller may have dropped a step
         self._arrived: deque[Job] = deque()
-        self._suspects = Suspects(partial(Process, context, alone(workers[0])), timeout)
-        self._held: list[Job] = []
-        self._behind: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
+        self._suspects = CrashSuspects(partial(Process, context, alone(workers[0])), timeout)
+        self._waiting_for_trial: list[Job] = []
+        self._restart_states: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
         self._failed_starts: Counter[str] = Counter()
-        # Errors are made for each job: one that was raised holds the frames that it went through, and they us.
-        self._refused: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
+        # Each job gets a new error: one that was raised keeps its frames alive, and through them this supervisor.
+        self._start_failures: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
         self._broken: Callable[[], Exception] | None = None
         self._has_ended = False
         self._is_stopping = False
@@ -123,13 +123,15 @@ class Supervisor(threading.Thread):
         self._process = os.getpid()
         self._wake, woken = os.pipe()
         self._woken: int | None = woken
-        self._waking = threading.RLock()  # a finalizer may wake it in the midst of waking
+        self._waking = threading.RLock()  # a finalizer may call `wake` during `wake`
         os.set_blocking(self._wake, False)
         os.set_blocking(woken, False)
         self._workers: list[Process | None] = [None] * len(workers)
         try:
             for number in range(len(workers)):
-                with contextlib.suppress(EOFError, ConnectionError):  # the fork server was lost: another try makes one
+                with contextlib.suppress(
+                    EOFError, ConnectionError
+                ):  # the fork server was lost: the next try starts one
                     self._workers[number] = Process(context, workers[number])
         except BaseException:
             self._end_all()
@@ -150,15 +152,15 @@ class Supervisor(threading.Thread):
         self.wake()
 
     def wake(self) -> None:
-        """Something has changed."""
-        with self._waking, contextlib.suppress(BlockingIOError):  # it is awake
+        """Have the thread look at what has changed."""
+        with self._waking, contextlib.suppress(BlockingIOError):  # it is awake already
             if self._woken is not None:
                 os.write(self._woken, b"!")
 
     def stop(self, *, polite: bool) -> None:
-        """End all processes; what is under way is dropped. Politely they may end what they are at, for a moment."""
+        """End all processes; steps under way are dropped. `polite`: wait a moment for their current work."""
         if self._is_stopping and not self.is_alive():
-            return  # done; or a generator ends with the interpreter, whose modules are empty by then
+            return  # stopped already; or the interpreter ends, and its modules are empty by now
         if os.getpid() != self._process:
             return  # a forked child's copy: these are not its processes
         self._is_polite = polite
@@ -176,12 +178,12 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_stopping and self._broken is None:
-                self._listen()
+                self._wait_for_events()
                 self._take_arrived()
                 self._end_overdue()
                 self._assign()
-                self._give_back()
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody is to wait for ever
+                self._return_memory()
+        except Exception as error:  # noqa: BLE001 - no caller may wait for ever
             failed, self._broken = error, lambda: failed
             self._fail_all()
             self._broken = partial(RuntimeError, f"{_STOPPED}: {error!r}")
@@ -190,7 +192,7 @@ class Supervisor(threading.Thread):
             self._break(partial(RuntimeError, _STOPPED))
             self._close_pipe()
             self._has_ended = True
-            self._take_arrived()  # whoever comes later does so himself
+            self._take_arrived()  # later callers do this in `submit`
 
     def _close_pipe(self) -> None:
         with self._waking:
@@ -199,8 +201,8 @@ class Supervisor(threading.Thread):
                 os.close(self._wake)
                 os.close(woken)
 
-    def _listen(self) -> None:
-        """Wait until somebody says something, and hear him out."""
+    def _wait_for_events(self) -> None:
+        """Wait for messages and ends of processes, and handle them."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         owners: dict[int, Process] = {}
@@ -208,21 +210,21 @@ class Supervisor(threading.Thread):
             for file in process.files:
                 owners[file] = process
                 poll.register(file, select.POLLIN)
-        events = poll.poll(self._patience())
-        heard: set[Process] = set()
+        events = poll.poll(self._poll_milliseconds())
+        handled: set[Process] = set()
         for file, _ in events:
             if file == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 1 << 16)
-            elif owners[file] not in heard and owners[file] in self._processes():  # or it was ended meanwhile
-                heard.add(owners[file])
-                self._hear(owners[file])
+            elif owners[file] not in handled and owners[file] in self._processes():  # else it was ended meanwhile
+                handled.add(owners[file])
+                self._on_message(owners[file])
 
-    def _patience(self) -> float | None:
-        """Milliseconds until something may be overdue, or memory free."""
-        if self._look_again is not None:
-            return max(0.0, self._look_again - time.monotonic()) * 1000 + 1
-        if any(process.is_behind for process in self._processes()) or list(self._missing()):
+    def _poll_milliseconds(self) -> float | None:
+        """Return the milliseconds until something may be overdue, or memory free; None for no limit."""
+        if self._check_memory_at is not None:
+            return max(0.0, self._check_memory_at - time.monotonic()) * 1000 + 1
+        if any(process.has_unsent for process in self._processes()) or list(self._not_running()):
             return 50.0
         if not all(process.has_begun and process.silent is None for process in self._processes()):
             return 500.0
@@ -236,7 +238,8 @@ class Supervisor(threading.Thread):
         if self._suspects.trial is not None:
             yield from self._suspects.trial.processes
 
-    def _hear(self, process: Process) -> None:
+    def _on_message(self, process: Process) -> None:
+        """Handle all messages of a process, and its end."""
         trial = self._suspects.trial
         if trial is not None and process not in trial.processes:
             trial = None
@@ -246,34 +249,34 @@ class Supervisor(threading.Thread):
             except BlockingIOError:
                 if process.exit_status is None:
                     return
-                message = None  # what it left has been read
+                message = None  # it has ended, and all its messages were read
             if message is None:
                 if process.exit_status is None and process.is_ending(_LAST_SECONDS):
-                    return  # it may be telling why, and how it ends is not known yet
+                    return  # its exit status is not known yet
                 if trial is not None:
                     how = process.end()
                     trial.ended(process, how, is_killed=process.exit_status == -signal.SIGKILL)
-                    self._try_suspects()
+                    self._run_trials()
                 else:
-                    self._lose(process, "ended")
+                    self._on_exit(process, "ended")
                 return
             kind = message["kind"]
             if kind in ("unreadable", "not started"):
-                self._refuse(process, message)
+                self._on_start_failure(process, message)
             elif trial is not None:
                 if kind == "ready":
                     trial.ready(process)
                 elif kind == "survived":
                     trial.survived(process)
-                    self._try_suspects()
+                    self._run_trials()
                     return
             elif kind == "ready":
-                self._forgive(process)
+                self._on_ready(process)
             elif kind not in ("begun", "out of memory"):
                 self._resolve(process, message)
 
-    def _refuse(self, process: Process, message: dict[str, Any]) -> None:
-        """It cannot start. With torch's loader the batches of the others still come."""
+    def _on_start_failure(self, process: Process, message: dict[str, Any]) -> None:
+        """A worker cannot start. As with torch's loader, the other workers still deliver their batches."""
         if message["kind"] == "unreadable":
             why = _UNREADABLE.format(message["why"])
             self._break(
@@ -283,21 +286,22 @@ class Supervisor(threading.Thread):
         if not self._specs[0].options.as_torch or len(self._specs) == 1:
             self._break(partial(error_of, message))
             return
-        self._refused[process.number] = partial(error_of, message)
+        self._start_failures[process.number] = partial(error_of, message)
         for job in [self._jobs.pop(number) for number in process.jobs if number in self._jobs]:
             job.future.set_exception(error_of(message))
 
-    def _forgive(self, process: Process) -> None:
-        """It has started: until now nobody waited for a step."""
+    def _on_ready(self, process: Process) -> None:
+        """A worker has started: the timeout of its steps begins now."""
         for job in map(self._jobs.get, process.jobs):
             if job is not None and job.awaited is not None:
                 job.awaited = time.monotonic()
 
     def _resolve(self, process: Process, message: dict[str, Any]) -> None:
+        """Set the future of a job that was built, or failed."""
         self._failed_starts.clear()
         number = int(str(message["job"]))
         process.jobs.pop(number, None)
-        self._note(process.number, message)
+        self._record_restart_state(process.number, message)
         job = self._jobs.pop(number, None)
         if job is None:
             return
@@ -310,7 +314,7 @@ class Supervisor(threading.Thread):
             return
         try:
             built = read_step(message["units"])
-        except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is made again
+        except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
             job.future.set_exception(error)
             return
         built.worker = process.number
@@ -319,12 +323,12 @@ class Supervisor(threading.Thread):
         built.seconds["handing_over"] = time.monotonic() - message["finished"]
         job.future.set_result(built)
 
-    def _note(self, number: int, message: dict[str, Any]) -> None:
-        """What a process that replaces this one begins with."""
-        behind = self._behind[number]
-        behind["drawn"] = behind.get("drawn", {}) | message.get("drawn", {})
+    def _record_restart_state(self, number: int, message: dict[str, Any]) -> None:
+        """Store the states that a process which replaces this worker starts with."""
+        stored = self._restart_states[number]
+        stored["random_states"] = stored.get("random_states", {}) | message.get("random_states", {})
         if "state" in message:
-            behind["state"] = message["state"]
+            stored["state"] = message["state"]
 
     def _take_arrived(self) -> None:
         while True:
@@ -337,20 +341,21 @@ class Supervisor(threading.Thread):
             else:
                 self._jobs[job.number] = job
                 self._waiting.append(job)
-                self._look_again = time.monotonic() + _DROP_SECONDS
+                self._check_memory_at = time.monotonic() + _DROP_SECONDS
 
     def _assign(self) -> None:
-        for number in list(self._missing()):
+        """Restart workers that are not running, and send waiting jobs to free workers, in order."""
+        for number in list(self._not_running()):
             self._restart(number)
         for worker in self._workers:
-            if worker is not None and worker.is_behind:
-                self._say(worker, worker.flush)
+            if worker is not None and worker.has_unsent:
+                self._send(worker, worker.flush)
         later: list[Job] = []
         while self._waiting:
             job = self._waiting.popleft()
-            if job.worker in self._refused:
+            if job.worker in self._start_failures:
                 del self._jobs[job.number]
-                job.future.set_exception(self._refused[job.worker]())
+                job.future.set_exception(self._start_failures[job.worker]())
                 continue
             worker = self._worker_for(job)
             if worker is None:
@@ -358,45 +363,47 @@ class Supervisor(threading.Thread):
                 if job.worker is None:
                     break
             else:
-                self._give(worker, job)
+                self._send_job(worker, job)
         self._waiting.extendleft(reversed(later))
 
-    def _give_back(self) -> None:
-        """Memory that the caller has dropped goes back ahead of the next job, or its worker makes more meanwhile."""
-        if self._look_again is None or time.monotonic() < self._look_again:
+    def _return_memory(self) -> None:
+        """Return memory that the caller has dropped before the next job, or its worker would allocate more."""
+        if self._check_memory_at is None or time.monotonic() < self._check_memory_at:
             return
-        self._look_again = None
+        self._check_memory_at = None
         for worker in self._workers:
             if worker is not None and worker.silent is None:
-                self._say(worker, worker.give_back)
+                self._send(worker, worker.return_memory)
 
-    def _give(self, worker: Process, job: Job) -> None:
+    def _send_job(self, worker: Process, job: Job) -> None:
         if job.awaited is not None:
             job.awaited = time.monotonic()
-        self._say(worker, lambda: worker.build(job.number, job.task, self._blamed))
+        self._send(worker, lambda: worker.build(job.number, job.task, self._known_bad_rows))
 
-    def _say(self, worker: Process, say: Callable[[], None]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which is heard of next: its jobs are known
-            say()
+    def _send(self, worker: Process, send: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):  # it has ended: `_on_exit` handles its jobs
+            send()
 
     def _worker_for(self, job: Job) -> Process | None:
         candidates = self._workers if job.worker is None else [self._workers[job.worker]]
         free = [each for each in candidates if each is not None and len(each.jobs) < self._specs[0].options.max_jobs]
         return min(free, key=lambda each: len(each.jobs), default=None)
 
-    def _missing(self) -> Iterator[int]:
-        """Workers that are to be started."""
+    def _not_running(self) -> Iterator[int]:
+        """Yield the numbers of workers to start."""
         if self._broken is None:
             yield from (
-                number for number, each in enumerate(self._workers) if each is None and number not in self._refused
+                number
+                for number, each in enumerate(self._workers)
+                if each is None and number not in self._start_failures
             )
 
     def _restart(self, number: int) -> None:
         try:
-            behind = self._behind[number]
-            self._workers[number] = Process(self._context, replace(self._specs[number], **behind))
-        except Exception as error:  # of the system, or a user's object that is sent again
-            # A fork server that was lost says nothing of the worker: another try makes another one.
+            states = self._restart_states[number]
+            self._workers[number] = Process(self._context, replace(self._specs[number], **states))
+        except Exception as error:  # of the system, or of pickling a user's object
+            # A lost fork server says nothing about the worker: the next try starts another server.
             kind = "killed" if isinstance(error, (EOFError, ConnectionError)) else "ended"
             self._failed_starts[kind] += 1
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
@@ -405,19 +412,22 @@ class Supervisor(threading.Thread):
     # --- trouble
 
     def _end_overdue(self) -> None:
+        # A process of the trial that is overdue counts as hung.
         if (trial := self._suspects.trial) is not None:
             for process in trial.overdue():
                 process.kill()
                 trial.ended(process, f"timed out after {self._timeout:g} seconds")
                 process.end()
-            self._try_suspects()
+            self._run_trials()
+        # A process that has closed its channel must end soon; a forked one must begin soon.
         for process in list(self._processes()):
             if process.silent is not None and not process.is_ending(_LAST_SECONDS):
-                self._hear(process)
+                self._on_message(process)
         now = time.monotonic()
         for worker in list(self._workers):
             if worker is not None and not worker.has_begun and now - worker.started >= FORK_SECONDS:
-                self._lose(worker, "hung")
+                self._on_exit(worker, "hung")
+        # A worker is replaced if the caller has waited for one of its steps for too long.
         if not self._timeout:
             return
         for worker in list(self._workers):
@@ -426,105 +436,106 @@ class Supervisor(threading.Thread):
             patience = self._timeout if worker.is_ready else max(self._timeout, START_SECONDS)
             awaited = (job.awaited for job in map(self._jobs.get, worker.jobs) if job is not None)
             if any(since is not None and now - since >= patience for since in awaited):
-                self._lose(worker, "hung")
+                self._on_exit(worker, "hung")
 
-    def _lose(self, process: Process, kind: str) -> None:
-        """A worker has ended, or is ended now; what it had is built again."""
+    def _on_exit(self, process: Process, kind: str) -> None:
+        """A worker has ended, or hangs and is ended here: build its steps again."""
         rows = process.rows
-        how = self._ending(process) if kind == "hung" else process.end()
+        how = self._kill_overdue(process) if kind == "hung" else process.end()
         if process.exit_status == -signal.SIGKILL and kind == "ended":
             kind = "killed"
         self._workers[process.number] = None
-        if hopeless := self._hopeless(process, kind, how):
+        if hopeless := self._why_hopeless(process, kind, how):
             self._break(partial(RuntimeError, hopeless))
             return
-        is_any_tried = self._suspects.add(rows, at_once=kind == "hung", but=self._blamed)
+        # Its jobs wait while samples of them are loaded alone.
+        is_any_tried = self._suspects.add(rows, immediately=kind == "hung", known_bad=self._known_bad_rows)
         lost = [self._jobs[number] for number in process.jobs if number in self._jobs]
         if lost:
             names = ", ".join(job.name for job in lost)
             self.notes.append(f"{_exited(process)}: worker process {process.number} {how}; built again: {names}")
-            lost[0].losses[kind] += process.is_ready  # the others were behind it
+            lost[0].losses[kind] += process.is_ready  # the others were queued after it
         for job in lost:
             if job.losses[kind] >= _MAX_LOSSES[kind]:
-                self._give_up(job, process, kind, how)
+                self._fail_job(job, process, kind, how)
             elif is_any_tried:
-                self._held.append(job)
+                self._waiting_for_trial.append(job)
             else:
-                self._put_back(job)
-        self._try_suspects()
+                self._requeue(job)
+        self._run_trials()
 
-    def _hopeless(self, process: Process, kind: str, how: str) -> str:
-        """Why another process in its place would be of no use; "" where it is."""
+    def _why_hopeless(self, process: Process, kind: str, how: str) -> str:
+        """Return why it is useless to start another process; "" if it is not."""
         if process.exit_status == UNGUARDED:
             return _UNGUARDED
-        if process.number in self._refused:
+        if process.number in self._start_failures:
             return ""
         if not process.is_ready:
             self._failed_starts[kind] += 1
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
-                told = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
-                return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{told}"
+                hint = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
+                return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{hint}"
         return ""
 
-    def _ending(self, process: Process) -> str:
-        """End one that is overdue; what to say of it."""
-        doing = self._doings()
+    def _kill_overdue(self, process: Process) -> str:
+        """End an overdue process, and return what to report about it."""
+        doing = self._describe_work()
         process.kill()
         process.end()
         if not process.has_begun:
             return f"did not run within {FORK_SECONDS:g} seconds of its fork"
         if not process.is_ready:
-            return f"did not start (worker_init_fn, or making its data set) within {START_SECONDS:g} seconds"
+            return f"did not start (worker_init_fn, or unpickling its data set) within {START_SECONDS:g} seconds"
         return f"did not return within {self._timeout:g} seconds, and was replaced ({doing})"
 
-    def _give_up(self, job: Job, process: Process, kind: str, how: str) -> None:
+    def _fail_job(self, job: Job, process: Process, kind: str, how: str) -> None:
         del self._jobs[job.number]
         if kind == "hung":
             error = RuntimeError(
                 f"DataLoader timed out after {self._timeout:g} seconds, waiting for {job.name}, {job.losses[kind]} "
-                f"times, and no sample of it does so alone: worker process {process.number} {how}"
+                f"times, but none of its samples hangs alone: worker process {process.number} {how}"
             )
         else:
             error = RuntimeError(
                 f"{_exited(process)}: {job.name} was lost with its process "
-                f"{job.losses[kind]} times, and no sample of it ends one alone; the last {how}"
+                f"{job.losses[kind]} times, but none of its samples ends a process alone; the last {how}"
             )
         job.future.set_exception(error)
 
-    def _put_back(self, job: Job) -> None:
-        """Its turn is what it was."""
+    def _requeue(self, job: Job) -> None:
+        """Let a job wait again, in its original order."""
         self._waiting.append(job)
         self._waiting = deque(sorted(self._waiting, key=lambda each: each.number))
 
-    def _try_suspects(self) -> None:
-        """Go on with them; with none left, what was held for them goes on."""
+    def _run_trials(self) -> None:
+        """Continue the trials of suspects; once none is left, the jobs that wait for them may run."""
         if self._broken is not None:
             return
-        for row, verdict in self._suspects.go_on():
+        for row, verdict in self._suspects.run_trials():
             if verdict:
-                # Libraries that get no memory may abort.
+                # Libraries may abort if they get no memory.
                 limited = " under worker_memory" if self._specs[0].options.memory is not None else ""
-                self._blamed[row] = f"{verdict}, whenever this sample was loaded alone{limited}"
-                self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._blamed[row]}")
+                self._known_bad_rows[row] = f"{verdict}, whenever this sample was loaded alone{limited}"
+                self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._known_bad_rows[row]}")
         if self._suspects.trial is None:
-            for job in self._held:
-                self._put_back(job)
-            self._held.clear()
+            for job in self._waiting_for_trial:
+                self._requeue(job)
+            self._waiting_for_trial.clear()
 
-    def _doings(self) -> str:
-        """What each worker is at, in words."""
-        said = []
+    def _describe_work(self) -> str:
+        """Return what each worker is doing, as text."""
+        lines = []
         for worker in self._workers:
             if worker is None:
                 continue
             jobs = [self._jobs[number].name for number in worker.jobs if number in self._jobs]
             rows = [self._name_of(row) for row in worker.rows]
             at = f"loads {', '.join(rows)}" if rows else "loads no sample"
-            said.append(f"worker {worker.number}, pid {worker.pid}: {', '.join(jobs) or 'no step'}; {at}")
-        return "; ".join(said)
+            lines.append(f"worker {worker.number}, pid {worker.pid}: {', '.join(jobs) or 'no step'}; {at}")
+        return "; ".join(lines)
 
     def _break(self, why: Callable[[], Exception]) -> None:
-        """Nothing can be built any more."""
+        """Fail all jobs, now and from now on."""
         self._broken = self._broken or why
         self._fail_all()
 
@@ -535,7 +546,7 @@ class Supervisor(threading.Thread):
             self._jobs[job.number] = job
         jobs, self._jobs = self._jobs, {}
         self._waiting.clear()
-        self._held.clear()
+        self._waiting_for_trial.clear()
         for job in jobs.values():
             job.future.set_exception(self._broken())
 

@@ -83,7 +83,7 @@ def spec_of(shards: list[str], rank: int = 0, num_ranks: int = 1, **options: Any
 
 def built(spec: BuildSpec, content: int, step: int = 0) -> tuple[BuiltStep, Filled]:
     memory = Filled(content)
-    started = spec.open(lend=lambda _: memory).start(StepTask(0, step))
+    started = spec.open(allocate=lambda _: memory).start(StepTask(0, step))
     for fill in started.tasks:
         fill()
     assert sum(len(piece) for piece in memory.pieces) == started.num_bytes

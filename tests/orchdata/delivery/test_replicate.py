@@ -55,8 +55,11 @@ def test_what_is_sent_comes_back() -> None:
         ({"<class>": ["Route"], "fields": ROUTE}, r"a peer sent \['Route'\]"),
         ({"<class>": "Route", "fields": [1]}, "a peer sent 'Route'"),
         ({"<class>": "Route"}, "a peer sent 'Route'"),
-        ({"<class>": "Route", "fields": ROUTE | {"more": 1}}, "Route and what a peer sent for it differ in 'more'"),
-        ({"<class>": "Route", "fields": {"rank": 0}}, "differ in 'label', 'num_ranks', 'part_route'"),
+        (
+            {"<class>": "Route", "fields": ROUTE | {"more": 1}},
+            "Route has other fields than what a peer sent for it: 'more'",
+        ),
+        ({"<class>": "Route", "fields": {"rank": 0}}, "what a peer sent for it: 'label', 'num_ranks', 'part_route'"),
         ([{"a": {"<class>": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Loaders beside each other, in threads, over forks and dropped: the same batches, and no thread stays."""
+"""Several loaders at the same time, in threads, over forks, and dropped: the same batches, and no thread remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import orchdata as od
 
 
 class Numbers:
-    """Row -> itself. `hold` stops whoever asks for a row from then on, until `go_on`."""
+    """Row -> itself. Once `free` is cleared, `__getitem__` waits until it is set again."""
 
     def __init__(self, size: int = 24) -> None:
         self.size = size
@@ -48,7 +48,7 @@ def batches_of(size: int = 24) -> list[list[int]]:
 
 @pytest.fixture
 def started() -> Iterator[Any]:
-    """The threads there are now and were not when the test began; in the end there are none."""
+    """Returns the threads started since the test began; at its end there are none."""
     before = set(threading.enumerate())
     yield lambda: set(threading.enumerate()) - before
     gc.collect()
@@ -61,7 +61,7 @@ def assert_over(threads: set[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_two_loaders_at_once_deliver_what_each_does_alone(tmp_path: Path, started: Any) -> None:
+def test_two_loaders_at_the_same_time_deliver_the_same_batches_as_each_alone(tmp_path: Path, started: Any) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path), recipe=od.Recipe())
 
     def make(seed: int) -> od.DataLoader[Any]:
@@ -73,7 +73,7 @@ def test_two_loaders_at_once_deliver_what_each_does_alone(tmp_path: Path, starte
     assert [[batch.keys for batch in batches] for batches in zip(*together, strict=True)] == alone
 
 
-def test_a_loader_that_ends_leaves_another_its_threads(started: Any) -> None:
+def test_a_loader_that_ends_does_not_end_threads_of_another(started: Any) -> None:
     lasting, ending = iter(loader_of(Numbers())), iter(loader_of(Numbers()))
     first = [next(lasting)]
     next(ending)
@@ -81,23 +81,23 @@ def test_a_loader_that_ends_leaves_another_its_threads(started: Any) -> None:
     assert first + list(lasting) == batches_of()
 
 
-def test_a_loader_in_a_thread_is_no_other_one(started: Any) -> None:
+def test_a_loader_may_be_iterated_in_two_threads(started: Any) -> None:
     loader = loader_of(Numbers())
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(loader))
+    batches: list[Any] = []
+    thread = threading.Thread(target=lambda: batches.extend(loader))
     thread.start()
     here = list(loader)
     thread.join(120)
-    assert found == here == batches_of()
+    assert batches == here == batches_of()
 
 
-def test_an_iteration_may_go_on_in_another_thread(started: Any) -> None:
+def test_an_iteration_may_continue_in_another_thread(started: Any) -> None:
     steps = iter(loader_of(Numbers()))
-    found = [next(steps)]
-    thread = threading.Thread(target=lambda: found.extend(steps))
+    batches = [next(steps)]
+    thread = threading.Thread(target=lambda: batches.extend(steps))
     thread.start()
     thread.join(120)
-    assert found == batches_of()
+    assert batches == batches_of()
 
 
 def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending() -> None:
@@ -117,14 +117,14 @@ def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending() -> None:
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
-def test_iterations_left_one_after_the_other_add_no_thread(started: Any) -> None:
+def test_abandoned_iterations_leave_no_thread(started: Any) -> None:
     loader = loader_of(Numbers(), num_threads=3)
     for _ in range(20):
         assert next(iter(loader)) == [0, 1]
         assert not started()
 
 
-def test_a_fresh_iteration_takes_nothing_from_one_that_is_still_held(started: Any) -> None:
+def test_a_fresh_iteration_takes_nothing_from_one_that_is_still_referenced(started: Any) -> None:
     loader = loader_of(Numbers())
     left = iter(loader)
     assert next(left) == [0, 1]
@@ -132,7 +132,7 @@ def test_a_fresh_iteration_takes_nothing_from_one_that_is_still_held(started: An
     assert list(left) == batches_of()[1:]
 
 
-def test_what_is_dropped_in_the_middle_of_an_epoch_ends_its_threads_and_is_free(started: Any) -> None:
+def test_an_iteration_dropped_in_the_middle_of_an_epoch_ends_its_threads_and_is_freed(started: Any) -> None:
     data = Numbers()
     loader = loader_of(data)
     steps = iter(loader)
@@ -146,7 +146,7 @@ def test_what_is_dropped_in_the_middle_of_an_epoch_ends_its_threads_and_is_free(
     assert gone() is None
 
 
-def test_what_is_dropped_while_it_builds_ends_once_that_is_built(started: Any) -> None:
+def test_an_iteration_dropped_while_it_builds_ends_after_that_step(started: Any) -> None:
     data = Numbers()
     steps = iter(loader_of(data))
     next(steps)
@@ -162,24 +162,24 @@ def test_what_is_dropped_while_it_builds_ends_once_that_is_built(started: Any) -
     freed.join()
 
 
-@pytest.mark.parametrize("whose", ["the same loader", "another loader"])
-def test_a_child_forked_while_threads_build_loads_for_itself(whose: str) -> None:
+@pytest.mark.parametrize("used", ["the same loader", "another loader"])
+def test_a_child_forked_while_threads_build_loads_for_itself(used: str) -> None:
     mine = loader_of(Numbers(), num_threads=3)
     for delivered in range(1, 7):
         steps = iter(mine)
-        found = [next(steps) for _ in range(delivered)]
+        batches = [next(steps) for _ in range(delivered)]
         child = os.fork()
         if child == 0:
             signal.alarm(60)  # ends one that hangs
             with contextlib.suppress(BaseException):
-                again = mine if whose == "the same loader" else loader_of(Numbers(), num_threads=3)
+                again = mine if used == "the same loader" else loader_of(Numbers(), num_threads=3)
                 os._exit(list(again) != batches_of())
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert found + list(steps) == batches_of()
+        assert batches + list(steps) == batches_of()
 
 
-def test_a_child_that_ends_the_long_way_leaves_its_parents_iteration_alone() -> None:
+def test_a_child_that_drops_its_parents_iteration_does_not_end_it() -> None:
     steps = iter(loader_of(Numbers(), num_threads=3))
     assert next(steps) == [0, 1]
     child = os.fork()

@@ -122,7 +122,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
 
 @pytest.fixture(scope="module")
 def alone(specs: Specs) -> dict[str, list[str]]:
-    """What each step of each spec is, built in this thread."""
+    """Spec -> digests of its steps, built in this thread."""
     return {name: [digest(spec.open().build(task)) for task in tasks] for name, (spec, tasks) in specs.items()}
 
 
@@ -177,10 +177,10 @@ def test_a_fresh_process_builds_the_same_batches_of_every_spec(
         (tmp_path / name).write_bytes(pickle.dumps((data, tasks)))
     ended = subprocess.run([sys.executable, SPEC_JOB, tmp_path], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found == alone
-    # The digest tells steps apart, and so do seeds, epochs and bits.
-    assert len({each for steps in found.values() for each in steps}) == sum(map(len, found.values()))
+    digests = json.loads(ended.stdout)
+    assert digests == alone
+    # Steps of other seeds and epochs have other digests, and so has a step with one changed bit.
+    assert len({each for steps in digests.values() for each in steps}) == sum(map(len, digests.values()))
     spec, tasks = specs["shards, packed, joint"]
     built = spec.open().build(tasks[0])
     built.batches[0].llm.labels[0] ^= 1
@@ -223,7 +223,7 @@ def test_close_leaves_no_thread() -> None:
 
 
 @pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_what_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) -> None:
+def test_an_exception_that_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) -> None:
     def leave(row: int) -> int:
         raise ending
 
@@ -235,7 +235,7 @@ def test_what_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) 
     running.close()
 
 
-def test_threads_of_an_engine_that_nobody_holds_end() -> None:
+def test_threads_of_an_unreferenced_engine_end() -> None:
     before = set(threading.enumerate())
     running = ThreadEngine(builder(), num_threads=3, depth=2)
     [future.result(120) for future in [running.submit(StepTask(0, step)) for step in range(5)]]
@@ -269,14 +269,14 @@ def test_a_forked_child_ends_without_the_threads_of_its_parent() -> None:
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
-def test_a_collate_fn_is_in_one_step_at_a_time() -> None:
+def test_one_step_at_a_time_calls_a_collate_fn() -> None:
     inside = threading.Lock()
     several: list[bool] = []
 
     class Collate:
         def __call__(self, samples: list[int]) -> list[int]:
             several.append(not inside.acquire(blocking=False))
-            time.sleep(0.002)  # long enough for another step's to come in, were it let
+            time.sleep(0.002)  # long enough for another step's call, if it were allowed
             if not several[-1]:
                 inside.release()
             return samples
@@ -288,7 +288,7 @@ def test_a_collate_fn_is_in_one_step_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_torch_keeps_its_threads_where_it_trains_and_has_one_where_it_decodes(engine: str) -> None:
+def test_torch_keeps_its_threads_in_the_training_thread_and_has_one_in_decoding_threads(engine: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -310,37 +310,37 @@ def test_torch_keeps_its_threads_where_it_trains_and_has_one_where_it_decodes(en
 
 
 class Recording:
-    """Plans, memory and tasks of steps, in the order in which an engine asks for them."""
+    """Records plans, memory and tasks of steps, in the order in which an engine requests them."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.may_begin = threading.Event()
 
     def start(self, task: StepTask) -> Any:
         self.may_begin.wait()
-        self.asked.append(f"plan {task.step}")
-        return RecordedStep(self.asked, task.step)
+        self.requests.append(f"plan {task.step}")
+        return RecordedStep(self.requests, task.step)
 
 
 class RecordedStep:
-    def __init__(self, asked: list[str], step: int) -> None:
-        self._asked, self._step = asked, step
+    def __init__(self, requests: list[str], step: int) -> None:
+        self._requests, self._step = requests, step
 
     @cached_property
     def tasks(self) -> list[Callable[[], None]]:
-        self._asked.append(f"memory {self._step}")
-        return [lambda: self._asked.append(f"task {self._step}")] * 2
+        self._requests.append(f"memory {self._step}")
+        return [lambda: self._requests.append(f"task {self._step}")] * 2
 
     def finish(self) -> Any:
         return self._step
 
 
-def test_steps_ahead_are_planned_and_take_memory_when_their_turn_comes() -> None:
+def test_steps_ahead_are_planned_early_and_allocate_memory_in_order() -> None:
     steps = Recording()
     engine = ThreadEngine(steps, num_threads=1, depth=3)  # type: ignore[arg-type]
     futures = [engine.submit(StepTask(0, step)) for step in range(3)]
     steps.may_begin.set()
     assert [future.result() for future in futures] == [0, 1, 2]
     engine.close()
-    turns = [["memory", "task", "task"][place] + f" {step}" for step in range(3) for place in range(3)]
-    assert steps.asked == ["plan 0", "plan 1", "plan 2", *turns]
+    filled = [f"{request} {step}" for step in range(3) for request in ("memory", "task", "task")]
+    assert steps.requests == ["plan 0", "plan 1", "plan 2", *filled]

@@ -1,4 +1,4 @@
-"""Threads that hang: the loader says so, and the process ends, with the status and the error that are its own."""
+"""Threads that hang: the loader reports them, and the process ends with its own status and error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def heed_interrupts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "status", "said"),
+    ("ending", "status", "last_line"),
     [
         ("raise", 1, "RuntimeError: DataLoader timed out after 1 seconds, waiting for step 0 of epoch 0"),
         ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
@@ -33,7 +33,7 @@ def heed_interrupts() -> None:
         pytest.param("catch", 0, "", marks=pytest.mark.slow),
     ],
 )
-def test_a_process_ends_around_threads_that_hang(tmp_path: Path, ending: str, status: int, said: str) -> None:
+def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, status: int, last_line: str) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     command = [sys.executable, hanging_job.__file__, ending, str(fifo)]
@@ -51,11 +51,11 @@ def test_a_process_ends_around_threads_that_hang(tmp_path: Path, ending: str, st
         job.wait()
     assert job.returncode == status
     assert out.endswith("exit handlers ran\n")
-    assert err.strip().rpartition("\n")[2] == said
+    assert err.strip().rpartition("\n")[2] == last_line
 
 
 @pytest.mark.parametrize("left_by", ["pool", "store"])
-def test_a_call_that_comes_back_while_the_interpreter_goes_changes_no_status(left_by: str) -> None:
+def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str) -> None:
     command = [sys.executable, returning_job.__file__, left_by]
     job = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert (job.returncode, job.stderr) == (3, "")
@@ -72,5 +72,5 @@ def test_the_rank_that_hangs_is_the_one_that_torchrun_names(tmp_path: Path, endi
             log=log,
             progress=lambda done, total: None,
         )
-    said = (tmp_path / "log").read_text()
-    assert re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", said, re.DOTALL).groups() == ("1", "1")  # type: ignore[union-attr]
+    text = (tmp_path / "log").read_text()
+    assert re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL).groups() == ("1", "1")  # type: ignore[union-attr]

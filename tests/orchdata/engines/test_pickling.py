@@ -1,4 +1,4 @@
-"""Specs that go to another process, and those that cannot: named by what keeps them."""
+"""Specs that are sent to another process, and those that cannot be: the error names the member that does not pickle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_lambda(shards: list[str]) -> BuildSpec:
     return spec_of(shards, replace(RECIPE, text=od.TextPreprocessor(tokenizer, id="words")), shards=True)
 
 
-def test_a_lambda_for_a_tokenizer_is_named(shards: list[str]) -> None:
+def test_the_error_names_a_tokenizer_that_is_a_lambda(shards: list[str]) -> None:
     with pytest.raises(
         TypeError, match=r"^recipe\.text\.tokenizer is a lambda in line \d+ of .*test_pickling.py, which "
     ):
@@ -45,12 +45,12 @@ def test_a_lambda_for_a_tokenizer_is_named(shards: list[str]) -> None:
     assert with_lambda(shards).open()  # in this process it is fine
 
 
-class Holding(Numbers):
-    """A data set with something in it."""
+class WithTransform(Numbers):
+    """A data set with a transform in it."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, transform: Any) -> None:
         super().__init__(6)
-        self.transforms = {"first": [len, held]}
+        self.transforms = {"first": [len, transform]}
 
 
 def local(samples: list[Any]) -> Callable[[], None]:
@@ -68,28 +68,28 @@ def local(samples: list[Any]) -> Callable[[], None]:
             {"collate_fn": partial(len, print, lock=threading.Lock())},
             "collate_fn.keywords['lock'] is an object of type",
         ),
-        ({"dataset": Holding(lambda sample: sample)}, "dataset.transforms['first'][1] is a lambda"),
-        ({"dataset": Holding(threading.Lock())}, "dataset.transforms['first'][1] is an object of type lock"),
+        ({"dataset": WithTransform(lambda sample: sample)}, "dataset.transforms['first'][1] is a lambda"),
+        ({"dataset": WithTransform(threading.Lock())}, "dataset.transforms['first'][1] is an object of type lock"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_pickle_is_named_with_the_way_out(options: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_member_that_does_not_pickle_and_the_way_out(options: dict[str, Any], named: str) -> None:
     data = options.pop("dataset", None) or Numbers(6)
     with pytest.raises(TypeError, match="^" + re.escape(named)) as raised:
         pickle_spec(spec_of(data, **options))
-    assert "at the top level of a module" in str(raised.value) and "on threads anything goes" in str(raised.value)
+    assert "at the top level of a module" in str(raised.value) and "where nothing is pickled" in str(raised.value)
 
 
-def test_an_index_that_was_built_anew_is_refused(shards: list[str], tmp_path: Path) -> None:
+def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: Path) -> None:
     data = pickle_spec(spec_of(shards, shards=True))
     pickle.loads(data).open()
     write_shard(tmp_path / "omni-000000.tar", omni_samples(11))
     od.ShardDataset(shards, recipe=RECIPE).index(rebuild=True)
-    with pytest.raises(od.StaleIndexError, match="built anew since this loader was made: make the loader again"):
+    with pytest.raises(od.StaleIndexError, match="rebuilt after this loader was created: create the loader again"):
         pickle.loads(data).open()
 
 
-def test_what_is_as_long_as_the_data_set_stays_out_of_the_pickle(tmp_path: Path) -> None:
+def test_arrays_as_long_as_the_data_set_are_not_in_the_pickle(tmp_path: Path) -> None:
     bad = tuple(range(0, 5000, 2))
     spec = spec_of(Numbers(5000, bad), cost=lambda sample: sample["length"], on_error="skip", shuffle=True, seed=0)
     assert len(pickle_spec(spec)) < 2000 + len(pickle.dumps(bad))

@@ -1,4 +1,4 @@
-"""Worker processes: the same batches as without them, whatever becomes of the processes."""
+"""Worker processes: the same batches as without them, even if the processes crash or hang."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from shard_factory import omni_shards
 import orchdata as od
 from orchdata.engines.processes import engine as engine_module
 from orchdata.engines.processes import process as process_module
+from orchdata.engines.processes.isolate import Trial
 from orchdata.engines.processes.slabs import MappedSlabs, Slabs, StepMemory
-from orchdata.engines.processes.trial import Trial
 
 JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
 
@@ -59,7 +59,7 @@ class Items(torch.utils.data.Dataset[Any]):
 
 
 class Own:
-    """An object of the user's, with arrays in it."""
+    """A user's own object, with arrays in it."""
 
     def __init__(self, batch: list[Any]) -> None:
         self.numbers = torch.tensor([item["number"] for item in batch])
@@ -70,11 +70,11 @@ class Own:
 
 def test_map_style_batches_and_random_states_are_torchs() -> None:
     def both(**options: Any) -> list[list[Any]]:
-        found = []
+        batches = []
         for kind in (torch.utils.data.DataLoader, od.DataLoader):
             torch.manual_seed(3)
-            found.append(list(kind(Items(), batch_size=6, **options)))
-        return found
+            batches.append(list(kind(Items(), batch_size=6, **options)))
+        return batches
 
     for options in ({"num_workers": 2}, {"num_workers": 1, "drop_last": True, "prefetch_factor": 1}):
         theirs, ours = both(**options)
@@ -84,13 +84,13 @@ def test_map_style_batches_and_random_states_are_torchs() -> None:
             assert all(torch.equal(one[key], two[key]) for key in ("number", "noise", "numpy", "python"))
 
 
-def test_what_a_collate_fn_makes_arrives_as_it_was() -> None:
+def test_the_batch_of_a_collate_fn_arrives_unchanged() -> None:
     (one,) = od.DataLoader(Items(), batch_size=40, num_workers=1, collate_fn=Own)
     assert type(one) is Own and one.numbers.tolist() == list(range(40))
     assert one.turned.is_contiguous(memory_format=torch.channels_last) and one.turned.stride() == (24, 1, 8, 2)
     assert torch.equal(one.turned, torch.arange(24).view(1, 2, 3, 4).to(memory_format=torch.channels_last))
     assert one.names.tolist() == [str(number) for number in range(40)] and one.empty.shape == (0, 3)
-    one.numbers += 1  # memory of the caller's own
+    one.numbers += 1  # the caller's own memory
 
 
 class Informed(Items):
@@ -132,7 +132,7 @@ class Failing(Numbers):
         return super().__getitem__(number)
 
 
-def test_errors_arrive_with_the_workers_story() -> None:
+def test_errors_arrive_with_the_workers_traceback() -> None:
     with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 1") as caught:
         list(od.DataLoader(Failing(20), batch_size=5, num_workers=2))
     assert "__getitem__" in str(caught.value)
@@ -148,14 +148,14 @@ def test_errors_arrive_with_the_workers_story() -> None:
     assert no_children()
 
 
-def test_batches_may_be_kept() -> None:
+def test_the_caller_may_keep_batches() -> None:
     class Large(Numbers):
         def __getitem__(self, number: int) -> Any:
             return torch.full((40_000,), number)
 
     kept = list(od.DataLoader(Large(300), batch_size=2, num_workers=2))
     assert [batch[:, 7].tolist() for batch in kept] == [[at, at + 1] for at in range(0, 300, 2)]
-    assert len(os.listdir("/proc/self/fd")) < 200 + 40  # descriptors do not grow with what is kept
+    assert len(os.listdir("/proc/self/fd")) < 200 + 40  # the number of descriptors is limited
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +178,9 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
     options: dict[str, Any] = {"batch_size": 1, "shuffle": True, "num_threads": 2}
     expected = digests(od.DataLoader(dataset, **options))
     loader = od.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", **options)
-    found, rows = [], []
+    delivered, rows = [], []
     for left, batch in zip(range(len(expected), 0, -1), loader, strict=True):
-        found += digests([batch])
+        delivered += digests([batch])
         rows.append(row_of(0, [batch]))
         for _ in range(-(-(kills - killed) // left)):
             time.sleep(rng.random() * 0.05)
@@ -190,7 +190,7 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
             with contextlib.suppress(ProcessLookupError):  # it has been waited for
                 os.kill(process.pid or 0, signal.SIGKILL)
             killed += 1
-    assert found == expected and killed == kills
+    assert delivered == expected and killed == kills
     assert wrong_deliveries([rows], tar_keys(omni), epochs=1) == []
     assert loader.stats()["failures"]["count"] == 0 and no_children()
 
@@ -205,7 +205,7 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
         ((False, False), "ended"),
     ],
 )
-def test_a_sample_whose_processes_are_killed_is_tried_more_often(killed: tuple[bool, ...], verdict: str | None) -> None:
+def test_a_sample_gets_more_trials_if_its_processes_are_killed(killed: tuple[bool, ...], verdict: str | None) -> None:
     class Loading:
         rows = (7,)
 
@@ -220,7 +220,7 @@ def test_a_sample_whose_processes_are_killed_is_tried_more_often(killed: tuple[b
         assert trial.verdict == ""
 
 
-def test_a_killed_worker_is_told_with_the_step_that_was_built_again() -> None:
+def test_a_warning_names_a_killed_worker_and_the_step_that_was_built_again() -> None:
     class Dies(Numbers):
         flag = multiprocessing.get_context("fork").Value("i", 0)
 
@@ -230,10 +230,10 @@ def test_a_killed_worker_is_told_with_the_step_that_was_built_again() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__getitem__(number)
 
-    with pytest.warns(UserWarning, match=r"killed by signal: Killed; built again: step 1 of epoch 0") as said:
-        found = [batch["number"].tolist() for batch in od.DataLoader(Dies(20), batch_size=5, num_workers=2)]
-    assert said[0].filename == __file__
-    assert found == [list(range(at, at + 5)) for at in range(0, 20, 5)]
+    with pytest.warns(UserWarning, match=r"killed by signal: Killed; built again: step 1 of epoch 0") as warned:
+        batches = [batch["number"].tolist() for batch in od.DataLoader(Dies(20), batch_size=5, num_workers=2)]
+    assert warned[0].filename == __file__
+    assert batches == [list(range(at, at + 5)) for at in range(0, 20, 5)]
 
 
 def ends(number: int) -> None:
@@ -276,12 +276,12 @@ class Bad(Numbers):
     ],
     ids=["ends", "hangs", "eats", "says so"],
 )
-def test_the_sample_is_to_blame_that_does_so_alone_too(what: Any, options: dict[str, Any], reason: str) -> None:
+def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(what: Any, options: dict[str, Any], reason: str) -> None:
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
     loader = od.DataLoader(Bad(20, what), on_error="skip", **common)
     for _ in range(2):  # the second time it is known
-        found = sorted(number for batch in loader for number in batch["number"].tolist())
-        assert found == [number for number in range(20) if number != 7]
+        numbers = sorted(number for batch in loader for number in batch["number"].tolist())
+        assert numbers == [number for number in range(20) if number != 7]
     (failure,) = loader.gather_failures()
     assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
     with pytest.raises(RuntimeError, match=f"DataLoader.*{re.escape(reason)}.*: item 7 of Bad"):
@@ -290,7 +290,7 @@ def test_the_sample_is_to_blame_that_does_so_alone_too(what: Any, options: dict[
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_what_hangs_without_a_sample_is_an_error_that_tells_who_did_what() -> None:
+def test_a_collate_fn_that_hangs_is_an_error_that_says_what_each_worker_did() -> None:
     def stuck(batch: list[Any]) -> Any:
         if batch[0]["number"] == 5:
             threading.Event().wait()
@@ -310,13 +310,13 @@ class Stuck(torch.utils.data.IterableDataset[int]):
         threading.Event().wait()
 
 
-def test_an_iterable_that_hangs_is_told_of_as_timed_out() -> None:
+def test_an_iterable_that_hangs_is_reported_as_timed_out() -> None:
     iterator = iter(od.DataLoader(Stuck(), num_workers=1, timeout=0.5))
     next(iterator)
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds"):
         next(iterator)
     del iterator
-    gc.collect()  # what is left of the exception holds the iteration, and its worker
+    gc.collect()  # the exception's traceback refers to the iteration, and its worker
     assert no_children()
 
 
@@ -380,7 +380,7 @@ def refuse(worker: int) -> None:
 )
 def test_nothing_is_left_once_an_error_of_workers_was_caught(make: Callable[[], od.DataLoader]) -> None:
     def use() -> None:
-        iteration = iter(make())  # held by this frame, which the error goes through
+        iteration = iter(make())  # referenced by this frame, which is in the traceback
         with pytest.raises((RuntimeError, LookupError)):
             for _ in iteration:
                 pass
@@ -395,7 +395,7 @@ def test_nothing_is_left_once_an_error_of_workers_was_caught(make: Callable[[], 
 
 
 class SlowOnce(Numbers):
-    """Item 1 takes its time: the first time less than the second."""
+    """Item 1 is slow: the first time less than the second."""
 
     asked = 0
 
@@ -406,16 +406,16 @@ class SlowOnce(Numbers):
         return number
 
 
-def test_a_step_may_be_asked_for_again_while_it_is_under_way() -> None:
+def test_a_step_may_be_requested_again_while_it_is_under_way() -> None:
     loader = od.DataLoader(SlowOnce(8), num_workers=1, num_threads=4, persistent_workers=True, timeout=100)
     for batch in loader:
         assert batch.tolist() == [0]
-        break  # the worker goes on with step 1
+        break  # the worker continues with step 1
     loader.set_epoch(0)
     assert [batch.tolist() for batch in loader] == [[number] for number in range(8)]
 
 
-def test_memory_of_a_failed_step_is_nobody_elses() -> None:
+def test_memory_of_a_failed_step_is_not_reused() -> None:
     slabs = Slabs(4)
     failed = StepMemory(slabs)
     stray = failed.take(1 << 17)  # another thread of the step may still write there
@@ -425,7 +425,7 @@ def test_memory_of_a_failed_step_is_nobody_elses() -> None:
 
 
 def step_of(slabs: Slabs, num_bytes: int) -> list[int]:
-    """Build a step; numbers of the slabs that it lies in."""
+    """Build a step, and return the numbers of its slabs."""
     memory = StepMemory(slabs)
     memory.reserve(num_bytes)
     memory.take(num_bytes)[:] = 1
@@ -437,50 +437,50 @@ def test_steps_of_other_sizes_share_slabs() -> None:
     for size in (20, 41, 24, 33, 20, 38):
         numbers = step_of(slabs, size << 20)
         assert numbers == [1]
-        slabs.give_back(numbers)
+        slabs.take_back(numbers)
     assert step_of(slabs, 100 << 20) == [2], "a step that does not fit"
 
 
 def test_a_slab_with_fewer_pages_serves_smaller_steps() -> None:
     slabs = Slabs(2)
     large, small = step_of(slabs, 8 << 20), step_of(slabs, 2 << 20)
-    slabs.give_back(large + small)
+    slabs.take_back(large + small)
     assert (step_of(slabs, 1 << 20), step_of(slabs, 4 << 20)) == (small, large)
 
 
-def test_a_large_step_holds_its_memory_for_a_while() -> None:
+def test_memory_of_a_large_step_is_released_after_a_while() -> None:
     slabs = Slabs(1)
     step = StepMemory(slabs)
     step.take(32 << 20)[:] = 1
     file = step.slabs[0].file
     assert file is not None
 
-    def held() -> int:
+    def used_bytes() -> int:
         return os.fstat(file).st_blocks * 512
 
-    slabs.give_back([1])
+    slabs.take_back([1])
     for _ in range(15):
-        slabs.give_back(step_of(slabs, 1 << 20))
-        assert held() >= 32 << 20
-    slabs.give_back(step_of(slabs, 1 << 20))
-    assert held() < 3 << 20
+        slabs.take_back(step_of(slabs, 1 << 20))
+        assert used_bytes() >= 32 << 20
+    slabs.take_back(step_of(slabs, 1 << 20))
+    assert used_bytes() < 3 << 20
 
 
-def test_memory_that_is_dropped_goes_back_without_a_job() -> None:
+def test_dropped_memory_is_returned_without_a_job() -> None:
     file = os.memfd_create("slab")
     os.ftruncate(file, 1 << 20)
     mapped = MappedSlabs()
     mapped.add(7, file, 1 << 20)
-    held = mapped.arrays([(7, 1 << 19)])
+    arrays = mapped.arrays([(7, 1 << 19)])
     assert not mapped.has_returned
-    del held
+    del arrays
     assert mapped.has_returned
     assert mapped.take_returned() == [7]
     assert not mapped.has_returned
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_every_step_behind_the_end_of_all_workers_is_an_error() -> None:
+def test_every_step_after_the_end_of_all_workers_is_an_error() -> None:
     iterator = iter(od.DataLoader(Numbers(8), num_workers=2, worker_init_fn=lambda worker: os._exit(3)))
     for _ in range(8):
         with pytest.raises(RuntimeError, match="worker processes do not start"):
@@ -549,7 +549,7 @@ def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
         assert job.stdout is not None
         assert json.loads(job.stdout.readline()) == "a worker hangs"
         maps = [Path("/proc", pid, "maps").read_text() for pid in leftovers(tag)]
-        assert len(maps) > 2 and not any("/dev/shm" in each for each in maps)  # what has a name there may stay
+        assert len(maps) > 2 and not any("/dev/shm" in each for each in maps)  # a file with a name there may remain
         job.send_signal(sent)
         job.wait(60)
     deadline = time.monotonic() + 30
@@ -571,7 +571,7 @@ def test_a_script_without_a_guard_is_one_clear_error(tmp_path: Path) -> None:
 
 
 class Shares(torch.utils.data.IterableDataset[int]):
-    """Splits itself over workers; those of the first end early."""
+    """Splits itself over workers; the first worker ends early."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -596,7 +596,7 @@ def split(number: int) -> None:
         {"batch_size": 2, "worker_init_fn": split},
     ],
 )
-def test_iterables_come_round_their_workers_as_with_torch(options: dict[str, Any]) -> None:
+def test_iterables_alternate_between_workers_as_with_torch(options: dict[str, Any]) -> None:
     for workers in (1, 2):
         ours, theirs = (
             [
@@ -609,7 +609,7 @@ def test_iterables_come_round_their_workers_as_with_torch(options: dict[str, Any
     assert no_children()
 
 
-def test_keys_of_a_samplers_own_reach_the_workers() -> None:
+def test_keys_of_a_sampler_that_are_not_integers_reach_the_workers() -> None:
     words = {"a": 1, "b": 2, "c": 3}
     loader = od.DataLoader(words, sampler=["b", "a", "c"], batch_size=2, num_workers=2)  # type: ignore[arg-type, var-annotated]
     assert [batch.tolist() for batch in loader] == [[2, 1], [3]]
@@ -623,34 +623,34 @@ class Leaves(Numbers):
 
 
 def drained(loader: Any) -> list[Any]:
-    """Batches and errors, as long as there are any."""
-    found, batches = [], iter(loader)
+    """Return all batches and errors."""
+    results, batches = [], iter(loader)
     while True:
         try:
-            found.append(next(batches)["number"].tolist())
+            results.append(next(batches)["number"].tolist())
         except StopIteration:
-            return found
+            return results
         except RuntimeError as error:
-            found.append(str(error))
+            results.append(str(error))
 
 
-def test_what_leaves_a_worker_is_an_error_of_its_own_step() -> None:
-    found = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2))
-    assert found[0::2] == [[0, 1, 2], [6, 7, 8]] and "SystemExit(3)" in found[1] and found[3] == [9, 10, 11]
-    found = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error="skip"))
-    assert found == [[0, 1, 2], [3, 4], [6, 7, 8], [9, 10, 11]]
+def test_sys_exit_in_a_worker_is_an_error_of_its_step_alone() -> None:
+    results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2))
+    assert results[0::2] == [[0, 1, 2], [6, 7, 8]] and "SystemExit(3)" in results[1] and results[3] == [9, 10, 11]
+    results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error="skip"))
+    assert results == [[0, 1, 2], [3, 4], [6, 7, 8], [9, 10, 11]]
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_a_step_that_was_queued_behind_one_that_hangs_is_not_lost_with_it() -> None:
+def test_a_step_that_was_queued_after_one_that_hangs_is_not_lost_with_it() -> None:
     def stuck(batch: list[Any]) -> Any:
         if batch[0]["number"] == 3:
             threading.Event().wait()
         return {"number": torch.tensor([item["number"] for item in batch])}
 
-    found = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, timeout=0.5, collate_fn=stuck))
-    assert "DataLoader timed out after 0.5 seconds, waiting for step 1" in found[1]
-    assert [found[at] for at in (0, 2, 3)] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+    results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, timeout=0.5, collate_fn=stuck))
+    assert "DataLoader timed out after 0.5 seconds, waiting for step 1" in results[1]
+    assert [results[at] for at in (0, 2, 3)] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
 
 
 def test_few_descriptors_are_enough_to_keep_batches() -> None:
@@ -665,7 +665,7 @@ def test_few_descriptors_are_enough_to_keep_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_a_forked_process_that_never_comes_to_run_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_that_never_runs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = multiprocessing.get_context("fork").Value("i", 2)
     run = process_module.run_worker
 
@@ -673,11 +673,11 @@ def test_a_forked_process_that_never_comes_to_run_is_replaced(monkeypatch: pytes
         with stuck.get_lock():
             stuck.value -= 1
             waits = stuck.value >= 0
-        if waits:  # as for a lock of a thread that the fork has not taken along
+        if waits:  # as for a lock of a thread that the fork did not copy
             threading.Event().wait()
         run(*arguments)
 
     monkeypatch.setattr(process_module, "run_worker", run_or_not)
     monkeypatch.setattr("orchdata.engines.processes.supervisor.FORK_SECONDS", 0.5)
-    found = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2))
-    assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and stuck.value < 0
+    results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2))
+    assert results == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and stuck.value < 0

@@ -1,4 +1,4 @@
-"""Workers that cannot start, and loaders that are ended: a word, and nothing left behind."""
+"""Workers that cannot start, and loaders that are ended: a clear error, and nothing remains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import supervisor
-from orchdata.engines.processes.trial import Trial
+from orchdata.engines.processes.isolate import Trial
 from orchdata.loaders.interrupts import interrupts_deferred, interrupts_later
 from orchdata.loop.planned import PlannedStream
 
@@ -36,14 +36,14 @@ class Plain:
         return number
 
 
-class NotMadeAgain(Plain):
+class NotUnpicklable(Plain):
     """Pickles, and cannot be unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _refuse, ("it is of another world",)
+        return _fail_to_unpickle, ("it is of another world",)
 
 
-def _refuse(reason: str) -> None:
+def _fail_to_unpickle(reason: str) -> None:
     raise LookupError(reason)
 
 
@@ -68,19 +68,19 @@ def _fail_second(number: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_what_does_not_unpickle_is_told_at_once(method: str) -> None:
-    loader = od.DataLoader(NotMadeAgain(), 4, num_workers=2, multiprocessing_context=method)
+def test_a_data_set_that_does_not_unpickle_is_an_immediate_error(method: str) -> None:
+    loader = od.DataLoader(NotUnpicklable(), 4, num_workers=2, multiprocessing_context=method)
     with pytest.raises(RuntimeError, match=r"LookupError: it is of another world\).*multiprocessing_context='fork'"):
         list(loader)
 
 
-def test_a_file_that_a_starting_worker_cannot_read_is_told_as_that() -> None:
+def test_a_file_that_a_starting_worker_cannot_read_is_a_storage_error() -> None:
     loader = od.DataLoader(NotReadNow(), 4, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(od.StorageError, match=r"/mnt/arrays/1\.int64: cannot be mapped: Stale file handle"):
         list(loader)
 
 
-def test_what_does_not_pickle_is_named_as_the_argument_that_it_is() -> None:
+def test_the_error_names_the_argument_that_does_not_pickle() -> None:
     loader = od.DataLoader(
         Plain(), num_workers=1, worker_init_fn=lambda number: None, multiprocessing_context="forkserver"
     )
@@ -89,26 +89,28 @@ def test_what_does_not_pickle_is_named_as_the_argument_that_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_a_script_that_cannot_be_run_again_is_told_of_after_few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_cannot_be_run_again_is_an_error_after_few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
     loader = od.DataLoader(Plain(), 4, num_workers=1, multiprocessing_context="spawn")
-    with pytest.raises(RuntimeError, match=r"do not start: .* ended with status 1; why, it has written to stderr"):
+    with pytest.raises(
+        RuntimeError, match=r"do not start: .* ended with status 1; it has written the reason to stderr"
+    ):
         list(loader)
 
 
 def test_the_batches_of_workers_that_start_still_come() -> None:
     loader = od.DataLoader(Plain(), 2, num_workers=2, worker_init_fn=_fail_second, multiprocessing_context="fork")
-    found: list[Any] = []
+    outcomes: list[Any] = []
     batches = iter(loader)
     while True:
         try:
-            found.append(next(batches).tolist())
+            outcomes.append(next(batches).tolist())
         except ZeroDivisionError:
-            found.append(None)
+            outcomes.append(None)
         except StopIteration:
             break
-    assert found == [[0, 1], None, [4, 5], None, [8, 9], None]
+    assert outcomes == [[0, 1], None, [4, 5], None, [8, 9], None]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_failed_starts_leave_no_descriptor(options: dict[str, Any]) -> None:
 def test_starts_that_fail_with_their_server_are_tried_again(
     num_workers: int, lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a fork server ends in the midst of it."""
+    """As if a fork server ended during the start."""
     starts = itertools.count()
 
     class Lost(supervisor.Process):
@@ -160,14 +162,14 @@ def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str |
         return object()
 
     trial = Trial(7, start, 0.0)
-    assert trial.verdict == verdict  # none yet, or nobody can tell
+    assert trial.verdict == verdict  # none yet, or it cannot be known
     assert len(trial.processes) == (2 if verdict is None else 0)
     assert next(starts) < 20
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is heard, also where tests run as a shell's background job."""
+    """Ctrl-C raises KeyboardInterrupt, even if tests run as a shell's background job."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -183,24 +185,24 @@ def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pyt
     loader = od.DataLoader(list(range(4)), num_threads=1)
     monkeypatch.setattr(PlannedStream, "close", lambda stream, **_: interrupt())
     with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
-        warnings.simplefilter("error")  # what is raised in a finalizer is an unraisable one
+        warnings.simplefilter("error")  # an exception in a finalizer is a warning
         for _ in loader:
             break
         threading.Event().wait(30)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_interrupts_are_held_or_left_until_later() -> None:
+def test_interrupts_are_deferred_or_raised_later() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         interrupt()
-        done.append("held")
+        done.append("deferred")
     with pytest.raises(KeyboardInterrupt):
         with interrupts_later():
             interrupt()
             done.append("later")
         threading.Event().wait(30)
-    assert done == ["held", "later"]
+    assert done == ["deferred", "later"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
     elsewhere.start()
@@ -209,7 +211,7 @@ def test_interrupts_are_held_or_left_until_later() -> None:
 
 
 class Batches:
-    """Gives a batch for rows, not a list of samples."""
+    """Returns a batch for rows, not a list of samples."""
 
     def __len__(self) -> int:
         return 5
@@ -219,9 +221,9 @@ class Batches:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_getitems_gives_goes_to_collate_fn_as_it_is(num_workers: int) -> None:
-    found = [batch["row"].tolist() for batch in od.DataLoader(Batches(), 2, collate_fn=_same, num_workers=num_workers)]
-    assert found == [[0, 1], [2, 3], [4]]
+def test_collate_fn_gets_the_result_of_getitems_unchanged(num_workers: int) -> None:
+    loader = od.DataLoader(Batches(), 2, collate_fn=_same, num_workers=num_workers)
+    assert [batch["row"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
 def _same(batch: Any) -> Any:
@@ -255,26 +257,26 @@ class Exits(Plain):
 
 
 def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """What `next` gives until it ends, errors by their types."""
-    found: list[Any] = []
+    """Return what `next` returns until it ends, errors as their types."""
+    results: list[Any] = []
     for _ in itertools.count():
         try:
-            found.append(next(batches).tolist())
+            results.append(next(batches).tolist())
         except StopIteration:
-            return found
+            return results
         except BaseException as error:
-            found.append(type(error))
+            results.append(type(error))
     raise AssertionError
 
 
 @pytest.mark.parametrize("options", [{"dataset": Plain(), "sampler": Sampler()}, {"dataset": Exits()}])
-def test_behind_an_error_an_iteration_goes_on_as_torchs(options: dict[str, Any]) -> None:
+def test_after_an_error_an_iteration_continues_as_torchs_does(options: dict[str, Any]) -> None:
     theirs = outcomes(iter(torch.utils.data.DataLoader(batch_size=2, **options)))
     assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs
 
 
-def test_beside_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> None:
-    """What compiles kernels takes 40 MiB of each process; with threads it is this process that calls them."""
+def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> None:
+    """The compiler takes 40 MiB in each process; only with threads does this process call kernels."""
     od.ShardDataset(omni_shards(tmp_path, shards=1, samples=6), recipe=RECIPE).index()
     command = [sys.executable, lean_job.__file__, tmp_path]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

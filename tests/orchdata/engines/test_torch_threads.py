@@ -1,4 +1,4 @@
-"""A decoding thread's torch setting is its own."""
+"""A decoding thread's torch setting does not change other threads."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ print(seen["decoding"], seen["later"], torch.get_num_threads())
 
 
 def test_other_threads_keep_their_setting():
-    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["1", "3", "3"]
+    output = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["1", "3", "3"]

@@ -1,4 +1,4 @@
-"""Warming: after it a step loads and compiles nothing; children compile what is missing, and end with whoever began."""
+"""Warming: after it a step loads and compiles nothing; children compile missing kernels, and end with their parent."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def reports(folder: Path, *names: str) -> list[dict[str, object]]:
 
 
 def check(folder: Path, *names: str) -> None:
-    found = reports(folder, *names)
-    assert [report["balance"] for report in found] == list(names)
-    for report in found:
+    checked = reports(folder, *names)
+    assert [report["balance"] for report in checked] == list(names)
+    for report in checked:
         assert report["loaded"] == [], report["balance"]
         assert report["several"] == [], report["balance"]
-        assert int(str(report["kernels"])) > 4  # else nobody looked
+        assert int(str(report["kernels"])) > 4  # else nothing was checked
 
 
 def test_after_warming_a_step_loads_no_kernel_and_none_has_two_signatures(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_the_same_of_every_way_to_balance(tmp_path: Path) -> None:
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no kernel were kept."""
-    monkeypatch.setattr(warm, "_is_kept", lambda head: False)
+    """As if no kernel were stored."""
+    monkeypatch.setattr(warm, "_is_stored", lambda head: False)
 
 
 @pytest.mark.usefixtures("absent")
@@ -67,7 +67,7 @@ def test_children_end_with_the_loader_and_with_its_process() -> None:
     folder = warm._cache_folder(warm._head("pipeline"))
     assert folder is not None
     with (folder / "search.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # children wait for whoever compiles it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # children wait for the process that compiles it
         warming, other = Warming(["pipeline"]), Warming(["pipeline"])
         (child,), (orphan,) = warming._children, other._children
         assert orphan.stdin is not None

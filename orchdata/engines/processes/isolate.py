@@ -1,7 +1,7 @@
-"""Does this sample end its process? Tried alone, in processes of their own: it is to blame if two of them end, or four
-where they are killed, which anybody may do.
+"""Does this sample crash or hang its process? It is loaded alone, in separate processes: it is marked bad after two
+crashes or hangs, or after four SIGKILLs (the OOM killer sends those too).
 
-rows of lost workers --Suspects--> one at a time: Trial, two processes --> why it is to blame, or ""
+rows of lost workers --CrashSuspects--> one at a time: Trial, two processes --> why the sample is bad, or ""
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from orchdata.engines.processes.process import Process
 
 START_SECONDS = 120.0
-"""What a process may take until it builds, with a timeout that is shorter."""
+"""How long a process may take to start, if the loader's timeout is shorter."""
 FORK_SECONDS = 30.0
-"""Until a forked process runs our code, or never will."""
+"""A forked process that has not run our code after this time never will."""
 _RUNS, _KILLED_RUNS = 2, 4
 _MAX_STARTS = 8
 
 
 class Trial:
-    """A sample tried alone, by two processes at once; whoever runs it tells it what becomes of them.
+    """Loads one sample alone, in two processes at a time; the supervisor reports what happens to them.
 
     Args:
         start: starts a process that loads samples alone.
-        timeout: seconds after which a process counts as one that does not return; 0 for no limit.
+        timeout: seconds after which a process counts as hung; 0 for no limit.
 
     Attributes:
         row: of the sample.
-        processes: those at work.
-        verdict: None while it runs; then why the sample is to blame, or "" where it is not.
+        processes: those that are running.
+        verdict: None while the trial runs; then why the sample is bad, or "" if it is not.
     """
 
     def __init__(self, row: int, start: Callable[[], Process], timeout: float) -> None:
@@ -48,21 +48,21 @@ class Trial:
             self._start_one()
 
     def ready(self, process: Process) -> None:
-        """The process has started: the sample is its to load."""
+        """The process has started: have it load the sample."""
         try:
             process.load_alone(self.row)
-        except OSError:  # it has ended, which is told in its turn
+        except OSError:  # it has ended: `ended` is called for it
             return
         self._begun[process] = time.monotonic()
 
     def survived(self, process: Process) -> None:
-        """The process has loaded the sample, or raised."""
+        """The process has loaded the sample, or raised an exception."""
         self.processes.remove(process)
         process.end()
         self._decide("")
 
     def ended(self, process: Process, how: str, *, is_killed: bool = False) -> None:
-        """The process is gone; `is_killed` where it was sent SIGKILL by nobody knows whom."""
+        """The process has ended; `is_killed`: by a SIGKILL of unknown origin."""
         loading = self.row in process.rows
         self.processes.remove(process)
         if loading:
@@ -70,11 +70,12 @@ class Trial:
             self._is_by_itself |= not is_killed
             if len(self._endings) >= (_RUNS if self._is_by_itself else _KILLED_RUNS):
                 self._decide(" and ".join(dict.fromkeys(self._endings)))
-        if self.verdict is None and (not loading or not self.processes):  # before it came to the sample; to be sure
+        # Another process replaces one that ended before it loaded the sample, or confirms the crashes of all so far.
+        if self.verdict is None and (not loading or not self.processes):
             self._start_one()
 
     def overdue(self) -> list[Process]:
-        """Processes that have had the sample for longer than the timeout, or do not come to it."""
+        """Return processes that have been loading the sample for longer than the timeout, or do not start."""
         now = time.monotonic()
         stuck = [each for each in self.processes if not each.has_begun and now - each.started >= FORK_SECONDS]
         if not self._timeout:
@@ -91,7 +92,7 @@ class Trial:
         ]
 
     def end(self) -> None:
-        """Give up; nothing is decided."""
+        """End the processes without a verdict."""
         for process in self.processes:
             process.end()
         self.processes.clear()
@@ -99,7 +100,7 @@ class Trial:
     def _start_one(self) -> None:
         while self._starts < _MAX_STARTS:
             self._starts += 1
-            with contextlib.suppress(EOFError, ConnectionError):  # the fork server was lost: another try makes one
+            with contextlib.suppress(EOFError, ConnectionError):  # the fork server was lost: the next try starts one
                 self.processes.append(self._start())
                 return
         self._decide("")
@@ -110,14 +111,14 @@ class Trial:
             self.end()
 
 
-class Suspects:
-    """Samples that were loaded when a worker was lost, tried one after another.
+class CrashSuspects:
+    """Samples that were loading when a worker was lost; each gets a trial, one after another.
 
     Args:
         start, timeout: see `Trial`.
 
     Attributes:
-        trial: the one that runs; None where nobody is suspected.
+        trial: the one that is running; None if there is none.
     """
 
     def __init__(self, start: Callable[[], Process], timeout: float) -> None:
@@ -127,20 +128,21 @@ class Suspects:
         self._rows: deque[int] = deque()
         self._seen: Counter[int] = Counter()
 
-    def add(self, rows: Iterable[int], *, at_once: bool, but: Container[int]) -> bool:
-        """Note the rows that a lost worker was loading; whether any is suspected: at once, or seen a second time.
+    def add(self, rows: Iterable[int], *, immediately: bool, known_bad: Container[int]) -> bool:
+        """Add the rows that a lost worker was loading. Returns whether any is suspected.
 
         Args:
-            but: known already to be to blame.
+            immediately: suspect them the first time; else those that were loading at two losses.
+            known_bad: rows that need no trial.
         """
         rows = list(rows)
         self._seen.update(rows)
-        suspected = [row for row in rows if at_once or self._seen[row] > 1]
-        self._rows.extend(row for row in suspected if row not in but and row not in self._rows)
+        suspected = [row for row in rows if immediately or self._seen[row] > 1]
+        self._rows.extend(row for row in suspected if row not in known_bad and row not in self._rows)
         return bool(suspected)
 
-    def go_on(self) -> Iterator[tuple[int, str]]:
-        """Start the next trial where none runs; each row whose trial is over, and its verdict."""
+    def run_trials(self) -> Iterator[tuple[int, str]]:
+        """Yield each row with a finished trial, and its verdict; start the next trial if none is running."""
         while self._rows:
             if self.trial is None:
                 self.trial = Trial(self._rows[0], self._start, self._timeout)
