@@ -1,8 +1,8 @@
-"""Comparing the loaders of all ranks, and where each begins an iteration.
+"""Comparing the loaders of all ranks, and the step at which each begins an iteration.
 
-With a group of its own a loader is compared by a collective when it is made. With the job's ranks as they are, it may
-have been made on some of them only: each rank posts its description, and reads nothing before its first step. Where an
-iteration begins is posted in both cases, and compared before its first step.
+A loader that was given a group is compared by a collective when it is made. Without one (dp=None), only some ranks may
+make it: each rank posts its description, and reads nothing before its first step. In both cases each rank posts where
+an iteration begins, and compares that before the first step.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from orchdata.ranks.posting import JobStore, Round, job_store, name_job
 
 T = TypeVar("T")
 Late = Callable[[str, str], str]
-Refuse = Callable[[Mapping[int, Mapping[str, Any]]], None]
+Check = Callable[[Mapping[int, Mapping[str, Any]]], None]
 
-LATE_SECONDS = 10.0  # After so long those who are missing are named; ranks start their loaders about together.
-_BEHIND_SECONDS = 60.0  # The same where an iteration ended before: rank 0 may be writing a checkpoint.
-_LOOK_SECONDS = 1.0  # Between looks for those who had not begun at the first step.
-_LEAVE_SECONDS = 2.0  # Rank 0, which may serve the store, lets others see so long that all are alike.
+LATE_SECONDS = 10.0  # A warning names ranks that are missing after this time: ranks start at about the same time.
+_LATER_SECONDS = 60.0  # The same for later iterations: rank 0 may be writing a checkpoint.
+_LOOK_SECONDS = 1.0  # Between checks for ranks that had not begun at the first step.
+_LEAVE_SECONDS = 2.0  # Rank 0, which may serve the store, waits this long for others to see that all are equal.
 _SHOWN_RANKS = 8
 
 
 class Agreement:
-    """One loader among those of the other ranks: makes it, and compares it."""
+    """Makes a loader, and compares it with those of the other ranks."""
 
     def __init__(self, rank: Rank) -> None:
         self._groups = rank.groups
         self._compared: Comparison | None = None
-        self._told = False
+        self._has_described = False
         if not rank.groups and rank.dp_groups and rank.size > 1:
             self._compared = _comparison(rank.dp_groups[0], range(rank.size), "world")
 
     def make(self, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) -> T:
-        """What `make` returns. Where groups were given, raises as `make_alike`; else the first step does."""
+        """Return what `make` returns. If groups were given, raises as `make_alike`; else the first step does."""
         if self._groups:
-            self._told = True
+            self._has_described = True
             made, ranks = make_alike(make, describe, self._groups)
             scope = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
             self._compared = _comparison(self._groups[0], ranks, scope) if len(ranks) > 1 else None
@@ -58,15 +58,15 @@ class Agreement:
         made = make()
         if self._compared is not None:
             self._compared.describe(account(describe(made)))
-            self._told = True
+            self._has_described = True
         return made
 
     def fail(self, error: Exception) -> None:
-        """Let the other ranks know why this one made no loader; nothing where they know what it made."""
-        if self._told:
+        """Tell the other ranks why this one made no loader, unless they have its description."""
+        if self._has_described:
             return
-        self._told = True
-        with contextlib.suppress(RuntimeError):  # of lost ranks: `error` is what this rank raises
+        self._has_described = True
+        with contextlib.suppress(RuntimeError):  # of lost ranks: this rank raises `error`
             if self._groups:
                 gather(failure_account(error), self._groups)
             elif self._compared is not None:
@@ -74,7 +74,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def telling_others(self) -> Iterator[None]:
-        """A block whose exception, which makes no loader, is reported to the other ranks."""
+        """Run a block, and report an exception in it, after which there is no loader, to the other ranks."""
         try:
             yield
         except Exception as error:
@@ -83,14 +83,14 @@ class Agreement:
 
     @property
     def reaches_all(self) -> bool:
-        """Whether ranks can tell each other anything."""
+        """Whether ranks can send each other anything."""
         return bool(self._groups) or self._compared is not None
 
     def begin(self, epoch: int, step: int, failed: Beginning | None = None) -> Beginning:
-        """An iteration begins there; to be compared before each of its steps.
+        """Begin an iteration at a step; the result is compared before each of its steps.
 
         Args:
-            failed: of the iteration that it goes on with: for the other ranks, which had no error, it is the same one.
+            failed: of the iteration that this one continues: for the other ranks, which had no error, both are one.
         """
         if failed is not None and not failed.refused:
             return failed
@@ -107,9 +107,9 @@ def _comparison(group: Any, ranks: Sequence[int], scope: str) -> Comparison | No
 
 @dataclass
 class Numbers:
-    """How many loaders of a scope this rank has made in a job, and the name of that job in its store.
+    """The number of loaders of a scope that this rank has made in a job, and the job's name in its store.
 
-    A store may outlive a process group, as torchrun's does: what was left in it must not be taken for what is said now.
+    A store may outlive a process group, as torchrun's does: its old entries must not be mistaken for new ones.
     """
 
     job: str = ""
@@ -124,12 +124,12 @@ class Comparison:
 
     Args:
         rank: this one, of `ranks`.
-        scope: the loaders of a scope are numbered on each rank; those of one number are compared.
+        scope: the loaders of a scope are numbered on each rank; those with the same number are compared.
         numbers: of this rank in that scope.
 
     Attributes:
-        iterations: begun on this rank.
-        first: where the first of them begins, until all ranks have begun theirs.
+        iterations: the number begun on this rank.
+        first: the round of the first one, until all ranks have begun theirs.
     """
 
     def __init__(self, store: JobStore, rank: int, ranks: Sequence[int], scope: str, numbers: Numbers) -> None:
@@ -151,16 +151,16 @@ class Comparison:
         self._numbers.made += 1
         self._number = self._numbers.made
 
-    def describe(self, said: Mapping[str, Any]) -> None:
+    def describe(self, value: Mapping[str, Any]) -> None:
         self.enter()
-        self._description = self.round("made", said)
+        self._description = self.round("made", value)
         self.store.ask(self._description.post)
 
-    def round(self, name: object, said: Mapping[str, Any]) -> Round:
-        return Round(f"{self._scope}/{self._numbers.job}/{self._number}/{name}", self.rank, self.ranks, said)
+    def round(self, name: object, value: Mapping[str, Any]) -> Round:
+        return Round(f"{self._scope}/{self._numbers.job}/{self._number}/{name}", self.rank, self.ranks, value)
 
     def check_description(self) -> None:
-        """Wait until all ranks have made this loader. Raises as `check_accounts`, or RuntimeError for those missing."""
+        """Wait until all ranks have made this loader. Raises as `check_accounts`, or RuntimeError for missing ranks."""
         if self._description is None:
             return
         which = f"loader number {self._number} with dp=None"
@@ -171,27 +171,31 @@ class Comparison:
                 f"all {len(self.ranks)} ranks, and each of them must make it; a loader of one rank alone is made with "
                 "dp=(0, 1)"
             ),
-            refuse=lambda told: check_accounts(
-                told,
+            check=lambda by_rank: check_accounts(
+                by_rank,
                 f"compared is {which} of each rank: all make the same ones in the same order, and a loader of one rank "
                 "alone with dp=(0, 1)",
             ),
         )
         self._description = None
 
-    def tell(self, iteration: int, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the first rank says in an iteration."""
-        first, place = self.ranks[0], f"{self._scope}/{self._numbers.job}/{self._number}/told"
-        key = f"{place}/{iteration}"
+    def share(self, iteration: int, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the first rank's value in an iteration."""
+        first, folder = self.ranks[0], f"{self._scope}/{self._numbers.job}/{self._number}/shared"
+        key = f"{folder}/{iteration}"
+
+        # The first rank stores its value.
         if self.rank == first:
-            self.store.ask(lambda store: store.set(key, json.dumps(said)))
-            if iteration > 2:  # all have begun the last one, and read what the one before it was told
-                self.store.ask(lambda store: store.delete_key(f"{place}/{iteration - 2}"))
-            return said
+            self.store.ask(lambda store: store.set(key, json.dumps(value)))
+            if iteration > 2:  # all ranks have begun the last iteration, so they have read the value before it
+                self.store.ask(lambda store: store.delete_key(f"{folder}/{iteration - 2}"))
+            return value
+
+        # The others wait for it.
         missing = (
-            f"rank {first} has not begun to iterate a loader that shuffles by its torch generator and whose samples "
-            f"are shared by {len(self.ranks)} ranks. With seed= no rank waits for another; a loader of one rank alone "
-            "is made with dp=(0, 1)"
+            f"rank {first} has not begun to iterate a loader that shuffles by its torch generator and is shared by "
+            f"{len(self.ranks)} ranks. With seed= no rank waits for another; a loader of one rank alone is made with "
+            "dp=(0, 1)"
         )
         started, pause, warned = time.monotonic(), 0.002, False
         while not self.store.ask(lambda store: store.check([key])):
@@ -205,89 +209,91 @@ class Comparison:
                 warnings.warn(f"{missing}. Waiting for {self.store.timeout:g} seconds", stacklevel=6)
             time.sleep(pause)
             pause = min(2 * pause, max(0.1, len(self.ranks) / 5000))
-        told: dict[str, Any] = json.loads(self.store.ask(lambda store: store.get(key)))
-        return told
+        shared: dict[str, Any] = json.loads(self.store.ask(lambda store: store.get(key)))
+        return shared
 
-    def wait(self, said: Round, *, late: Late, refuse: Refuse, late_seconds: float = 0, go_on: bool = False) -> bool:
-        """Wait until all ranks have said the same; those missing are named by a warning on the way.
+    def wait(
+        self, posted: Round, *, late: Late, check: Check, late_seconds: float = 0, may_continue: bool = False
+    ) -> bool:
+        """Wait until all ranks have posted the same; a warning names missing ranks.
 
         Args:
             late: names of ranks, "has" or "have" -> what is missing, and the way out.
-            refuse: what the ranks told -> an exception.
+            check: values by rank -> raises an exception that names the difference.
             late_seconds: before the warning; default LATE_SECONDS.
-            go_on: return False after the warning, in place of waiting for the group's timeout.
+            may_continue: return False after the warning, instead of waiting until the group's timeout.
 
-        Raises RuntimeError with `late` at the timeout, and as `refuse`.
+        Raises RuntimeError with `late` at the timeout, and as `check`.
         """
         started, pause, warned = time.monotonic(), 0.002, False
         timeout, late_seconds = self.store.timeout, late_seconds or LATE_SECONDS
-        while not self.agreed(said, refuse, patient=time.monotonic() - started < LATE_SECONDS):
+        while not self.agreed(posted, check, patient=time.monotonic() - started < LATE_SECONDS):
             waited = time.monotonic() - started
-            missing = "" if waited < min(timeout, late_seconds) else self._missing(said, late)
-            if missing and waited >= timeout and not go_on:
+            missing = "" if waited < min(timeout, late_seconds) else self._missing(posted, late)
+            if missing and waited >= timeout and not may_continue:
                 raise RuntimeError(f"{missing}. Waited {timeout:g} seconds, the timeout of the process group")
             if missing and not warned:
                 warned = True
-                then = "this rank goes on, and compares once they come" if go_on else f"waiting for {timeout:g} seconds"
-                warnings.warn(f"{missing}. They may only be late. Meanwhile {then}", stacklevel=6)
-                if go_on:
+                then = f"This rank {'continues, and compares later' if may_continue else f'waits {timeout:g} seconds'}"
+                warnings.warn(f"{missing}. They may only be late. {then}", stacklevel=6)
+                if may_continue:
                     return False
             time.sleep(pause)
             pause = min(2 * pause, max(0.1, len(self.ranks) / 5000))  # one server answers all of them
         return True
 
-    def agreed(self, said: Round, refuse: Refuse, *, patient: bool = False) -> bool:
-        """Whether all ranks have said the same. Raises as `refuse` where some differ: with patience, once all are
-        heard, so that all are named.
+    def agreed(self, posted: Round, check: Check, *, patient: bool = False) -> bool:
+        """Return whether all ranks have posted the same. Raises as `check` if some differ; `patient`: only
+        after all have posted, so that all are named.
         """
-        counts = self.store.ask(said.counts)
+        counts = self.store.ask(posted.counts)
         if counts.alike >= len(self.ranks):
-            self._leave(said)
+            self._leave(posted)
             return True
         if counts.alike < counts.all and not (patient and counts.all < len(self.ranks)):
-            refuse(self.store.ask(said.told))
+            check(self.store.ask(posted.values))
         return False
 
-    def _leave(self, said: Round) -> None:
-        """Clear a round in which all said the same. What fails here changes nothing of that.
+    def _leave(self, posted: Round) -> None:
+        """Clear a round in which all ranks posted the same. Errors here are ignored.
 
-        The store may end with rank 0: it waits a little until the others have seen. All poll rather than block in the
-        store, whose connection torch's own threads share.
+        The store may end with rank 0: it waits a little until the others have seen the result. All ranks poll, and do
+        not block in the store: torch's own threads use the same connection.
         """
         until, pause = time.monotonic() + _LEAVE_SECONDS, 0.002
         with contextlib.suppress(RuntimeError):
-            self.store.ask(said.clear, _LEAVE_SECONDS)
-            while self.rank == 0 and self._lingers and not self.store.ask(said.seen_by_all, _LEAVE_SECONDS):
+            self.store.ask(posted.clear, _LEAVE_SECONDS)
+            while self.rank == 0 and self._lingers and not self.store.ask(posted.seen_by_all, _LEAVE_SECONDS):
                 if time.monotonic() >= until:
-                    self._lingers = False  # some look late, or not again
+                    self._lingers = False  # some ranks look late, or never
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
 
-    def _missing(self, said: Round, late: Late) -> str:
-        """Empty where they have come meanwhile."""
-        silent = self.store.ask(lambda store: said.silent(store, _SHOWN_RANKS))
-        counts = self.store.ask(said.counts)  # after: who has seen that all are alike deletes what it said
+    def _missing(self, posted: Round, late: Late) -> str:
+        """Return `late` for the missing ranks; empty if they have posted meanwhile."""
+        silent = self.store.ask(lambda store: posted.silent(store, _SHOWN_RANKS))
+        counts = self.store.ask(posted.counts)  # counted last: a rank that has seen that all are equal deletes its post
         number = len(self.ranks) - counts.all
         return late(name_ranks(silent[:number], number), "has" if number == 1 else "have") if number > 0 else ""
 
 
 class Beginning:
-    """Of one iteration of a loader: where it begins, which must be the same on all ranks.
+    """The step at which an iteration of a loader begins, which must be the same on all ranks.
 
-    In the first iteration ranks that do not come are waited for a little: a loader may be made by all and iterated by
-    some. Once all have begun one they must go on in step, or an epoch of one would be another's next.
+    In the first iteration a rank waits only a little for missing ranks: all may make a loader and only some iterate it.
+    Once all have begun one, they must stay in step, or one rank's epoch would be another's next.
 
     Attributes:
-        step: where it began, on all ranks; who goes on with a failed one begins later.
-        refused: ranks differ; who tries again begins anew.
+        step: at which it began on all ranks; a rank that continues a failed iteration begins at a later one.
+        refused: whether ranks differ; the next try then is a new iteration.
     """
 
-    def __init__(self, compared: Comparison | None, place: Mapping[str, int], groups: Sequence[Any] = ()) -> None:
-        self.step = place["step"]
+    def __init__(self, compared: Comparison | None, start: Mapping[str, int], groups: Sequence[Any] = ()) -> None:
+        self.step = start["step"]
         self._groups = groups
-        self._said: Mapping[str, Any] | None = None
+        self._shared: Mapping[str, Any] | None = None
         self._compared = compared
-        self._place = place
+        self._start = start
         self._looked = 0.0
         self.refused = False
         self._done = compared is None
@@ -295,18 +301,18 @@ class Beginning:
             return
         compared.iterations += 1
         self._iteration = compared.iterations
-        # Even where others are not waited for: they may only be late, and will wait for this.
-        self._posted = compared.round(f"begun/{self._iteration}", place)
+        # Posted even if this rank does not wait for others: they may only be late, and will wait for this.
+        self._posted = compared.round(f"begun/{self._iteration}", start)
         compared.store.ask(self._posted.post)
         if self._iteration == 1:
             compared.first = self._posted
 
     def compare(self) -> None:
-        """Before each step; cheap once all are known to begin alike.
+        """Compare before each step; cheap once all are known to be equal.
 
         Raises:
             ValueError: ranks differ in the loader, or in where they begin; names them, and both values.
-            RuntimeError: a rank could not make the loader; or, at the process group's timeout, ranks are missing.
+            RuntimeError: a rank could not make the loader; or ranks are missing at the process group's timeout.
         """
         if self._done or self._compared is None:
             return
@@ -316,17 +322,17 @@ class Beginning:
             self.refused = True
             raise
 
-    def share(self, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return what the first of the ranks says, on all of them, once in the iteration. Called by every rank.
+    def share(self, value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return the first rank's value on all ranks, once in the iteration. Every rank must call it.
 
-        Raises RuntimeError where that rank says nothing within the process group's timeout.
+        Raises RuntimeError if that rank does not call it within the process group's timeout.
         """
-        if self._said is None and said is not None:
+        if self._shared is None and value is not None:
             if self._compared is not None:
-                self._said = self._compared.tell(self._iteration, said)
+                self._shared = self._compared.share(self._iteration, value)
             else:
-                self._said = next(iter(gather(said, self._groups).values()))
-        return self._said
+                self._shared = next(iter(gather(value, self._groups).values()))
+        return self._shared
 
     def _compare(self, compared: Comparison) -> None:
         compared.check_description()
@@ -334,44 +340,44 @@ class Beginning:
             return
         compared.first = None
         if self._iteration > 1:
-            compared.wait(self._posted, late=self._behind, refuse=_refuse, late_seconds=_BEHIND_SECONDS)
+            compared.wait(self._posted, late=self._lagging, check=_check_starts, late_seconds=_LATER_SECONDS)
         self._done = True
 
     def _all_have_begun(self, compared: Comparison, first: Round) -> bool:
-        """Waits in the first iteration's first step only; later looks now and then."""
+        """Return whether all have begun. Waits in the first iteration's first step only; later checks now and then."""
         now, looked = time.monotonic(), self._looked
         if looked and now - looked < _LOOK_SECONDS:
             return False
         self._looked = now
         try:
             if self._iteration == 1 and not looked:
-                return compared.wait(first, late=self._absent, refuse=_refuse, go_on=True)
-            return compared.agreed(first, _refuse)
+                return compared.wait(first, late=self._not_begun, check=_check_starts, may_continue=True)
+            return compared.agreed(first, _check_starts)
         except ValueError:
-            compared.first = None  # the next iteration may begin alike
+            compared.first = None  # the next iteration may begin equally
             raise
 
-    def _absent(self, names: str, have: str) -> str:
+    def _not_begun(self, names: str, have: str) -> str:
         return (
-            f"{names} {have} not begun to iterate a loader whose samples are shared by {self._shared}: nobody reads "
-            "theirs. A loader of one rank alone is made with dp=(0, 1)"
+            f"{names} {have} not begun to iterate a loader that is shared by {self._sharing_ranks}: their samples are "
+            "not read. A loader of one rank alone is made with dp=(0, 1)"
         )
 
-    def _behind(self, names: str, have: str) -> str:
-        where = ", ".join(f"{name} {value}" for name, value in self._place.items())
+    def _lagging(self, names: str, have: str) -> str:
+        where = ", ".join(f"{name} {value}" for name, value in self._start.items())
         return (
-            f"{names} {have} not begun iteration {self._iteration} of a loader whose samples are shared by "
-            f"{self._shared}, and this rank has, at {where}: all iterate equally often, and a rank that takes batches "
-            "for itself, as by next(iter(loader)), takes them from a loader of its own, made with dp=(0, 1)"
+            f"{names} {have} not begun iteration {self._iteration} of a loader that is shared by "
+            f"{self._sharing_ranks}, and this rank has, at {where}: all must iterate equally often; a rank that takes "
+            "batches for itself, as by next(iter(loader)), needs a loader of its own, made with dp=(0, 1)"
         )
 
     @property
-    def _shared(self) -> str:
+    def _sharing_ranks(self) -> str:
         return "this rank" if self._compared is None else f"{len(self._compared.ranks)} ranks"
 
 
-def _refuse(told: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_starts(by_rank: Mapping[int, Mapping[str, Any]]) -> None:
     raise ValueError(
-        f"all ranks of a loader must begin an iteration at the same place; {find_difference(told)} (give "
+        f"all ranks of a loader must begin an iteration at the same step; {find_difference(by_rank)} (pass "
         "load_state_dict and set_epoch the same on every rank)"
     )

@@ -3,8 +3,8 @@
     features --start--> reverse route remembered, all-to-all under way --wait--> features of this rank's samples
     gradient <--wait--- all-to-all of the reverse route under way     <--start-- gradient of those
 
-The route says every split size (see `route.py`), so ranks agree on nothing at run time. Forward and backward are both
-collectives: every rank of the group must take part in each, in the same sequence.
+The route contains every split size (see `route.py`), so ranks need not agree on sizes at run time. Forward and backward
+are both collectives: every rank of the group must take part in each, in the same sequence.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _kept_from_compilers(function: _Function) -> _Function:
-    """A graph break around it: what torch.compile makes of a collective with autograd is not up to us.
+    """Put a graph break around a function: torch.compile must not trace a collective with autograd.
 
-    Made where a compiler is there: importing it takes a second and 70 MB, which a loader does not need.
+    Only if the compiler was imported: importing it takes a second and 70 MB, which a loader does not need.
     """
     disabled: _Function | None = None
 
@@ -68,39 +68,39 @@ def exchange(
 def exchange(
     features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: bool = False
 ) -> Tensor | ExchangeHandle:
-    """Carry each row to the rank that needs it; gradients take the reverse route.
+    """Send each row to the rank that needs it; gradients take the reverse route.
 
     Every rank must run the backward too. A rank whose loss does not depend on the result must join it, as
     `Batch.merge` does: `loss = loss + result[:0].sum()` adds nothing and keeps the graph. Otherwise the other ranks
-    wait for it in backward, and fail with a RuntimeError that says so once the group's timeout is over (with NCCL its
-    watchdog ends the process instead). Several exchanges may be under way: start them in the same sequence on every
-    rank, and wait for them in any sequence that is the same on every rank.
+    wait for it in backward, and fail at the group's timeout with a RuntimeError that says so (with NCCL a watchdog
+    ends the process). Several exchanges may be under way: start them in the same sequence on every rank, and wait for
+    them in any sequence that is the same on every rank.
 
     Args:
         features: (num_rows, ...), any dtype, on a device the group's backend serves; rows in the order the route was
             made with. All dimensions but the first, the dtype and the device type must be the same on every rank, empty
-            ones included (nobody checks it; gloo ends a process that receives more than it expects). Where the route
-            takes no row from this rank, its rows are a dummy's: they go nowhere and get a gradient of zeros.
+            ones included (this is not checked; gloo ends a process that receives more than it expects). If the route
+            takes no row from this rank, its rows are a dummy's: they are not sent, and their gradient is zero.
         route: of this rank, from `make_route`.
         group: the process group that the route's ranks count in; default: all. A route of one rank needs no
             torch.distributed, and no message is sent.
         requires_grad: whether the result requires a gradient. It must be the same on every rank, and is never taken
             from `features`. Without grad mode the result requires none.
-        async_op: return at once with a handle; its `wait()` gives the result. Until then the features must not be
+        async_op: return a handle immediately; its `wait()` returns the result. Until then the features must not be
             changed in place.
 
     Returns:
         (num_rows_out, ...), a new tensor in the receiver's order; or a handle.
 
     Raises:
-        ValueError: features that disagree with the route, a route of another group or rank, integers that are to
-            require a gradient, a device that the backend does not serve. Only this rank knows: the others fail when
-            the group's timeout is over.
+        ValueError: features do not fit the route, the route is of another group or rank, integers cannot require a
+            gradient, or the backend does not serve the device. Only this rank raises it: the others fail at the group's
+            timeout.
         RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
             before `wait()`; or another rank died or did not take part within the group's timeout.
     """
-    call = name_call("exchange", group)  # before this rank alone may refuse: the others count it too
-    _refuse_recomputation(route)
+    call = name_call("exchange", group)  # before this rank may raise: the others count the call too
+    _check_no_recomputation(route)
     _check_features(features, route, requires_grad)
     _check_group(features, route, group)
     handle = ExchangeHandle(features, route, group, requires_grad, call)
@@ -108,7 +108,7 @@ def exchange(
 
 
 class ExchangeHandle:
-    """An exchange under way. Made by `exchange(..., async_op=True)`."""
+    """An exchange under way, from `exchange(..., async_op=True)`."""
 
     def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool, call: str) -> None:
         self._flight = _Flight(route, group, call)
@@ -124,9 +124,9 @@ class ExchangeHandle:
 
     @_kept_from_compilers
     def wait(self) -> Tensor:
-        """The result; waits for it the first time. Raises RuntimeError as `exchange` does."""
+        """Return the result; waits for it the first time. Raises RuntimeError as `exchange` does."""
         if self._result is None:
-            _refuse_recomputation(self._flight.route)
+            _check_no_recomputation(self._flight.route)
             self._check_unchanged()
             if self._ticket is None:
                 self._result = self._flight.finish("forward")
@@ -136,12 +136,12 @@ class ExchangeHandle:
         return self._result
 
     def _check_unchanged(self) -> None:
-        """Rows are sent from where they lie."""
+        """Raise RuntimeError if the features were changed: their memory is sent, not a copy."""
         watched, self._watched = self._watched, None
         if watched is not None and watched[0]._version != watched[1]:
             raise RuntimeError(
-                f"{_name(self._flight.route)}: the features were changed in place while they travelled: leave them "
-                "alone until wait()"
+                f"{_name(self._flight.route)}: the features were changed in place while they were sent: do not change "
+                "them before wait()"
             )
 
 
@@ -150,7 +150,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass
 class _Move:
-    """Rows under way: what work writes and reads must live until it is done."""
+    """Rows under way: the tensors that `work` reads and writes must live until it is done."""
 
     sent: Tensor
     received: Tensor
@@ -158,10 +158,10 @@ class _Move:
 
 
 class _Flight:
-    """One exchange's collectives, each started and finished by different nodes of the graph.
+    """The collectives of one exchange, each started and finished by different nodes of the graph.
 
     Args:
-        call: what notes about it are under.
+        call: name of the exchange in notes.
     """
 
     def __init__(self, route: Route, group: Group, call: str) -> None:
@@ -202,7 +202,7 @@ class _Flight:
                     f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{self._missing(direction)}"
                 ) from error
         received = move.received
-        del move  # What was sent makes room for what is ordered.
+        del move  # Frees the sent rows before rows are reordered.
         return _ordered(received, self._way(direction).receive_order)
 
     def _missing(self, direction: Direction) -> str:
@@ -218,14 +218,14 @@ class _Flight:
 _CAUSES: dict[Direction, str] = {
     "forward": "a rank died, or did not take part with the same route within the group's timeout",
     "backward": (
-        "a rank died, or did not run this backward within the group's timeout: where a rank's loss does not depend on "
-        "the result, add result[:0].sum() to it"
+        "a rank died, or did not run this backward within the group's timeout: if a rank's loss does not depend on the "
+        "result, add result[:0].sum() to it"
     ),
 }
 
 
 class _Start(torch.autograd.Function):
-    """Starts the exchange, and ends its backward. The ticket it returns only ties it to `_Finish`."""
+    """Starts the exchange, and ends its backward. The ticket it returns only connects it to `_Finish`."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, _anchor: Tensor, flight: _Flight) -> Tensor:
@@ -265,7 +265,7 @@ def _ordered(rows: Tensor, order: NDArray[Any] | None) -> Tensor:
 
 
 def _without(rows: Tensor, route: Route) -> Tensor:
-    """Rows with those of failed parts as zeros."""
+    """Return the rows, with zeros for those of failed parts."""
     if route.zeroed is None:
         return rows
     return rows.index_fill(0, torch.tensor(route.zeroed, device=rows.device), 0)
@@ -282,11 +282,12 @@ def _check_features(features: Tensor, route: Route, requires_grad: bool) -> None
         raise ValueError(
             f"{_name(route)}: features of {features.dtype} cannot require a gradient: pass requires_grad=False"
         )
-    # As in Batch.merge: rows where none are expected are a dummy's.
+    # As in Batch.merge: if no rows are expected, they are a dummy's.
     if route.num_rows_in and features.shape[0] != route.num_rows_in:
         raise ValueError(
-            f"{_name(route)}: the features have {features.shape[0]} rows, but the plan has rank {route.rank} send "
-            f"{route.num_rows_in}: pass the encoder's output for all of this batch's parts, one row a merged token"
+            f"{_name(route)}: the features have {features.shape[0]} rows, but rank {route.rank} sends "
+            f"{route.num_rows_in} in the plan: pass the encoder's output for all parts of this batch, one row for each "
+            "merged token"
         )
 
 
@@ -316,12 +317,11 @@ def _check_group(features: Tensor, route: Route, group: Group) -> None:
         )
 
 
-def _refuse_recomputation(route: Route) -> None:
-    """Raise inside a checkpointed region: on the way in where torch's own checkpoint calls it, else when it recomputes.
+def _check_no_recomputation(route: Route) -> None:
+    """Raise inside a checkpointed region: in forward if it is torch's own checkpoint, else when it recomputes.
 
-    torch has no public question for either. Regions are known by the frames that lead here, which covers both kinds of
-    checkpoint and their recomputation; other implementations call their function in backward, which is a running graph
-    task of the engine.
+    torch has no public function for either. The stack shows both kinds of torch's checkpoint, and their recomputation;
+    other implementations call their function in backward, which is a running graph task of the engine.
     """
     inside = torch._C._current_graph_task_id() != -1
     frame = inspect.currentframe()
@@ -332,5 +332,5 @@ def _refuse_recomputation(route: Route) -> None:
         raise RuntimeError(
             f"{_name(route)} was called inside a checkpointed region (or in backward): recomputing it would run the "
             "collective again. Call it outside of torch.utils.checkpoint: checkpoint the encoder and the blocks, not "
-            "what is between them"
+            "the code between them"
         )

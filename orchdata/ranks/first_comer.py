@@ -1,4 +1,4 @@
-"""Work that one rank of a job does for all: the rank that asks first does it, the others wait for what it found."""
+"""Work that one rank of a job does for all: the first rank that requests it does it, the others wait for the result."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from orchdata.ranks.parallel import group_timeout
 from orchdata.ranks.posting import JobStore, job_store
 
 PATIENCE_SECONDS = 120.0
-"""After so long a rank does the work itself: the first one may be lost."""
+"""After this time a rank does the work itself: the first one may be lost."""
 
 
 def done_by_first(name: str, work: Callable[[], Any]) -> Any:
-    """What `work()` returns, done by the first rank of the job that asks for this name, once in a job.
+    """Return the result of `work()`, done by the first rank of the job that requests this name, once in a job.
 
-    A rank on which nobody else waits is its own first, so that a loader on one rank alone does not hang. Without
-    torch.distributed, or a store, every process works for itself. Errors of `work` are raised where they happen; then
-    the other ranks work for themselves.
+    A rank does not wait for ranks that never request the work, so a loader on one rank alone does not hang. Without
+    torch.distributed, or a store, every process does the work. Errors of `work` are raised on the first rank; then the
+    other ranks do the work themselves.
 
     Args:
         name: of the work; the same work has the same name on all ranks.
-        work: returns what JSON can hold; does no harm if it is done twice.
+        work: returns a JSON value; it may be done twice.
 
-    Raises RuntimeError where the store of the job does not answer.
+    Raises RuntimeError if the store of the job does not answer.
     """
     store = job_store() if dist.is_available() and dist.is_initialized() else None
     if store is None or dist.get_world_size() == 1:
         return work()
     timeout = group_timeout(dist.group.WORLD).total_seconds()
-    job, found = JobStore(store, timeout), f"first/{name}/found"
+    job, key = JobStore(store, timeout), f"first/{name}/result"
     if job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1:
         try:
             result = work()
         except BaseException:
-            job.ask(lambda store: store.set(found, "[]"))
+            job.ask(lambda store: store.set(key, "[]"))
             raise
-        job.ask(lambda store: store.set(found, json.dumps([result])))
+        job.ask(lambda store: store.set(key, json.dumps([result])))
         return result
     until, pause = time.monotonic() + min(timeout, PATIENCE_SECONDS), 0.002
-    while not job.ask(lambda store: store.check([found])):
+    while not job.ask(lambda store: store.check([key])):
         if time.monotonic() >= until:
             return work()
         time.sleep(pause)
         pause = min(2 * pause, max(0.1, dist.get_world_size() / 5000))  # one server answers all ranks
-    told = json.loads(job.ask(lambda store: store.get(found)))
-    return told[0] if told else work()
+    results = json.loads(job.ask(lambda store: store.get(key)))
+    return results[0] if results else work()

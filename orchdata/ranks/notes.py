@@ -1,10 +1,10 @@
-"""Notes: what ranks leave in the store of their group once a collective failed, so that an error says who is gone.
+"""Notes: ranks leave them in the store of their group after a collective failed, so that an error names lost ranks.
 
-    rank that cannot go on --why--+
-    ranks that notice ------------+--store--> the others; who leaves no note has died or hangs
+    rank that cannot continue --why--+
+    ranks that notice ---------------+--store--> the others; a rank without a note has died or hangs
 
-Backends tell only some ranks that another is gone, and never which. Notes are about one call, or one object: what an
-earlier failure left in the store is not taken for a later one's.
+Backends report a lost rank only to some ranks, and never say which one it is. Notes are about one call, or one object,
+so that those of an earlier failure are not mistaken for a later one's.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_WAIT_SECONDS = 5.0  # Others see the same failure at about the same time.
+_WAIT_SECONDS = 5.0  # Other ranks see the same failure at about the same time.
 _calls: Counter[tuple[str, str]] = Counter()
 
 
 class Reason(NamedTuple):
-    """Why a rank of the group could not go on."""
+    """Why a rank of the group could not continue."""
 
     rank: int
     text: str
 
 
 class Notes:
-    """What the ranks of a group leave about one thing. Nothing is left, nor found, where there is no store; it
-    ends with the process that serves it.
+    """The notes of a group's ranks about one call or object. Without a store there are none; the store ends with the
+    process that serves it.
 
     Args:
-        group: its ranks are named as it numbers them; None for a single rank.
-        about: the same on all ranks, and used once in the group.
+        group: ranks are numbered as in it; None for a single rank.
+        about: name of the call or object, the same on all ranks, and used once in the group.
     """
 
     def __init__(self, group: Any, about: str) -> None:
@@ -46,11 +46,11 @@ class Notes:
 
     @property
     def readable(self) -> bool:
-        """Whether the store answered so far."""
+        """Whether the store has answered all calls so far."""
         return self._store is not None
 
     def leave(self, why: str = "") -> None:
-        """Leave this rank's note, if it has left none: why it cannot go on, or nothing where it only noticed."""
+        """Leave this rank's note, if it has left none: why it cannot continue, or "" if it only noticed a failure."""
         if self._has(self._of(self._rank)):
             return
         if why:  # the first reason explains the others
@@ -59,29 +59,29 @@ class Notes:
         self._ask(lambda store: store.set(self._of(self._rank), "1"))
 
     def close(self) -> None:
-        """Say that no rank goes on, for those that are in no collective now and look for it with `closed`."""
+        """Note that no rank continues: ranks that are in no collective now check this with `closed`."""
         self._ask(lambda store: store.set(self._key("closed"), "1"))
 
     def closed(self) -> bool:
         return self._has(self._key("closed"))
 
     def reason(self) -> Reason | None:
-        """The first that a rank left."""
+        """Return the first reason that a rank left."""
         if not self._has(self._key("reason")):
             return None
         rank, _, text = (self._ask(lambda store: store.get(self._key("reason"))) or b"").decode().partition(" ")
         return Reason(int(rank), text) if rank else None
 
     def missing(self) -> list[int]:
-        """Ranks that left no note, once all have, some rank gave a reason, or a while is over."""
+        """Return the ranks without a note, after all have left one, a rank gave a reason, or some seconds."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        everybody = [self._of(rank) for rank in range(self._size)]
+        keys = [self._of(rank) for rank in range(self._size)]
         while self.readable and time.monotonic() < deadline:
-            if self._has(*everybody) or self._has(self._key("reason")):
+            if self._has(*keys) or self._has(self._key("reason")):
                 break
             time.sleep(0.02)
-        found = [rank for rank, key in enumerate(everybody) if not self._has(key)]
-        return found if self.readable else []
+        missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+        return missing if self.readable else []
 
     def _of(self, rank: int) -> str:
         return self._key(f"of/{rank}")
@@ -98,20 +98,20 @@ class Notes:
         try:
             return call(self._store)
         except (RuntimeError, AttributeError, KeyError):
-            self._store = None  # to ask again would only make torch warn again
+            self._store = None  # another call would only make torch warn again
             return None
 
 
 def store_of(group: Any) -> Any:
-    """The store by which the ranks of a group found each other."""
+    """Return the store through which the ranks of a group connected."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return dist.distributed_c10d._get_process_group_store(group)  # before torch 2.7
 
 
 def name_call(kind: str, group: Any = None) -> str:
-    """A name for notes about the call that begins, the same on all ranks of the group: they make calls of one kind in
-    one sequence. Counted by the group's name, under which a later group finds the store of an earlier one.
+    """Return a name for notes about the call that begins. It is the same on all ranks of the group, which make calls of
+    a kind in the same sequence. Calls are counted by the group's name: a later group of that name has the same store.
 
     Args:
         group: default: all ranks.
@@ -123,8 +123,8 @@ def name_call(kind: str, group: Any = None) -> str:
 
 
 def name_missing(group: Any, about: str) -> str:
-    """Leave a note, and what to add to an error: "; no word from rank 3, which died or hangs". Empty where it cannot be
-    known: without a store, or where every rank has only lost connections.
+    """Leave a note, and return what to add to an error: "; no word from rank 3, which died or hangs"; "" if it cannot
+    be known: without a store, or if every rank has only lost connections.
 
     Args:
         group: of the collective that failed; None: all ranks.

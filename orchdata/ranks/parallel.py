@@ -1,4 +1,4 @@
-"""Which data-parallel rank this process is, and out of how many."""
+"""The data-parallel rank of this process, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class DataParallel:
     """Which ranks of a mesh are data-parallel, and how their peers get the same batches.
 
     Attributes:
-        mesh: a DeviceMesh with named dims, or the process group of the data-parallel ranks, which knows of no peers.
-        dims: the data-parallel dims, those of them that the mesh has; together they count as one, row-major in the
-            mesh's order. Ranks that differ in other dims only (tensor, context, pipeline) are peers.
-        replicate: "broadcast" has one peer of each data-parallel rank build its steps, the one at 0 in all other
-            dims, and send them to the rest on the CPU; "read" has every peer build them itself.
-        ranks_per_node: data-parallel ranks of a node, the groups of balance="grouped" and "grid", and where it divides
-            their number those among which features rather travel under assignment="per_phase"; by default from
+        mesh: a DeviceMesh with named dims, or the process group of the data-parallel ranks, which has no peers.
+        dims: names of data-parallel dims; those that the mesh lacks are ignored. Together they count as one dim,
+            row-major in the mesh's order. Ranks that differ only in other dims (tensor, context, pipeline) are peers.
+        replicate: "broadcast": one peer of each data-parallel rank, at 0 in all other dims, builds the steps and sends
+            them to its peers on the CPU; "read": every peer builds them itself.
+        ranks_per_node: data-parallel ranks of a node: the groups of balance="grouped" and "grid"; if it divides the
+            number of ranks, assignment="per_phase" prefers to send features within a node. Default: from
             LOCAL_WORLD_SIZE, as torchrun sets it.
-        check_plan_every: compare plan hashes over all ranks of the mesh at an iteration's first step and every so many
-            after, before they are handed out; 0 never does.
+        check_plan_every: compare plan hashes over all ranks of the mesh before an iteration's first step, and before
+            every `check_plan_every`-th step after it; 0: never.
     """
 
     mesh: Any
@@ -52,14 +52,14 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A data-parallel rank: its number and how many there are.
+    """A data-parallel rank: its number, and the number of ranks.
 
     Attributes:
         group: the process group of the data-parallel ranks, if one is known.
-        groups: process groups to compare plans over, one after another; together they reach every rank that runs
-            this loader. Empty where none was given.
-        shared: for each data-parallel rank the global ranks that its reader sends to, the reader first; empty where
-            every rank reads for itself.
+        groups: process groups over which to compare plans, one after another; together they reach every rank that runs
+            this loader. Empty if none was given.
+        shared: for each data-parallel rank, the global ranks that get its batches, the reader first; empty if every
+            rank reads for itself.
         ranks_per_node: data-parallel ranks of a node, if known.
         check_plan_every: steps between comparisons of plans, 0 for none.
         dp_groups: process groups, one after another, that together reach the data-parallel ranks and no others; empty
@@ -83,10 +83,10 @@ class Rank:
 
 
 def resolve_rank(dp: Any = None) -> Rank:
-    """The rank meant by `dp`: None (torch.distributed's world, else a single rank), (rank, size), a process group, a
-    DeviceMesh or a DataParallel.
+    """Return the rank that `dp` means: None (torch.distributed's world, else a single rank), (rank, size), a process
+    group, a DeviceMesh or a DataParallel.
 
-    Raises ValueError for a process that is not in the group or mesh, or a mesh without a data-parallel dim.
+    Raises ValueError if the process is not in the group or mesh, or the mesh has no data-parallel dim.
     """
     import torch.distributed as dist
 
@@ -104,23 +104,23 @@ def resolve_rank(dp: Any = None) -> Rank:
         world = dist.group.WORLD
         return Rank(dist.get_rank(), dist.get_world_size(), world, ranks_per_node=ranks_per_node(), dp_groups=(world,))
     if isinstance(dp, DataParallel):
-        found = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
-        per_node = dp.ranks_per_node or found.ranks_per_node
-        return replace(found, ranks_per_node=per_node, check_plan_every=dp.check_plan_every)
+        resolved = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
+        per_node = dp.ranks_per_node or resolved.ranks_per_node
+        return replace(resolved, ranks_per_node=per_node, check_plan_every=dp.check_plan_every)
     if _is_mesh(dp):
         return _of_group(dp.get_group()) if dp.ndim == 1 else _of_mesh(DataParallel(dp, dims=(*DIMS, "dp", "data")))
     return _of_group(dp)
 
 
 def check_still_alone(rank: Rank) -> None:
-    """Raise RuntimeError where `rank`, by default the only one, was found before torch.distributed told of others."""
+    """Raise RuntimeError if `rank`, by default the only one, was resolved before torch.distributed was initialized."""
     import torch.distributed as dist
 
     if rank.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"this loader was made before torch.distributed was initialized, for one rank, and there are "
-            f"{dist.get_world_size()} now: each would get every sample. Make it afterwards (under Lightning in "
-            "train_dataloader()), or pass dp=(0, 1) where each rank is to have all samples"
+            f"this loader was created before torch.distributed was initialized, for one rank, and there are "
+            f"{dist.get_world_size()} now: each would get every sample. Create it afterwards (with Lightning in "
+            "train_dataloader()), or pass dp=(0, 1) if each rank should get all samples"
         )
 
 
@@ -134,7 +134,7 @@ def _of_group(group: Any) -> Rank:
     if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("dp is a process group this process does not belong to")
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(f"dp is a process group, a DeviceMesh, an od.DataParallel or (rank, size), got {group!r}")
+        raise TypeError(f"dp must be a process group, a DeviceMesh, an od.DataParallel or (rank, size), got {group!r}")
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("dp is a process group this process does not belong to")
@@ -149,8 +149,8 @@ def _of_mesh(dp: DataParallel) -> Rank:
     dims = [dim for dim, name in enumerate(names) if name in dp.dims]
     if not dims:
         raise ValueError(
-            f"the mesh has the dims {names or 'without names'}, and none of {dp.dims} is among them: name the "
-            "data-parallel ones, od.DataParallel(mesh, dims=...)"
+            f"the mesh has the dims {names or 'without names'}, and none of {dp.dims} is among them: pass the names of "
+            "the data-parallel ones, od.DataParallel(mesh, dims=...)"
         )
     peers = [dim for dim in range(mesh.ndim) if dim not in dims]
     size = prod(mesh.size(dim) for dim in dims)
@@ -159,13 +159,13 @@ def _of_mesh(dp: DataParallel) -> Rank:
     mine = (ranks == dist.get_rank()).nonzero()
     if not len(mine):
         raise ValueError(
-            f"dp is a mesh of the ranks {mesh.mesh.tolist()}; this process, rank {dist.get_rank()}, is none"
+            f"dp is a mesh of the ranks {mesh.mesh.tolist()}; this process, rank {dist.get_rank()}, is not among them"
         )
     shared: tuple[tuple[int, ...], ...] = ()
     if dp.replicate == "broadcast" and ranks.shape[1] > 1:
         if ranks.numel() != dist.get_world_size():
             raise ValueError(
-                f"replicate='broadcast' makes process groups, which takes all {dist.get_world_size()} ranks of the "
+                f"replicate='broadcast' creates process groups, which takes all {dist.get_world_size()} ranks of the "
                 f"job, and the mesh has {ranks.numel()}: pass the mesh of all ranks, or replicate='read'"
             )
         shared = tuple(tuple(row) for row in ranks.tolist())
@@ -181,37 +181,38 @@ def _of_mesh(dp: DataParallel) -> Rank:
 
 
 def _ranks_of_a_node(first_peers: list[int]) -> int | None:
-    """Data-parallel ranks on the first node, by their first peers; nodes have LOCAL_WORLD_SIZE ranks each."""
+    """Count data-parallel ranks on the first node, by their first peers; nodes have LOCAL_WORLD_SIZE ranks each."""
     local = ranks_per_node()
     return local and sum(rank // local == first_peers[0] // local for rank in first_peers)
 
 
 def served_devices(group: Any) -> list[str]:
-    """Device types whose tensors the group carries: ["cpu"] for gloo, ["cpu", "cuda"] with NCCL beside it."""
+    """Return the device types that the group supports: ["cpu"] for gloo, ["cpu", "cuda"] together with NCCL."""
     import torch.distributed as dist
 
     return [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
 
 
 def group_timeout(group: Any) -> timedelta:
-    """How long a collective of the group waits for its ranks, as `init_process_group(timeout=)` sets it.
-
-    torch's default where the backend does not say.
+    """Return how long a collective of the group waits for its ranks, as set by `init_process_group(timeout=)`; torch's
+    default if the backend does not say.
     """
     import torch
     from torch.distributed import distributed_c10d
 
     for device in served_devices(group):
         with contextlib.suppress(RuntimeError, AttributeError):
-            told = group._get_backend(torch.device(device)).options._timeout
-            if isinstance(told, timedelta):
-                return told
+            timeout = group._get_backend(torch.device(device)).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     default: timedelta = distributed_c10d.default_pg_timeout
     return default
 
 
 def ranks_per_node() -> int | None:
-    """Ranks that the launcher started on this node (LOCAL_WORLD_SIZE, as torchrun sets it); None where it is silent."""
+    """Return the number of ranks that the launcher started on this node (LOCAL_WORLD_SIZE, as torchrun sets it); None
+    if it is not set.
+    """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdecimal() and int(local) else None
 
@@ -220,7 +221,7 @@ def _warn_of_a_launcher() -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched not in ("", "1"):
         warnings.warn(
-            f"WORLD_SIZE is {launched}, but torch.distributed is not initialized, so this loader takes itself for the "
-            "only rank and every rank gets every sample: make it after init_process_group, or pass dp=(rank, size)",
+            f"WORLD_SIZE is {launched}, but torch.distributed is not initialized, so this loader assumes one rank and "
+            "every rank gets every sample: create it after init_process_group, or pass dp=(rank, size)",
             stacklevel=4,
         )

@@ -1,10 +1,10 @@
-"""Posting: what each rank says in a round, in the store of the job; any rank may read it, none waits for another to.
+"""Posting: each rank posts a value per round in the store of the job; any rank may read it, and posting never waits.
 
-    of/RANK       digest of what the rank said          with/DIGEST   how many ranks said that
-    says/DIGEST   it, as JSON                           all           how many have said anything
+    of/RANK       digest of the rank's value            with/DIGEST   the number of ranks with this value
+    says/DIGEST   the value, as JSON                    all           the number of ranks that have posted
 
-Equal ranks are found by two counters, however many they are: nobody reads what the others said. A round that ended so
-is deleted by those who saw it; who differs, or is missing, is looked up only where that is to be told.
+Two counters show whether all values are equal, for any number of ranks: no rank reads the values of others. Ranks that
+have seen this delete the round; which ranks differ, or are missing, is looked up only for an error or a warning.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ from orchdata.held_threads import hold_at_end
 
 T = TypeVar("T")
 
-_INIT_SECONDS = 10.0  # Rank 0 comes to init_process_group about when the others do.
-
-Said = Mapping[str, Any]
+_INIT_SECONDS = 10.0  # Rank 0 calls init_process_group at about the same time as the others.
 
 
 class JobStore:
-    """The store of the job, under names of our own. Raises RuntimeError where it is gone or does not answer."""
+    """The store of the job, with a prefix for our keys. Raises RuntimeError if it has ended or does not answer."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         self._store = distributed_c10d.PrefixStore("orchdata", store)
         self.timeout = timeout
 
     def ask(self, call: Callable[[Any], T], seconds: float | None = None) -> T:
-        """`call(store)`, given up after some seconds: a store whose server hangs takes no timeout and no Ctrl-C."""
+        """Return `call(store)`, with a timeout: a store with a server that hangs takes no timeout, and no Ctrl-C."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -59,37 +57,37 @@ class JobStore:
         except RuntimeError as error:
             reason = f"cannot be reached: {error}"
         raise RuntimeError(
-            f"ranks are compared through the store of the job, which {reason}; rank 0 serves it, or the launcher: look "
-            "there for what ended or stopped"
+            f"ranks are compared through the store of the job, which {reason}; rank 0 or the launcher serves it: check "
+            "there whether it ended or stopped"
         )
 
 
 class Counts(NamedTuple):
-    """How many ranks have said anything, and how many of them the same as this one."""
+    """The number of ranks that have posted, and of those with the same value as this one."""
 
     all: int
     alike: int
 
 
 class Round:
-    """What `ranks` say, each once. Every method is one short exchange with the store, given by `JobStore.ask`.
+    """One value from each of `ranks`. Every method makes short calls of the store, which `JobStore.ask` passes.
 
     Args:
         name: of the round, the same on all ranks.
         rank: this one, of `ranks`.
     """
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], said: Said) -> None:
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], value: Mapping[str, Any]) -> None:
         self._name = name
         self._rank = rank
         self._ranks = ranks
-        self._text = json.dumps(said, sort_keys=True)
+        self._text = json.dumps(value, sort_keys=True)
         digest = hashlib.blake2b(self._text.encode(), digest_size=12).hexdigest()
         self._digest = digest
         self._says, self._with, self._all = self._key("says", digest), self._key("with", digest), self._key("all")
 
     def post(self, store: Any) -> None:
-        """Say it. What counts comes last: nothing is counted that cannot be read."""
+        """Post this rank's value. The counters come last: a value that is counted can be read."""
         if not store.check([self._says]):
             store.set(self._says, self._text)
         store.set(self._of(self._rank), self._digest)
@@ -97,43 +95,43 @@ class Round:
         store.add(self._all, 1)
 
     def counts(self, store: Any) -> Counts:
-        """`alike` below `all` is a difference; what others say meanwhile can only make `alike` the larger one."""
+        """Return the counts. `alike` below `all` means a difference: posts between the two reads only raise `alike`."""
         return Counts(int(store.add(self._all, 0)), int(store.add(self._with, 0)))
 
-    def told(self, store: Any) -> dict[int, dict[str, Any]]:
-        """What each rank said, of those that did."""
+    def values(self, store: Any) -> dict[int, dict[str, Any]]:
+        """Return the values of the ranks that have posted."""
         silent = set(self.silent(store, len(self._ranks)))
-        spoke = [rank for rank in self._ranks if rank not in silent]
-        digests = dict(zip(spoke, (found.decode() for found in _values(store, map(self._of, spoke))), strict=True))
+        posted = [rank for rank in self._ranks if rank not in silent]
+        digests = dict(zip(posted, (each.decode() for each in _values(store, map(self._of, posted))), strict=True))
         different = sorted(set(digests.values()))
         texts = _values(store, (self._key("says", digest) for digest in different))
-        said = dict(zip(different, map(json.loads, texts), strict=True))
-        return {rank: said[digest] for rank, digest in digests.items()}
+        values = dict(zip(different, map(json.loads, texts), strict=True))
+        return {rank: values[digest] for rank, digest in digests.items()}
 
     def silent(self, store: Any, most: int) -> list[int]:
-        """The first ranks that have said nothing, at most so many: by halves, for most ranks mostly have."""
-        found: list[int] = []
+        """Return the first ranks that have not posted, `most` at most. Searches by halves, as few ranks are missing."""
+        silent: list[int] = []
         parts = [list(self._ranks)]
-        while parts and len(found) < most:
+        while parts and len(silent) < most:
             part = parts.pop()
             if not part or store.check([self._of(rank) for rank in part]):
                 continue
             if len(part) == 1:
-                found += part
+                silent += part
             else:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
-        return found
+        return silent
 
     def clear(self, store: Any) -> None:
-        """Delete what this rank said; the last one deletes the counters. For a round in which all said the same."""
+        """Delete this rank's post; the last rank deletes the counters. For a round in which all values are equal."""
         store.delete_key(self._of(self._rank))
         if int(store.add(self._key("seen"), 1)) >= len(self._ranks):
             for key in (self._says, self._with, self._all, self._key("seen")):
                 store.delete_key(key)
 
     def seen_by_all(self, store: Any) -> bool:
-        """Of a round that this rank has cleared."""
+        """Return whether all ranks have cleared a round that this rank has cleared."""
         return not store.check([self._all])
 
     def _of(self, rank: int) -> str:
@@ -144,15 +142,15 @@ class Round:
 
 
 def job_store() -> Any:
-    """The store that init_process_group was given or made; None where the backend does without (MPI, fake)."""
+    """Return the store that init_process_group was given or created; None if the backend has none (MPI, fake)."""
     return None if distributed_c10d.get_backend() in ("fake", "mpi") else distributed_c10d._get_default_store()
 
 
 def name_job(store: Any, counter: str) -> str:
-    """A name for the process group among those that one store serves, the same on all its ranks.
+    """Return a name for the process group among those that one store serves, the same on all its ranks.
 
-    It is made of what init_process_group itself left in the store: the address that gloo on rank 0 listens at. A group
-    without gloo leaves no such trace: counted by `counter` are then those in which this rank has made a loader.
+    It is a digest of an entry of init_process_group in the store: the address at which gloo on rank 0 listens. A group
+    without gloo leaves no entry: `counter` then counts the groups in which this rank has made a loader.
     """
     if not dist.is_initialized():
         return str(store.add(counter, 1))
@@ -167,13 +165,13 @@ _used: set[str] = set()
 
 
 def _left_by_gloo() -> str | None:
-    left = distributed_c10d._get_default_store()
+    store = distributed_c10d._get_default_store()
     address = "cpu//0/0"  # by torch's prefixes: device, its first interface, rank
-    if not left.check([address]):
+    if not store.check([address]):
         return None
     until = time.monotonic() + _INIT_SECONDS
-    while True:  # gloo connects in the background: rank 0 may not have come, and what is left is its last group's
-        name = hashlib.blake2b(left.get(address), digest_size=8).hexdigest()
+    while True:  # gloo connects in the background: rank 0 may be late, and the entry is then of its last group
+        name = hashlib.blake2b(store.get(address), digest_size=8).hexdigest()
         if name not in _used or time.monotonic() >= until:
             return name
         time.sleep(0.01)

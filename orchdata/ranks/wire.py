@@ -1,8 +1,8 @@
 """Samples as bytes and back, without pickle.
 
 A message is 16 bytes (a mark, the length of the header), a JSON header that describes the sample as a tree, and the
-buffers the tree speaks of in its order, each at a multiple of 64 bytes. Nothing in it is executed, and every length is
-checked before it is used.
+tree's buffers in its order, each at a multiple of 64 bytes. Nothing in it is executed, and every length is checked
+before it is used.
 
     None, bool, int, float, str   JSON values; integers beyond 64 bits in hexadecimal
     list, tuple, dict             [tag, ...]; keys are str or int
@@ -40,7 +40,7 @@ Buffer = torch.Tensor | NDArray[Any] | bytes | bytearray | memoryview
 
 
 class WireError(OrchdataError, ValueError):
-    """A message that is cut, or not one of ours."""
+    """A message is cut, or is not a message of this module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,16 @@ class Message:
 
 
 def describe(sample: Any, *, exact: bool = False) -> Message:
-    """The message of a sample, without copying its buffers.
+    """Return the message of a sample, without copying its buffers.
 
     Args:
-        exact: refuse what would come back as something else: buffers that are not `bytes`, maps of files, arrays and
-            tensors whose elements do not lie in C order, and one that is there more than once.
+        exact: raise TypeError for values that would come back different: buffers that are not `bytes`, maps of files,
+            arrays and tensors with elements not in C order, and a buffer that occurs twice.
 
     Raises:
-        TypeError: a value of another type, a tensor off the CPU or that requires grad; names its path in the sample.
-        ValueError: deeper than 64 levels, as a list that contains itself is.
+        TypeError: a value of another type, a tensor that is not on the CPU or requires grad; names its path in the
+            sample.
+        ValueError: nested deeper than 64 levels, as a list that contains itself.
     """
     buffers: list[Buffer] = []
     try:
@@ -93,7 +94,7 @@ def describe(sample: Any, *, exact: bool = False) -> Message:
         arrays = [buffer for buffer in buffers if type(buffer) is not bytes]
         if not all(map(_comes_back, arrays)) or len(set(map(id, arrays))) < len(arrays):
             raise TypeError(
-                "the sample holds buffers that are not bytes, arrays whose elements are not in C order, or one twice"
+                "the sample has buffers that are not bytes, arrays with elements not in C order, or one of them twice"
             )
     header = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     num_bytes = _aligned(_PREFIX_BYTES + len(header))
@@ -103,12 +104,12 @@ def describe(sample: Any, *, exact: bool = False) -> Message:
 
 
 def read(message: Bytes) -> Any:
-    """The sample of a message, uint8 (num_bytes,).
+    """Return the sample of a message, uint8 (num_bytes,).
 
     Arrays and tensors are views of the message: writable if it is, and they keep it alive.
 
     Raises:
-        WireError: the message is cut, has more than its header says, or is no message.
+        WireError: the message is cut, is longer than its header says, or is no message.
     """
     if len(message) < _PREFIX_BYTES:
         raise WireError(f"a message has at least {_PREFIX_BYTES} bytes, got {len(message)}")
@@ -130,12 +131,12 @@ def read(message: Bytes) -> Any:
 
 
 def rebuild(header: bytes, buffers: Sequence[Bytes]) -> Any:
-    """`read`, of a message that was never written: its header, and the bytes of its buffers wherever they lie."""
-    return _read(json.loads(header.decode("utf-8", "surrogatepass")), _Placed(buffers))
+    """Return the sample as `read` does, of a message that was not written: its header, and its buffers anywhere."""
+    return _read(json.loads(header.decode("utf-8", "surrogatepass")), _Separate(buffers))
 
 
 def path_name(path: Path) -> str:
-    """As code: sample['meta'][0]."""
+    """Return a path as code: sample['meta'][0]."""
     return "sample" + "".join(f"[{step!r}]" for step in path)
 
 
@@ -144,10 +145,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def flat_bytes(buffer: Buffer) -> Bytes:
-    """The bytes of a buffer in C order, uint8 (num_bytes,); a view where they lie so."""
+    """Return the bytes of a buffer in C order, uint8 (num_bytes,); a view if its elements are in C order."""
     if isinstance(buffer, torch.Tensor):
         plain = buffer.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if not all(plain.stride()):  # Contiguous for torch where there is no element, but not viewed as bytes.
+        if not all(plain.stride()):  # torch calls an empty tensor contiguous, but cannot view this one as bytes
             plain = plain.clone(memory_format=torch.contiguous_format)
         flat: Bytes = plain.view(torch.uint8).numpy()
         return flat
@@ -177,7 +178,7 @@ def _describe(value: Any, depth: int, buffers: list[Buffer]) -> Any:
 
 
 class _CannotBeSent(Exception):
-    """Why, and where in the sample: each level that the error passes adds its step in front."""
+    """Why a value cannot be sent, and its path in the sample: each level that the error passes adds a step."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -245,7 +246,7 @@ def _describe_tensor(value: torch.Tensor, depth: int, buffers: list[Buffer]) -> 
             " sent; move it to the device after post_balance"
         )
     if value.requires_grad:
-        raise _CannotBeSent("requires grad, which does not travel: detach it")
+        raise _CannotBeSent("requires grad, which cannot be sent: detach it")
     buffers.append(value)
     return ["tensor", name, list(value.shape)]
 
@@ -277,13 +278,13 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 class _Buffers(Protocol):
-    """Hands out the buffers of a message in turn."""
+    """Returns the buffers of a message one after another."""
 
     def take(self, num_bytes: int) -> Bytes: ...
 
 
-class _Placed:
-    """Buffers that lie anywhere."""
+class _Separate:
+    """Separate buffers."""
 
     def __init__(self, buffers: Sequence[Bytes]) -> None:
         self._buffers = iter(buffers)
@@ -291,12 +292,12 @@ class _Placed:
     def take(self, num_bytes: int) -> Bytes:
         buffer = next(self._buffers, None)
         if buffer is None or len(buffer) != num_bytes:
-            raise WireError(f"a header speaks of a buffer of {num_bytes} bytes that is not there")
+            raise WireError(f"a header describes a buffer of {num_bytes} bytes that is missing")
         return buffer
 
 
 class _Reader:
-    """Buffers behind one another, as `Message.write_to` leaves them."""
+    """Buffers one after another in a message, as `Message.write_to` writes them."""
 
     def __init__(self, message: Bytes, end: int) -> None:
         self.end = end

@@ -420,7 +420,7 @@ def run_killed() -> dict[str, Any]:
             exchange(mine, case.route(), group=group, requires_grad=False)
     except RuntimeError as error:
         told = str(error)
-    return {"told": told, "seconds": time.monotonic() - started}
+    return {"error": told, "seconds": time.monotonic() - started}
 
 
 if __name__ == "__main__":

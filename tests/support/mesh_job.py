@@ -276,7 +276,7 @@ class Job:
             told = message(lambda: next(iter(loader)))
         comparing.LATE_SECONDS = usual
         own = seen(self.loader((0, 1)))
-        return {"told": told, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
+        return {"error": told, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
 
     def without_pickle(self) -> Found:
         """Failures of both ranks, gathered, and labels masked, where nothing can be unpickled."""
@@ -312,7 +312,7 @@ class Job:
         reader = int(store.get("reader"))
         while Path(f"/proc/{reader}/stat").read_text().rpartition(") ")[2][0] != "T":
             time.sleep(0.01)
-        return {"told": message(lambda: next(steps))}
+        return {"error": message(lambda: next(steps))}
 
     def mesh(self, *names: str) -> DeviceMesh:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

@@ -1,4 +1,4 @@
-"""Ranks that would plan other steps are refused, everywhere and by name: four gloo processes (mesh_job.py)."""
+"""If ranks would plan different steps, all raise an error that names them: four gloo processes (mesh_job.py)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ("effort", "balance.effort is 1.0 on ranks 0, 1, 3, 2.0 on rank 2"),
     ],
 )
-def test_a_rank_that_differs_is_refused_on_all_with_the_difference(ranks: Ranks, scenario: str, entry: str) -> None:
-    said = {rank[scenario] for rank in ranks}
-    assert len(said) == 1
-    (one,) = said
-    assert one.startswith(
+def test_all_ranks_raise_the_difference_of_one_rank(ranks: Ranks, scenario: str, entry: str) -> None:
+    (error,) = {rank[scenario] for rank in ranks}
+    assert error.startswith(
         f"ValueError: all ranks of a loader must plan the same steps; rank 2 differs from the others: {entry}"
     )
 
@@ -58,10 +56,10 @@ def test_without_a_majority_all_ranks_are_named(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_fails_to_start_stops_the_others(ranks: Ranks) -> None:
-    said = [rank["no index"] for rank in ranks]
-    assert said[2].startswith("MissingIndexError: ")
+    errors = [rank["no index"] for rank in ranks]
+    assert errors[2].startswith("MissingIndexError: ")
     for other in (0, 1, 3):
-        assert said[other].startswith(
+        assert errors[other].startswith(
             "RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 2: MissingIndexError: "
         )
 
@@ -72,12 +70,12 @@ def test_equal_ranks_start(ranks: Ranks) -> None:
     assert {rank["equal effort"] for rank in ranks} == {None}
 
 
-def test_a_tuple_is_compared_with_nobody(ranks: Ranks) -> None:
+def test_a_loader_with_a_tuple_is_not_compared(ranks: Ranks) -> None:
     assert {rank["tuple"] for rank in ranks} == {None}
 
 
 @pytest.mark.parametrize(("scenario", "step"), [("first step", 0), ("compared step", 2)])
-def test_a_rank_of_another_plan_is_named_on_all(ranks: Ranks, scenario: str, step: int) -> None:
+def test_all_ranks_name_a_rank_with_another_plan(ranks: Ranks, scenario: str, step: int) -> None:
     assert len({rank[scenario] for rank in ranks}) == 1
     for rank in ranks:
         assert rank[scenario].startswith(
@@ -87,11 +85,11 @@ def test_a_rank_of_another_plan_is_named_on_all(ranks: Ranks, scenario: str, ste
         assert rank[scenario].endswith('" on ranks 0, 1, 3, "of another plan" on rank 2')
 
 
-def test_plans_are_compared_every_so_many_steps(ranks: Ranks) -> None:
+def test_plans_are_compared_at_an_interval_of_steps(ranks: Ranks) -> None:
     assert {rank["uncompared step"] for rank in ranks} == {None}
 
 
-def test_a_rank_that_fails_at_a_compared_step_stops_the_others_and_all_go_on(ranks: Ranks) -> None:
+def test_a_rank_that_fails_at_a_compared_step_stops_the_others_and_all_continue(ranks: Ranks) -> None:
     for number, rank in enumerate(ranks):
         failure = "OSError: away for a moment"
         if number != 2:
@@ -99,26 +97,26 @@ def test_a_rank_that_fails_at_a_compared_step_stops_the_others_and_all_go_on(ran
                 "RuntimeError: other ranks failed where plans are compared, at epoch 0, step 2: rank 2: " + failure
             )
         assert rank["fails at a compared step"] == failure
-        # Where plans are not compared nobody hears of it, and the rank that goes on alone asks nobody.
+        # At a step without comparison other ranks do not learn of it, and the rank that continues alone asks none.
         assert rank["fails at another"] == ("OSError: away for a moment" if number == 2 else None)
         assert rank["left"] == (3 if number == 2 else 4)  # of 6
 
 
-def test_a_rank_in_another_epoch_is_named_on_all(ranks: Ranks) -> None:
+def test_all_ranks_name_a_rank_in_another_epoch(ranks: Ranks) -> None:
     for rank in ranks:
         assert "rank 2 differs from the others: epoch is 0 on ranks 0, 1, 3, 1 on rank 2" in rank["epoch"]
 
 
 def test_a_receiver_compares_its_plan_with_the_reader(ranks: Ranks) -> None:
-    said = [rank["receiver"] for rank in ranks]
-    assert said[0] is said[2] is said[3] is None
-    assert said[1].startswith("RuntimeError: plan is '")
-    assert "on rank 0, which reads for rank 1, and 'of another plan' there" in said[1]
+    errors = [rank["receiver"] for rank in ranks]
+    assert errors[0] is errors[2] is errors[3] is None
+    assert errors[1].startswith("RuntimeError: plan is '")
+    assert "on rank 0, which reads for rank 1, and 'of another plan' there" in errors[1]
 
 
-def test_many_ranks_are_named_by_the_first_of_them() -> None:
-    told = {rank: {"seed": int(rank >= 20)} for rank in range(30)}
-    assert find_difference(told) == (
+def test_of_many_ranks_the_first_are_named() -> None:
+    by_rank = {rank: {"seed": int(rank >= 20)} for rank in range(30)}
+    assert find_difference(by_rank) == (
         "ranks 20, 21, 22, 23, 24, 25, 26, 27 and 2 more differ from the others: "
         "seed is 0 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, 1 on ranks 20, 21, 22, 23, 24, 25, 26, 27 and 2 more"
     )
@@ -128,5 +126,5 @@ def test_equal_accounts_have_no_difference() -> None:
     assert find_difference({0: {"a": 1, "b": None}, 1: {"b": None, "a": 1}}) == ""
 
 
-def test_without_groups_nobody_is_asked() -> None:
+def test_without_groups_no_rank_is_asked() -> None:
     assert Agreement(Rank()).make(lambda: 7, lambda made: {}) == 7

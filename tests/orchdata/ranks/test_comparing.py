@@ -1,4 +1,4 @@
-"""Loaders compared through the job's store: ranks as threads over one store."""
+"""Loaders compared through the job's store: ranks are threads over one store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from orchdata.ranks.comparing import Agreement, Beginning, Comparison, Numbers
 from orchdata.ranks.parallel import Rank
 from orchdata.ranks.posting import JobStore, Round
 
-PATIENCE = 60.0  # A rank that waits so long has failed its test.
+PATIENCE = 60.0  # A rank that waits longer has failed its test.
 
 
 class Job:
@@ -43,15 +43,15 @@ class Job:
         return made
 
     def all_made(self, *described: dict[str, Any]) -> list[Comparison]:
-        return [self.made(rank, **told) for rank, told in enumerate(described)]
+        return [self.made(rank, **entries) for rank, entries in enumerate(described)]
 
 
 def begin(made: Comparison, epoch: int = 0, step: int = 0) -> Beginning:
     return Beginning(made, {"epoch": epoch, "step": step})
 
 
-def said(acts: list[Callable[[], Any]]) -> list[str | None]:
-    """What each of these, at once, raised."""
+def errors_of(acts: list[Callable[[], Any]]) -> list[str | None]:
+    """Run these in parallel, and return the error of each, or None."""
 
     def run(act: Callable[[], Any]) -> str | None:
         try:
@@ -66,19 +66,19 @@ def said(acts: list[Callable[[], Any]]) -> list[str | None]:
 
 def first_steps(made: list[Comparison], epochs: list[int] | None = None) -> list[str | None]:
     begun = [begin(one, epoch) for one, epoch in zip(made, epochs or [0] * len(made), strict=True)]
-    return said([one.compare for one in begun])
+    return errors_of([one.compare for one in begun])
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are missing are named, and looked for again, at once."""
+    """Missing ranks are named, and checked again, almost immediately."""
     monkeypatch.setattr(comparing, "LATE_SECONDS", 0.05)
-    monkeypatch.setattr(comparing, "_BEHIND_SECONDS", 0.05)
+    monkeypatch.setattr(comparing, "_LATER_SECONDS", 0.05)
     monkeypatch.setattr(comparing, "_LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_equal_loaders_start_and_leave_only_their_numbers_in_the_store(kind: str, tmp_path: Any) -> None:
+def test_equal_loaders_start_and_only_their_numbers_remain_in_the_store(kind: str, tmp_path: Any) -> None:
     stores = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 4),
@@ -94,30 +94,30 @@ def test_equal_loaders_start_and_leave_only_their_numbers_in_the_store(kind: str
         assert job.store.num_keys() - before == 4
 
 
-def test_a_rank_that_differs_is_named_on_all_with_both_values() -> None:
+def test_all_ranks_name_one_that_differs_with_both_values() -> None:
     made = Job(4).all_made(
         {"order": {"seed": 1}}, {"order": {"seed": 1}}, {"order": {"seed": 2}}, {"order": {"seed": 1}}
     )
-    (told,) = set(first_steps(made))
-    assert told == (
+    (error,) = set(first_steps(made))
+    assert error == (
         "ValueError: all ranks of a loader must plan the same steps; rank 2 differs from the others: order.seed is 1 "
         "on ranks 0, 1, 3, 2 on rank 2 (compared is loader number 1 with dp=None of each rank: all make the same ones "
         "in the same order, and a loader of one rank alone with dp=(0, 1))"
     )
 
 
-def test_a_rank_that_could_not_make_it_is_named_in_place_of_waiting() -> None:
+def test_a_rank_that_could_not_make_the_loader_is_named_without_waiting() -> None:
     job = Job(3)
     made = [job.made(rank, seed=1) for rank in (0, 2)]
     job.comparison(1).describe(failure_account(OSError("no disk")))
-    for told in first_steps(made):
-        assert told is not None
-        assert told.startswith(
+    for error in first_steps(made):
+        assert error is not None
+        assert error.startswith(
             "RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 1: OSError: no disk (compared"
         )
 
 
-def test_loaders_made_in_another_order_are_told_apart() -> None:
+def test_loaders_made_in_another_order_are_distinguished() -> None:
     job = Job(2)
     train = [job.made(0, data="train")]
     evaluate = [job.made(0, data="eval"), job.made(1, data="eval")]
@@ -131,13 +131,13 @@ def test_loaders_made_in_another_order_are_told_apart() -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group() -> None:
     job = Job(20, timeout=0.3)
-    alone = begin(job.made(3, seed=1))  # which waits for nobody
+    alone = begin(job.made(3, seed=1))  # which waits for no rank
     expected = (
         r"ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more have made no such loader: this is loader number 1 with dp=None of "
         r"rank 3, its samples are shared by all 20 ranks, .*made with dp=\(0, 1\)\. "
     )
     with (
-        pytest.warns(UserWarning, match=expected + "They may only be late. Meanwhile waiting for 0.3 seconds"),
+        pytest.warns(UserWarning, match=expected + "They may only be late. This rank waits 0.3 seconds"),
         pytest.raises(RuntimeError, match=expected + "Waited 0.3 seconds, the timeout of the process group"),
     ):
         alone.compare()
@@ -147,38 +147,38 @@ def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group()
 def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2)
     early = begin(job.made(0, seed=1))
-    said: Queue[str] = Queue()
-    monkeypatch.setattr(comparing.warnings, "warn", lambda text, stacklevel: said.put(text))
+    warned: Queue[str] = Queue()
+    monkeypatch.setattr(comparing.warnings, "warn", lambda text, stacklevel: warned.put(text))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(early.compare)
-        assert "rank 1 has made no such loader" in said.get(timeout=PATIENCE)
+        assert "rank 1 has made no such loader" in warned.get(timeout=PATIENCE)
         assert not waiting.done()
         begin(job.made(1, seed=1)).compare()
         assert waiting.result(PATIENCE) is None
-    assert said.empty()
+    assert warned.empty()
 
 
 @pytest.mark.parametrize("moved", [{"epoch": 1}, {"step": 3}])
-def test_an_iteration_that_begins_elsewhere_on_one_rank_is_refused_on_all(moved: dict[str, int]) -> None:
+def test_all_ranks_raise_an_error_if_one_begins_elsewhere(moved: dict[str, int]) -> None:
     made = Job(3).all_made(*[{"seed": 1}] * 3)
     assert first_steps(made) == [None] * 3
-    places = [{}, {}, moved]
-    (told,) = set(said([begin(one, **place).compare for one, place in zip(made, places, strict=True)]))
+    starts = [{}, {}, moved]
+    (error,) = set(errors_of([begin(one, **start).compare for one, start in zip(made, starts, strict=True)]))
     (name,) = moved
-    assert told is not None
-    assert told.startswith(
-        "ValueError: all ranks of a loader must begin an iteration at the same place; rank 2 differs from the others: "
-        f"{name} is 0 on ranks 0, 1, {moved[name]} on rank 2 (give load_state_dict and set_epoch the same"
+    assert error is not None
+    assert error.startswith(
+        "ValueError: all ranks of a loader must begin an iteration at the same step; rank 2 differs from the others: "
+        f"{name} is 0 on ranks 0, 1, {moved[name]} on rank 2 (pass load_state_dict and set_epoch the same"
     )
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_rank_that_iterates_alone_goes_on_with_a_warning_until_others_come_elsewhere() -> None:
+def test_a_rank_that_iterates_alone_continues_with_a_warning_until_others_begin_elsewhere() -> None:
     made = Job(2).all_made({}, {})
     alone = begin(made[0])
     with pytest.warns(
         UserWarning,
-        match=r"rank 1 has not begun to iterate a loader .* made with dp=\(0, 1\). They may only be late. Meanwhile",
+        match=r"rank 1 has not begun to iterate a loader .* made with dp=\(0, 1\). They may only be late. This rank co",
     ):
         alone.compare()
     alone.compare()
@@ -190,19 +190,19 @@ def test_a_rank_that_iterates_alone_goes_on_with_a_warning_until_others_come_els
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
-def test_a_rank_that_comes_late_to_a_peek_and_to_the_iteration_after_it_is_waited_for_and_waits_for_none() -> None:
+def test_a_rank_late_for_a_peek_and_the_iteration_after_it_is_waited_for_and_waits_for_none() -> None:
     made = Job(2).all_made({}, {})
     begin(made[0]).compare()
     early = begin(made[0], 1)
     early.compare()  # its first step waits in a collective for rank 1
     begin(made[1]).compare()
-    begin(made[1], 1).compare()  # raises at the timeout where rank 0 has not said that it began
+    begin(made[1], 1).compare()  # raises at the timeout unless rank 0 has posted that it began
     early.compare()
 
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
-def test_a_rank_that_comes_late_goes_through_the_epochs_that_others_have_ended() -> None:
+def test_a_late_rank_iterates_the_epochs_that_others_have_ended() -> None:
     made = Job(2).all_made({}, {})
     for one in made:
         for epoch in range(3):
@@ -213,32 +213,36 @@ def test_a_rank_that_comes_late_goes_through_the_epochs_that_others_have_ended()
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
 @pytest.mark.parametrize("peeks_first", [True, False])
-def test_a_rank_that_took_a_batch_for_itself_is_an_iteration_ahead_and_told(peeks_first: bool) -> None:
+def test_a_rank_that_took_a_batch_for_itself_is_an_iteration_ahead_and_raises_an_error(peeks_first: bool) -> None:
     made = Job(2, timeout=0.5).all_made({}, {})
     if not peeks_first:
         assert first_steps(made) == [None, None]
 
-    def peek() -> None:  # next(iter(loader)) on rank 0, which goes on alone where rank 1 never began
+    def peek() -> None:  # next(iter(loader)) on rank 0, which continues alone if rank 1 never began
         begin(made[0], 0).compare()
 
     if peeks_first:
         peek()
-    behind = begin(made[1], 0)  # before rank 0 looks: where it sees nobody it goes on alone, and looks at its next step
-    told = said([behind.compare, lambda: (None if peeks_first else peek(), begin(made[0], 1).compare())])
-    assert told[0] is None
-    assert str(told[1]).startswith("RuntimeError: rank 1 has not begun iteration ")
-    assert "rank that takes batches for itself, as by next(iter(loader))" in str(told[1])
+    late = begin(
+        made[1], 0
+    )  # before rank 0 checks: if no rank has begun it continues alone, and checks at its next step
+    error = errors_of([late.compare, lambda: (None if peeks_first else peek(), begin(made[0], 1).compare())])
+    assert error[0] is None
+    assert str(error[1]).startswith("RuntimeError: rank 1 has not begun iteration ")
+    assert "rank that takes batches for itself, as by next(iter(loader))" in str(error[1])
 
 
-def test_rank_0_that_may_serve_the_store_stays_until_the_others_have_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_which_may_serve_the_store_waits_until_the_others_have_seen_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(comparing, "_LEAVE_SECONDS", PATIENCE)
     made = Job(2).all_made({}, {})
     begun = [begin(one) for one in made]
     looks: Queue[bool] = Queue()
     look = Round.seen_by_all
 
-    def noting(said: Round, store: Any) -> bool:
-        seen = look(said, store)
+    def noting(posted: Round, store: Any) -> bool:
+        seen = look(posted, store)
         looks.put(seen)
         return seen
 
@@ -251,7 +255,7 @@ def test_rank_0_that_may_serve_the_store_stays_until_the_others_have_seen(monkey
         assert server.result(PATIENCE) is None
 
 
-def test_rank_0_stays_but_once_for_those_that_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_waits_only_once_for_ranks_that_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_LEAVE_SECONDS", 0.05)
     made = Job(2).all_made({}, {})
     begun = [begin(one) for one in made]
@@ -259,20 +263,20 @@ def test_rank_0_stays_but_once_for_those_that_do_not_look(monkeypatch: pytest.Mo
     assert not made[0]._lingers
 
 
-def test_what_rank_0_draws_is_told_to_all_in_each_iteration() -> None:
+def test_all_ranks_get_what_rank_0_draws_in_each_iteration() -> None:
     job = Job(3)
     made = job.all_made({}, {}, {})
     for epoch in range(4):
         begun = [begin(one, epoch) for one in made]
-        assert said([one.compare for one in begun]) == [None] * 3
+        assert errors_of([one.compare for one in begun]) == [None] * 3
         seeds = [{"seed": 10 * epoch + rank} for rank in range(3)]
         with ThreadPoolExecutor(3) as pool:
-            told = list(pool.map(Beginning.tell, begun, seeds))
-        assert told == [{"seed": 10 * epoch}] * 3
-        assert begun[2].tell({"seed": 99}) == {"seed": 10 * epoch}  # once in an iteration
-    left = [key for key in range(1, 5) if job.store.check([f"orchdata/world/{job.numbers[0].job}/1/told/{key}"])]
+            shared = list(pool.map(Beginning.share, begun, seeds))
+        assert shared == [{"seed": 10 * epoch}] * 3
+        assert begun[2].share({"seed": 99}) == {"seed": 10 * epoch}  # once in an iteration
+    left = [key for key in range(1, 5) if job.store.check([f"orchdata/world/{job.numbers[0].job}/1/shared/{key}"])]
     assert left == [3, 4]
-    assert begin(job.made(0)).tell(None) is None  # nothing is drawn
+    assert begin(job.made(0)).share(None) is None  # nothing is drawn
 
 
 @pytest.mark.usefixtures("hasty")
@@ -282,30 +286,30 @@ def test_a_rank_waits_for_what_rank_0_draws_until_the_timeout_of_the_group() -> 
         pytest.warns(UserWarning, match="rank 0 has not begun to iterate.*Waiting for 0.4 seconds"),
         pytest.raises(RuntimeError, match="rank 0 has not begun to iterate.*With seed= no rank waits.*0.4 seconds"),
     ):
-        begin(made[1]).tell({"seed": 1})
+        begin(made[1]).share({"seed": 1})
 
 
-def test_a_store_that_ends_once_all_are_known_to_be_alike_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(said: Round, store: Any) -> None:
+def test_a_store_that_ends_after_all_are_known_to_be_equal_fails_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(posted: Round, store: Any) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
     monkeypatch.setattr(Round, "clear", gone)
     assert first_steps(Job(2).all_made({}, {})) == [None, None]
 
 
-def test_who_was_refused_begins_anew_and_who_failed_otherwise_goes_on() -> None:
+def test_after_a_difference_ranks_begin_again_and_after_another_error_they_continue() -> None:
     made = Job(2).all_made({}, {})
     agreements = [Agreement(Rank()) for _ in made]
     for agreement, one in zip(agreements, made, strict=True):
         agreement._compared = one
     begun = [agreement.begin(rank, 0) for rank, agreement in enumerate(agreements)]
-    assert None not in said([one.compare for one in begun])
-    anew = [agreement.begin(1, 0, one) for agreement, one in zip(agreements, begun, strict=True)]
-    assert said([one.compare for one in anew]) == [None, None]
-    assert agreements[0].begin(1, 3, anew[0]) is anew[0]
+    assert None not in errors_of([one.compare for one in begun])
+    again = [agreement.begin(1, 0, one) for agreement, one in zip(agreements, begun, strict=True)]
+    assert errors_of([one.compare for one in again]) == [None, None]
+    assert agreements[0].begin(1, 3, again[0]) is again[0]
 
 
-def test_what_an_earlier_job_left_in_the_store_is_not_taken_for_this_one() -> None:
+def test_entries_of_an_earlier_job_in_the_store_are_not_used() -> None:
     first = Job(2)
     first.all_made({"seed": 1}, {"seed": 1})  # and never iterated
     first.made(0, seed=2)
@@ -324,7 +328,7 @@ def test_iterations_of_two_loaders_may_be_interleaved() -> None:
                 one.compare()
         begin(both[0][rank], 1).compare()
 
-    assert said([lambda: iterate(0), lambda: iterate(1)]) == [None, None]
+    assert errors_of([lambda: iterate(0), lambda: iterate(1)]) == [None, None]
 
 
 @pytest.mark.parametrize("missing", [[0], [31], [4, 5, 6], list(range(1, 32))])

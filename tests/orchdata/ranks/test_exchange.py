@@ -1,4 +1,4 @@
-"""Exchange over gloo: one job for each number of ranks runs every check (exchange_job.py); the tests say which held."""
+"""Exchange over gloo: one job for each number of ranks runs every check (exchange_job.py), and each test reads one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.parametrize("name", CHECKS)
 def test_between_ranks(checked: Any, name: str, num_ranks: int) -> None:
-    for rank, found in enumerate(checked(num_ranks)):
-        assert found.get(name, f"not reached: {found}") == "", f"rank {rank}: {found.get(name, found)}"
+    for rank, results in enumerate(checked(num_ranks)):
+        assert results.get(name, f"not reached: {results}") == "", f"rank {rank}: {results.get(name, results)}"
 
 
 def test_a_rank_that_dies_is_an_error_on_every_other_within_the_timeout(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(JOB, "killed", num_ranks=3, folder=tmp_path, lost=[2])[:2]):
-        assert f"forward of exchange (image of step 3) on rank {rank} of 3" in found["told"]
-        assert "a rank died" in found["told"] and found["told"].endswith("no word from rank 2, which died or hangs")
-        assert found["seconds"] < 10 * IMPATIENCE.total_seconds()
+    for rank, results in enumerate(run_ranks(JOB, "killed", num_ranks=3, folder=tmp_path, lost=[2])[:2]):
+        error = results["error"]
+        assert f"forward of exchange (image of step 3) on rank {rank} of 3" in error
+        assert "a rank died" in error and error.endswith("no word from rank 2, which died or hangs")
+        assert results["seconds"] < 10 * IMPATIENCE.total_seconds()
 
 
 def alone(**orders: Any) -> Route:
@@ -54,11 +55,11 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_features_changed_before_wait_are_refused(requires_grad: bool) -> None:
+def test_features_changed_before_wait_raise_an_error(requires_grad: bool) -> None:
     features = torch.ones(3, 1)
     handle = exchange(features, alone(), requires_grad=requires_grad, async_op=True)
     features.zero_()
-    with pytest.raises(RuntimeError, match="changed in place while they travelled"):
+    with pytest.raises(RuntimeError, match="changed in place while they were sent"):
         handle.wait()
 
 
@@ -94,7 +95,7 @@ def test_a_route_of_several_ranks_needs_a_process_group() -> None:
 
 def test_the_benchmark_compares_the_same_rows_three_ways() -> None:
     """At a tiny size; nothing about time is asserted."""
-    found = run(ExchangeBench(ranks=(2,), parts_per_rank=3, tokens=4, hidden=8, repeats=3))
-    assert [result.unit for result in found] == ["x"] * 4 + ["GB/s"] * 5
-    assert {len(result.values) for result in found} == {3}
-    assert [result.demand for result in found][:4] == [0.9, None, None, None]  # the others are asked of 4 ranks
+    results = run(ExchangeBench(ranks=(2,), parts_per_rank=3, tokens=4, hidden=8, repeats=3))
+    assert [result.unit for result in results] == ["x"] * 4 + ["GB/s"] * 5
+    assert {len(result.values) for result in results} == {3}
+    assert [result.demand for result in results][:4] == [0.9, None, None, None]  # other demands are for 4 ranks

@@ -1,4 +1,4 @@
-"""Ranks without an index make it together; a process that is lost leaves what it was at to another."""
+"""Ranks without an index build it together; another process does the work of one that is lost."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def shards(tmp_path: Path) -> list[str]:
 
 
 def test_ranks_measure_each_shard_once_and_see_the_same(shards: list[str], tmp_path: Path) -> None:
-    found = run_ranks(JOB, str(tmp_path), num_ranks=3, folder=tmp_path)
-    measured = [name for rank in found for name in rank["measured"]]
+    ranks = run_ranks(JOB, str(tmp_path), num_ranks=3, folder=tmp_path)
+    measured = [name for rank in ranks for name in rank["measured"]]
     assert sorted(measured) == sorted(Path(shard).name for shard in shards)
-    keys = [key for rank in found for key in rank["keys"]]
+    keys = [key for rank in ranks for key in rank["keys"]]
     assert len(keys) == len(set(keys)) == 3 * SHARDS
 
 
-def test_each_begins_elsewhere(shards: list[str]) -> None:
+def test_each_rank_begins_at_another_shard(shards: list[str]) -> None:
     done: list[str] = []
     build_index(shards, RECIPE, num_threads=1, share=(1, 3), progress=lambda built: done.append(built.url))
     assert done == [*shards[3:], *shards[:3]]
 
 
-def test_ranks_that_may_not_build_are_refused(shards: list[str]) -> None:
+def test_ranks_that_may_not_build_raise_an_error(shards: list[str]) -> None:
     with pytest.raises(od.MissingIndexError, match="index='build'"):
         od.DataLoader(od.ShardDataset(shards, RECIPE), dp=(0, 2))
     with pytest.raises(ValueError, match="'build', 'require'"):
@@ -53,7 +53,7 @@ def test_ranks_that_may_not_build_are_refused(shards: list[str]) -> None:
 
 @contextmanager
 def at_a_shard(shards: list[str]) -> Iterator[int]:
-    """A process that is at the first shard, and stays there."""
+    """A process that measures the first shard, and never ends."""
     at_it = FORK.Event()
 
     def stuck(url: str, *arguments: object, **options: object) -> object:
@@ -76,7 +76,7 @@ def at_a_shard(shards: list[str]) -> Iterator[int]:
         process.join()
 
 
-def test_what_a_lost_process_was_at_is_done_by_another(shards: list[str]) -> None:
+def test_another_process_measures_the_shard_of_a_lost_one(shards: list[str]) -> None:
     done: list[str] = []
     rest = threading.Event()
 
@@ -89,7 +89,7 @@ def test_what_a_lost_process_was_at_is_done_by_another(shards: list[str]) -> Non
         ours = threading.Thread(target=build_index, args=(shards, RECIPE), kwargs={"progress": progress})
         ours.start()
         assert rest.wait(60)
-        assert shards[0] not in done, "another process is at it"
+        assert shards[0] not in done, "another process measures it"
         os.kill(pid, signal.SIGKILL)
         ours.join(60)
         assert not ours.is_alive()
@@ -97,17 +97,17 @@ def test_what_a_lost_process_was_at_is_done_by_another(shards: list[str]) -> Non
     assert len(build_index(shards, RECIPE)) == 3 * SHARDS
 
 
-def test_a_claim_is_one_process_at_a_time_and_ends_with_it(tmp_path: Path) -> None:
+def test_one_process_at_a_time_has_a_claim_which_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "claims"
     one, other = Claims(path), Claims(path)
     with one.claim("a") as ours, other.claim("a") as theirs, other.claim("b") as apart:
         assert (ours, theirs, apart) == (True, False, True)
     with other.claim("a") as theirs:
         assert theirs
-        one.close()  # and no lock of another's with it
+        one.close()  # which releases no lock of the other
         with Claims(path).claim("a") as third:
             assert not third
     assert path.stat().st_size == 0
     missing = Claims(tmp_path / "no folder" / "claims")
     with missing.claim("a") as ours:
-        assert ours, "work is done rather twice than never"
+        assert ours, "work may be done twice, but must be done"

@@ -1,4 +1,4 @@
-"""Notes in the store of a group: each about one call, and none where there is no store."""
+"""Notes in the store of a group: each is about one call, and without a store there are none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchdata.ranks.notes import Notes, Reason, name_call, name_missing
 
 @pytest.fixture
 def rank_0_of_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody is waited for."""
+    """A group in which no rank waits for others."""
     monkeypatch.setattr(notes, "_WAIT_SECONDS", 0.0)
     dist.init_process_group("fake", rank=0, world_size=3, store=dist.HashStore())
     yield
@@ -23,14 +23,14 @@ def rank_0_of_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of_rank(rank: int, about: str) -> Notes:
-    """What that rank would have in its process."""
+    """Return the notes as that rank would have them in its process."""
     theirs = Notes(dist.group.WORLD, about)
     theirs._rank = rank
     return theirs
 
 
 @pytest.mark.usefixtures("rank_0_of_3")
-def test_each_call_has_notes_of_its_own() -> None:
+def test_each_call_has_its_own_notes() -> None:
     first, second = (name_call("exchange") for _ in range(2))
     of_rank(1, first).leave()
     assert name_missing(None, first) == "; no word from rank 2, which died or hangs"
@@ -40,7 +40,7 @@ def test_each_call_has_notes_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("rank_0_of_3")
-def test_a_later_group_of_the_same_name_has_notes_of_its_own() -> None:
+def test_a_later_group_of_the_same_name_has_its_own_notes() -> None:
     store = dist.HashStore()
     calls = []
     for _ in range(2):
@@ -76,7 +76,7 @@ class Gone:
 
 
 @pytest.mark.usefixtures("rank_0_of_3")
-def test_without_a_store_nobody_is_named() -> None:
+def test_without_a_store_no_rank_is_named() -> None:
     ours = Notes(None, "step")
     assert not ours.readable
     ours = of_rank(0, "step")

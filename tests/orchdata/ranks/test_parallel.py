@@ -1,4 +1,4 @@
-"""Which ranks balance, and that their peers get the same batches: gloo processes on 2 x 2 meshes (mesh_job.py)."""
+"""The ranks that balance, and their peers, which get the same batches: gloo processes on 2 x 2 meshes (mesh_job.py)."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def keys(epoch: dict[str, Any], step: int) -> set[str]:
 
 def assert_exactly_once(epochs: list[dict[str, Any]], missing: int = 0) -> None:
     for step, size in enumerate([8, 8, 4]):
-        held = [keys(epoch, step) for epoch in epochs]
-        assert sum(map(len, held)) == len(set().union(*held))  # disjoint
-        assert size - missing <= len(set().union(*held)) <= size
+        delivered_keys = [keys(epoch, step) for epoch in epochs]
+        assert sum(map(len, delivered_keys)) == len(set().union(*delivered_keys))  # disjoint
+        assert size - missing <= len(set().union(*delivered_keys)) <= size
     delivered = [key for epoch in epochs for step in range(NUM_STEPS) for key in keys(epoch, step)]
     assert len(delivered) == len(set(delivered)) == NUM_SAMPLES - missing
 
 
 @pytest.mark.parametrize("scenario", PEERS)
-def test_peers_get_equal_batches_to_the_bit(ranks: Ranks, scenario: str) -> None:
+def test_peers_get_bitwise_equal_batches(ranks: Ranks, scenario: str) -> None:
     for one, other in PEERS[scenario]:
         assert ranks[one][scenario]["steps"] == ranks[other][scenario]["steps"]
 
@@ -86,13 +86,13 @@ def test_the_two_dims_of_hsdp_count_as_one(ranks: Ranks) -> None:
     assert_exactly_once([rank["hsdp"] for rank in ranks])
 
 
-def test_broadcast_batches_are_those_that_peers_read(ranks: Ranks) -> None:
+def test_broadcast_batches_equal_those_that_peers_read(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["broadcast"]["steps"] == rank["read"]["steps"] == rank["mesh"]["steps"]
 
 
 def test_a_mixture_is_broadcast_as_peers_read_it(ranks: Ranks) -> None:
-    """Sources, passes and weighted loss tokens too; per phase on two ranks each of which decodes for the other."""
+    """Sources, passes and weighted loss tokens too; per phase on two ranks, and each decodes for the other."""
     for rank in ranks:
         assert rank["mixture, broadcast"]["steps"] == rank["mixture, read"]["steps"]
     for scenario in ("mixture, broadcast", "mixture, per phase"):
@@ -138,15 +138,15 @@ def test_a_failure_is_counted_on_the_reader(ranks: Ranks) -> None:
 
 
 def test_an_error_of_the_reader_reaches_its_peers(ranks: Ranks) -> None:
-    said = [rank["raise"] for rank in ranks]
-    failed = next(reader for reader in (0, 2) if said[reader].startswith("DataError: "))
-    assert "sample 'broken', field 'jpg'" in said[failed]
-    assert said[failed + 1] == (
-        f"RuntimeError: rank {failed} reads for this rank, {failed + 1}, and failed: {said[failed]}"
+    errors = [rank["raise"] for rank in ranks]
+    failed = next(reader for reader in (0, 2) if errors[reader].startswith("DataError: "))
+    assert "sample 'broken', field 'jpg'" in errors[failed]
+    assert errors[failed + 1] == (
+        f"RuntimeError: rank {failed} reads for this rank, {failed + 1}, and failed: {errors[failed]}"
     )
     for other in (2 - failed, 3 - failed):  # at this step plans are compared
-        assert said[other].startswith("RuntimeError: other ranks failed where plans are compared, at epoch 0, step ")
-        assert f"rank {failed}: {said[failed]}; rank {failed + 1}: {said[failed + 1]}" in said[other]
+        assert errors[other].startswith("RuntimeError: other ranks failed where plans are compared, at epoch 0, step ")
+        assert f"rank {failed}: {errors[failed]}; rank {failed + 1}: {errors[failed + 1]}" in errors[other]
 
 
 def test_an_iteration_left_early_resumes_on_all_peers(ranks: Ranks) -> None:
@@ -154,25 +154,25 @@ def test_an_iteration_left_early_resumes_on_all_peers(ranks: Ranks) -> None:
         assert rank["resumed"] == [digest for step in rank["broadcast"]["steps"] for digest in step["digests"]]
 
 
-def test_peers_that_iterate_apart_are_told(ranks: Ranks) -> None:
-    said = [rank["apart"] for rank in ranks]
-    assert set(said) == {
+def test_peers_that_iterate_different_epochs_raise_an_error(ranks: Ranks) -> None:
+    errors = [rank["apart"] for rank in ranks]
+    assert set(errors) == {
         (
-            "ValueError: all ranks of a loader must begin an iteration at the same place; ranks 0, 1, 2, 3 differ from "
-            "each other: epoch is 0 on ranks 0, 2, 1 on ranks 1, 3 (give load_state_dict and set_epoch the same on "
+            "ValueError: all ranks of a loader must begin an iteration at the same step; ranks 0, 1, 2, 3 differ from "
+            "each other: epoch is 0 on ranks 0, 2, 1 on ranks 1, 3 (pass load_state_dict and set_epoch the same on "
             "every rank)"
         )
     }
 
 
 @pytest.mark.parametrize("scenario", ["collate", "map broadcast"])
-def test_what_only_the_user_can_describe_is_not_broadcast(ranks: Ranks, scenario: str) -> None:
+def test_batches_of_a_users_collate_fn_are_not_broadcast(ranks: Ranks, scenario: str) -> None:
     for rank in ranks:
         assert "od.DataParallel(mesh, replicate='read')" in rank[scenario]
         assert rank[scenario].startswith("ValueError: replicate='broadcast' sends an od.Batch")
 
 
-def test_peers_read_a_map_style_data_set_alike(ranks: Ranks) -> None:
+def test_peers_read_equal_batches_of_a_map_style_data_set(ranks: Ranks) -> None:
     read = [rank["map read"] for rank in ranks]
     assert read[0] == read[1]
     assert read[2] == read[3]
@@ -184,9 +184,12 @@ def test_a_group_of_two_ranks_of_three(three_ranks: Ranks, scenario: str) -> Non
     assert_exactly_once([three_ranks[0][scenario], three_ranks[2][scenario]])
 
 
-def test_a_rank_outside_group_or_mesh_is_refused(three_ranks: Ranks) -> None:
+def test_a_rank_outside_group_or_mesh_raises_an_error(three_ranks: Ranks) -> None:
     assert three_ranks[1]["outside"] == "ValueError: dp is a process group this process does not belong to"
-    assert three_ranks[1]["mesh"] == "ValueError: dp is a mesh of the ranks [0, 2]; this process, rank 1, is none"
+    assert (
+        three_ranks[1]["mesh"]
+        == "ValueError: dp is a mesh of the ranks [0, 2]; this process, rank 1, is not among them"
+    )
 
 
 def test_both_of_two_ranks_are_named(three_ranks: Ranks) -> None:
@@ -208,14 +211,14 @@ def mesh(*names: str, shape: tuple[int, ...] = (2, 2, 2)) -> DeviceMesh:
 @pytest.mark.usefixtures("rank_5_of_8")
 def test_data_parallel_dims_are_row_major_in_the_order_of_the_mesh() -> None:
     # rank 5 is at (1, 0, 1)
-    found = resolve_rank(DataParallel(mesh("dp_replicate", "dp_shard", "tp")))
-    assert (found.rank, found.size) == (2, 4)  # (1, 0) of 2 x 2
-    assert found.shared == ((0, 1), (2, 3), (4, 5), (6, 7))
-    found = resolve_rank(DataParallel(mesh("dp_replicate", "cp", "dp_shard")))
-    assert (found.rank, found.size) == (3, 4)  # (1, 1)
-    assert found.shared == ((0, 2), (1, 3), (4, 6), (5, 7))
-    found = resolve_rank(DataParallel(mesh("pp", "dp", "tp"), dims=("dp",), replicate="read"))
-    assert (found.rank, found.size, found.shared) == (0, 2, ())
+    resolved = resolve_rank(DataParallel(mesh("dp_replicate", "dp_shard", "tp")))
+    assert (resolved.rank, resolved.size) == (2, 4)  # (1, 0) of 2 x 2
+    assert resolved.shared == ((0, 1), (2, 3), (4, 5), (6, 7))
+    resolved = resolve_rank(DataParallel(mesh("dp_replicate", "cp", "dp_shard")))
+    assert (resolved.rank, resolved.size) == (3, 4)  # (1, 1)
+    assert resolved.shared == ((0, 2), (1, 3), (4, 6), (5, 7))
+    resolved = resolve_rank(DataParallel(mesh("pp", "dp", "tp"), dims=("dp",), replicate="read"))
+    assert (resolved.rank, resolved.size, resolved.shared) == (0, 2, ())
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
@@ -223,16 +226,16 @@ def test_data_parallel_dims_are_row_major_in_the_order_of_the_mesh() -> None:
     ("names", "expected"),
     [(("dp", "cp", "tp"), (1, 2)), (("pp", "data", "tp"), (0, 2)), (("tp", "dp_shard", "cp"), (0, 2))],
 )
-def test_common_names_of_dims_are_found(names: tuple[str, ...], expected: tuple[int, int]) -> None:
-    found = resolve_rank(mesh(*names))
-    assert (found.rank, found.size) == expected
+def test_common_names_of_dims_are_recognized(names: tuple[str, ...], expected: tuple[int, int]) -> None:
+    resolved = resolve_rank(mesh(*names))
+    assert (resolved.rank, resolved.size) == expected
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
 def test_a_mesh_of_one_dim_needs_no_name() -> None:
-    found = resolve_rank(mesh(shape=(8,)))
-    assert (found.rank, found.size, found.shared) == (5, 8, ())
-    assert len(found.groups) == 1
+    resolved = resolve_rank(mesh(shape=(8,)))
+    assert (resolved.rank, resolved.size, resolved.shared) == (5, 8, ())
+    assert len(resolved.groups) == 1
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
@@ -256,7 +259,7 @@ def test_ranks_of_a_node_are_counted_without_peers(
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
-def test_a_mesh_without_a_data_parallel_dim_is_refused() -> None:
+def test_a_mesh_without_a_data_parallel_dim_raises_an_error() -> None:
     with pytest.raises(ValueError, match=r"the mesh has the dims \('pp', 'cp', 'tp'\), and none of .*'dp', 'data'\)"):
         resolve_rank(mesh("pp", "cp", "tp"))
     with pytest.raises(ValueError, match="without names"):
@@ -270,12 +273,12 @@ def test_broadcast_needs_the_mesh_of_all_ranks() -> None:
     part = mesh("pp", "dp", "tp")["dp", "tp"]
     with pytest.raises(ValueError, match=r"takes all 8 ranks of the job, and the mesh has 4: .* replicate='read'"):
         resolve_rank(part)
-    found = resolve_rank(DataParallel(part, dims=("dp",), replicate="read"))
-    assert (found.rank, found.size) == (0, 2)
+    resolved = resolve_rank(DataParallel(part, dims=("dp",), replicate="read"))
+    assert (resolved.rank, resolved.size) == (0, 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dims": "dp"}, r"dims must be names of mesh dims, as \('dp',\), got 'dp'"),
         ({"dims": ()}, "dims must be names"),
@@ -284,21 +287,21 @@ def test_broadcast_needs_the_mesh_of_all_ranks() -> None:
         ({"check_plan_every": -1}, "check_plan_every must be at least 0, got -1"),
     ],
 )
-def test_values_of_data_parallel_are_checked(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_values_of_data_parallel_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         DataParallel(None, **options)
 
 
-def test_neither_group_nor_mesh_is_refused() -> None:
+def test_a_value_that_is_neither_group_nor_mesh_raises_an_error() -> None:
     with pytest.raises(TypeError, match="a process group, a DeviceMesh, an od.DataParallel or"):
         resolve_rank(DataParallel("dp"))
     assert GLOBAL_BATCH_SIZE * 2 < NUM_SAMPLES < GLOBAL_BATCH_SIZE * NUM_STEPS  # guards NUM_STEPS
 
 
-def test_a_loader_made_before_its_group_is_refused_where_it_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
-    early, told = od.DataLoader(list(range(4))), od.DataLoader(list(range(4)), dp=(0, 1))
+def test_a_loader_made_before_its_group_raises_an_error_at_iter(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, explicit = od.DataLoader(list(range(4))), od.DataLoader(list(range(4)), dp=(0, 1))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(RuntimeError, match=r"there are 2 now.*dp=\(0, 1\)"):
         iter(early)
-    assert iter(told)
+    assert iter(explicit)

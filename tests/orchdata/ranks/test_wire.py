@@ -1,4 +1,4 @@
-"""Samples as bytes: what is sent comes back, anything else is refused, and no message is trusted."""
+"""Samples as bytes: supported values come back, others raise an error, and no message is trusted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def same(first: Any, second: Any) -> bool:
 
 @given(trees)
 @settings(max_examples=200, deadline=None)
-def test_nested_values_come_back_as_they_were(sample: Any) -> None:
+def test_nested_values_come_back_unchanged(sample: Any) -> None:
     assert same(read(written(sample)), sample)
 
 
@@ -75,7 +75,7 @@ def test_an_array_comes_back_bit_for_bit(dtype: str, shape: tuple[int, ...]) -> 
     assert back.tobytes() == sent.tobytes()
 
 
-def test_any_strides_and_orders_are_sent_as_their_values() -> None:
+def test_any_strides_and_orders_are_sent_by_value() -> None:
     tensor = torch.arange(12).reshape(3, 4)
     array = np.arange(12).reshape(3, 4)
     strided = torch.tensor([1 + 2j]).conj()
@@ -85,14 +85,14 @@ def test_any_strides_and_orders_are_sent_as_their_values() -> None:
         assert back.tolist() == wanted.tolist()
 
 
-def test_what_arrives_is_writable_and_shares_no_storage() -> None:
+def test_arrays_that_arrive_are_writable_and_share_no_storage() -> None:
     first, second = read(written([torch.zeros(3), np.zeros(3)]))
     first[0] = second[0] = 7
     assert first.tolist() == second.tolist() == [7, 0, 0]
     assert first.untyped_storage().nbytes() == 12  # torch.save writes no more than that
 
 
-def test_bytes_like_come_back_as_bytes_and_numpy_scalars_as_such() -> None:
+def test_bytes_like_come_back_as_bytes_and_numpy_scalars_unchanged() -> None:
     back = read(written([bytearray(b"ab"), memoryview(b"abcd")[::2], np.float32(1.5), np.int64(-3), np.bool_(True)]))
     assert back == [b"ab", b"ac", 1.5, -3, True]
     assert [type(value) for value in back] == [bytes, bytes, np.float32, np.int64, np.bool_]
@@ -104,7 +104,7 @@ def test_integers_may_have_any_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "said"),
+    ("sample", "message"),
     [
         ({"meta": [{1, 2}]}, r"sample\['meta'\]\[0\] is a builtins.set"),
         ({"x": {"y": object()}}, r"sample\['x'\]\['y'\] is a builtins.object"),
@@ -118,46 +118,49 @@ def test_integers_may_have_any_size() -> None:
         (torch.nn.Parameter(torch.ones(2)), r"sample is a torch.nn.parameter.Parameter"),
     ],
 )
-def test_anything_else_is_refused_with_its_path(sample: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_any_other_value_raises_an_error_with_its_path(sample: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         describe(sample)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused() -> None:
+def test_a_nested_tensor_raises_an_error() -> None:
     with pytest.raises(TypeError, match=r"sample\[0\] is a tensor of .*: only dense ones on the CPU can be sent"):
         describe([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
 
 
-@pytest.mark.parametrize("held", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
-def test_what_is_there_twice_would_come_back_as_two(held: Any) -> None:
+@pytest.mark.parametrize("buffer", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
+def test_a_buffer_that_occurs_twice_raises_an_error(buffer: Any) -> None:
     with pytest.raises(TypeError, match="or one twice"):
-        describe([held, {"again": held}], exact=True)
-    assert len(describe([held, held.copy() if isinstance(held, np.ndarray) else held.clone()], exact=True).buffers) == 2
+        describe([buffer, {"again": buffer}], exact=True)
+    assert (
+        len(describe([buffer, buffer.copy() if isinstance(buffer, np.ndarray) else buffer.clone()], exact=True).buffers)
+        == 2
+    )
 
 
-def test_an_image_object_is_refused_in_favour_of_its_bytes() -> None:
+def test_an_image_object_raises_an_error_that_recommends_its_bytes() -> None:
     from PIL import Image
 
     with pytest.raises(TypeError, match=r"sample\['jpg'\] is a PIL.Image.Image.*keep the encoded bytes"):
         describe({"jpg": Image.new("RGB", (2, 2))})
 
 
-def test_a_list_within_itself_is_refused() -> None:
+def test_a_list_within_itself_raises_an_error() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ValueError, match="nested deeper than 64 levels"):
         describe(endless)
 
 
-def test_a_cut_message_is_refused_wherever_it_is_cut() -> None:
+def test_a_message_cut_anywhere_raises_an_error() -> None:
     message = written({"text": "abc", "array": np.arange(40), "tensor": torch.ones(9)})
     for length in range(len(message)):
         with pytest.raises(WireError):
             read(message[:length])
 
 
-def test_a_longer_message_is_refused() -> None:
+def test_a_longer_message_raises_an_error() -> None:
     message = np.concatenate([written([1]), np.zeros(64, np.uint8)])
     with pytest.raises(WireError, match="a message of 128 bytes describes 64"):
         read(message)
@@ -194,7 +197,7 @@ def test_a_longer_message_is_refused() -> None:
         '["int","zz"]',
     ],
 )
-def test_a_forged_header_is_refused(header: str) -> None:
+def test_a_forged_header_raises_an_error(header: str) -> None:
     forged = np.zeros(128, np.uint8)
     forged[:16] = written(None)[:16]
     forged[8] = len(header)
@@ -205,7 +208,7 @@ def test_a_forged_header_is_refused(header: str) -> None:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_damaged_message_is_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
+def test_a_damaged_message_is_read_or_raises_wire_error(data: st.DataObject) -> None:
     message = written({"text": "abc", "array": np.arange(4), "items": [1, (2.5, None)]}).copy()
     for _ in range(3):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""The loop that names no group: ranks that differ are refused at the first step, by name (mesh_job.py, two ranks)."""
+"""A loader without a group: ranks that differ raise an error at the first step, with names (mesh_job.py, two ranks)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = omni_samples(NUM_SAMPLES)
     whole = jpeg(120, 90)
     half = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
-    broken = [{"__key__": f"broken{place}", "jpg": half, "txt": b"a picture"} for place in range(6)]
+    broken = [{"__key__": f"broken{number}", "jpg": half, "txt": b"a picture"} for number in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
-        for name, held in (("good", samples), ("unindexed", samples[:8]), ("bad", [*samples, *broken])):
-            write_shard(folder / f"{name}.tar", held)
+        for name, content in (("good", samples), ("unindexed", samples[:8]), ("bad", [*samples, *broken])):
+            write_shard(folder / f"{name}.tar", content)
             if name != "unindexed":
                 od.ShardDataset(folder / f"{name}.tar", recipe=RECIPE).index()
     return folder
@@ -49,23 +49,23 @@ def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ("split list", 'data.items is "4 of them, '),
     ],
 )
-def test_a_rank_that_differs_is_refused_on_all_with_both_values(ranks: Ranks, scenario: str, entry: str) -> None:
-    (told,) = {rank[scenario] for rank in ranks}
-    assert told.startswith("ValueError: all ranks of a loader must plan the same steps; ranks 0, 1 differ from each ")
-    assert entry in told
+def test_all_ranks_raise_both_values_of_a_difference(ranks: Ranks, scenario: str, entry: str) -> None:
+    (error,) = {rank[scenario] for rank in ranks}
+    assert error.startswith("ValueError: all ranks of a loader must plan the same steps; ranks 0, 1 differ from each ")
+    assert entry in error
     assert (
-        "; if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared)" in told
+        "; if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared)" in error
     ) == (entry.startswith("data."))
 
 
 @pytest.mark.parametrize(
     "scenario", ["equal subset", "list", "same lambda", "equal state", "tuple", "nodes apart", "another job"]
 )
-def test_equal_ranks_and_a_tuple_are_not_refused(ranks: Ranks, scenario: str) -> None:
+def test_equal_ranks_and_a_tuple_raise_no_error(ranks: Ranks, scenario: str) -> None:
     assert [rank[scenario] for rank in ranks] == [None, None]
 
 
-def test_an_iteration_that_goes_on_after_an_error_on_one_rank_alone_is_no_other_one(ranks: Ranks) -> None:
+def test_an_iteration_continued_after_an_error_on_one_rank_is_the_same_one(ranks: Ranks) -> None:
     assert [rank["fails once"] for rank in ranks] == [[None, None]] * 2
 
 
@@ -78,7 +78,7 @@ def test_equal_ranks_share_the_epoch(ranks: Ranks) -> None:
     ("scenario", "error"),
     [("no index", "MissingIndexError: no index"), ("argument", "ValueError: timeout is a number of seconds, 0 for no")],
 )
-def test_an_error_of_a_constructor_is_told_to_the_others(ranks: Ranks, scenario: str, error: str) -> None:
+def test_an_error_of_a_constructor_is_reported_to_the_others(ranks: Ranks, scenario: str, error: str) -> None:
     assert ranks[1][scenario].startswith(error)
     assert ranks[0][scenario].startswith(
         f"RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 1: {error}"
@@ -93,36 +93,36 @@ def test_an_error_of_a_constructor_is_told_to_the_others(ranks: Ranks, scenario:
         ("epoch in a group", "epoch is 0 on rank 0, 1 on rank 1"),
     ],
 )
-def test_ranks_that_stand_elsewhere_are_refused_before_the_first_step(ranks: Ranks, scenario: str, entry: str) -> None:
-    (told,) = {rank[scenario] for rank in ranks}
-    assert told.startswith(
-        "ValueError: all ranks of a loader must begin an iteration at the same place; ranks 0, 1 differ from each "
+def test_ranks_at_different_steps_raise_an_error_before_the_first_step(ranks: Ranks, scenario: str, entry: str) -> None:
+    (error,) = {rank[scenario] for rank in ranks}
+    assert error.startswith(
+        "ValueError: all ranks of a loader must begin an iteration at the same step; ranks 0, 1 differ from each "
         f"other: {entry}"
     )
 
 
-def test_a_loader_of_one_rank_alone_is_told_of_the_way_out(ranks: Ranks) -> None:
+def test_a_loader_of_one_rank_alone_raises_an_error_with_the_way_out(ranks: Ranks) -> None:
     alone = ranks[0]["alone"]
-    assert alone["told"].startswith("RuntimeError: rank 1 has made no such loader: this is loader number ")
-    assert alone["told"].endswith("made with dp=(0, 1). Waited 1 seconds, the timeout of the process group")
-    assert ["Meanwhile waiting for 1 seconds" in warning for warning in alone["warned"]] == [True]
+    assert alone["error"].startswith("RuntimeError: rank 1 has made no such loader: this is loader number ")
+    assert alone["error"].endswith("made with dp=(0, 1). Waited 1 seconds, the timeout of the process group")
+    assert ["This rank waits 1 seconds" in warning for warning in alone["warned"]] == [True]
     assert alone["own"] == NUM_SAMPLES
 
 
 def test_nothing_from_peers_is_unpickled(ranks: Ranks) -> None:
-    found = [rank["failures"] for rank in ranks]
-    assert all(rank["own"] for rank in found)  # both ranks have failures of their own
-    assert sum(rank["own"] for rank in found) == 6
-    for rank in found:
-        assert rank["gathered"] == rank["of group"] == [[f"broken{place}", "jpg"] for place in range(6)]
+    failures = [rank["failures"] for rank in ranks]
+    assert all(rank["own"] for rank in failures)  # both ranks have failures of their own
+    assert sum(rank["own"] for rank in failures) == 6
+    for rank in failures:
+        assert rank["gathered"] == rank["of group"] == [[f"broken{number}", "jpg"] for number in range(6)]
 
 
-def test_groups_of_our_own_wait_as_long_as_told_or_as_the_job(ranks: Ranks) -> None:
+def test_our_own_groups_have_the_given_timeout_or_the_jobs(ranks: Ranks) -> None:
     assert [rank["timeouts"] for rank in ranks] == [[PATIENCE.total_seconds(), 7.0] * 2] * 2
 
 
 @pytest.mark.slow
 def test_a_reader_that_is_stopped_ends_its_peers_within_the_timeout(shards: Path, tmp_path: Path) -> None:
-    told = run_suite("stopped", 2, shards, tmp_path, lost=[0])[1]["told"]
-    assert told.startswith("RuntimeError: rank 1 got no step 1 of epoch 0 (rank 0 reads for ranks (1,)): ")
-    assert "Timed out waiting 8000ms" in told
+    error = run_suite("stopped", 2, shards, tmp_path, lost=[0])[1]["error"]
+    assert error.startswith("RuntimeError: rank 1 got no step 1 of epoch 0 (rank 0 reads for ranks (1,)): ")
+    assert "Timed out waiting 8000ms" in error
