@@ -1,6 +1,6 @@
-"""Delivery: a step under way -> microbatches to hand out.
+"""Delivery: a step under way -> microbatches for the caller.
 
-wait --> count failures --> mask samples whose parts failed elsewhere (per phase) --> send to peers (broadcast)
+wait --> count failures --> mask samples whose parts failed on other ranks (per phase) --> send to peers (broadcast)
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from orchdata.order.steps import StepTask
 from orchdata.ranks.parallel import Rank
 
 _MANY = 10
-"""Failures of an epoch that is not to end without an error where it delivered nothing."""
+"""An epoch with this many failures that delivered nothing ends with an error."""
 
 
 class Delivery:
-    """What a rank does with each of its steps when they are asked for, in the thread that iterates.
+    """Delivers each step of a rank when it is requested, in the thread that iterates.
 
     Args:
         spec: of the loader's steps.
-        rank: where peers share its batches, one of them reads and the others receive.
+        rank: if peers share its batches, one of them reads and the others receive.
         policy, budget: whether failures are skipped, and how many.
         stats: delivered steps are added to them.
-        timeout: seconds to wait for a step; 0 without limit.
-        inputs: names of what is in a batch, as a model has them.
+        timeout: seconds to wait for a step; 0 for no limit.
+        inputs: a model's names for the tensors of a batch.
 
-    Raises ValueError where peers are to receive what a collate_fn makes.
+    Raises ValueError if peers would receive the batches of a collate_fn.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Delivery:
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
-        # Parts may fail on one rank and matter to another; receivers of a broadcast get what is masked.
+        # A part may fail on one rank and belong to a sample of another; receivers of a broadcast get masked batches.
         per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
         if per_phase and not self._receives and (rank.size == 1 or rank.dp_groups):
             self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
@@ -81,19 +81,19 @@ class Delivery:
         return self._replication is not None and not self._replication.is_reader
 
     def follow(self, spec: BuildSpec) -> None:
-        """Deliver steps of another plan of the same data set from now on."""
+        """From now on, deliver steps of another plan of the same data set."""
         self._spec = spec
 
     def receiving_engine(self) -> Engine | None:
-        """What yields this rank's steps where a peer reads for it; else None."""
+        """Return the engine that receives this rank's steps, if a peer reads for it; else None."""
         if self._replication is None or self._replication.is_reader:
             return None
         return ReceivingEngine(self._spec, self._replication)
 
     def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
-        """A step's microbatches; where this rank reads for peers, they get them too, or the error.
+        """Return a step's microbatches; if this rank reads for peers, they get them too, or the error.
 
-        Raises what building it did, RuntimeError after the timeout (the engine is closed then), and as `FailureBudget`.
+        Raises what building it raised, RuntimeError after the timeout (this closes the engine), and as `FailureBudget`.
         """
         if self._replication is None or self._receives:
             return self.named(self._masked(engine, future, task).batches)
@@ -106,11 +106,11 @@ class Delivery:
         return self.named(built.batches)
 
     def named(self, batches: list[Any]) -> list[Any]:
-        """The batches, with the model's names for what is in them."""
+        """Return the batches, with the model's names for their tensors."""
         return batches if self._inputs is None else [replace(batch, inputs=self._inputs) for batch in batches]
 
     def end_epoch(self, epoch: int) -> None:
-        """Raise TooManyFailures where all samples of this rank in the epoch failed, if they are many."""
+        """Raise TooManyFailures if all samples of this rank in the epoch failed, and they are many."""
         delivered, failed = self._delivered, self._failed
         self._delivered, self._failed = 0, []
         if not delivered and len(failed) >= _MANY:
@@ -130,6 +130,7 @@ class Delivery:
         return replace(built, batches=self._failed_parts.mask_labels(task.step, built.batches))
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        # Wait for the step.
         started = time.perf_counter()
         engine.expect(future)
         with contextlib.suppress(FutureTimeout):
@@ -137,16 +138,18 @@ class Delivery:
         for note in engine.take_notes():
             warn_user(note)
         if not future.done():
-            engine.close()  # before other ranks hear of it: what hangs is then known, and this process ends first
+            engine.close()  # before other ranks get the error: so this process, which hangs, ends first
             raise RuntimeError(
                 f"DataLoader timed out after {self._timeout} seconds, waiting for step {task.step} of epoch "
                 f"{task.epoch}"
             )
         built = future.result()
+
+        # Count it.
         waited = time.perf_counter() - started
         if not engine.keeps_time and engine.depth:
             self._pace.add(started, waited)
-        if not self._receives:  # whoever reads them counts them
+        if not self._receives:  # else the reader counts them
             self._budget.count(built.failures)
             lost = len(built.failures) if built.plan.parts else 0
             self._delivered += max(0, built.figures["samples"] - lost)
@@ -156,10 +159,10 @@ class Delivery:
 
 
 class _Pace:
-    """Says once that processes may pay, where a loop that computes waits for threads."""
+    """Warns once that worker processes may be faster, if a loop that computes often waits for threads."""
 
     _STEPS = 50
-    _SHARES = (0.2, 0.9)  # of a loop's time; one that waits all the time computes nothing
+    _SHARES = (0.2, 0.9)  # of a loop's time; a loop that waits all the time computes nothing
 
     def __init__(self) -> None:
         self._begun: float | None = None
@@ -167,9 +170,9 @@ class _Pace:
         self._steps = 0
 
     def add(self, asked: float, waited: float) -> None:
-        """A step was asked for at a time, and waited for so many seconds."""
+        """Add a step: the time of its request, and the seconds waited for it."""
         if self._begun is None:
-            self._begun = asked + waited  # the first one has nobody to be built beside
+            self._begun = asked + waited  # the first step cannot be built in parallel to another
             return
         self._steps += 1
         self._waited += waited
@@ -178,6 +181,6 @@ class _Pace:
             warn_once(
                 "threads are waited for",
                 f"this loop spent {share:.0%} of its time waiting for batches that threads of its process build: they "
-                "share the interpreter with it. num_workers=1 builds them in a process, more threads help where "
-                "cores are free",
+                "share the interpreter with it. num_workers=1 builds them in a process, more threads help if cores are "
+                "free",
             )

@@ -1,5 +1,4 @@
-"""The plans of a loader as a table: which sample is in which step, on which rank, in which microbatch, and who encodes
-its parts.
+"""The plans of a loader as a table: step, rank and microbatch of each sample, and the ranks that encode its parts.
 
 BuildSpec, steps --make_plan, a step at a time--> record batches --> Arrow IPC file
 """
@@ -58,9 +57,9 @@ def export_plan(
     of_epochs: Iterable[int],
     steps: range | None,
 ) -> int:
-    """Write the plans of these epochs, and say how many rows they have; arguments as of `DataLoader.export_plan`."""
+    """Write the plans of these epochs, and return the number of rows; arguments as of `DataLoader.export_plan`."""
     if not isinstance(spec.content, ShardContent | SampleContent):
-        raise ValueError("export_plan writes the shards and keys of an index, which an od.ShardDataset has")
+        raise ValueError("export_plan writes the shards and keys of an index: it needs an od.ShardDataset")
     numbers = _epoch_numbers(of_epochs)
     if steps is not None and not (isinstance(steps, range) and steps.start >= 0 and steps.step > 0):
         raise ValueError(f"steps must be a range of steps of an epoch, as range(0, 100), got {steps!r}")
@@ -109,27 +108,29 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
 
 
 def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
-    """The parts of each sample by their place in it, with the rank that encodes them: its own, or per phase another."""
+    """Return the parts of each sample, by their position in it, with the rank that encodes them: the sample's, or per
+    phase another.
+    """
     encoders = list(plan.phases[:-1])
-    found = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.row) for phase in encoders]
-    sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in found)])
-    part = np.concatenate([np.zeros(0, np.int64), *(parts.part for parts in found)])
-    in_turn = np.lexsort((part, sample))
+    by_phase = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.row) for phase in encoders]
+    sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in by_phase)])
+    part = np.concatenate([np.zeros(0, np.int64), *(parts.part for parts in by_phase)])
+    order = np.lexsort((part, sample))
 
     def column(name: str) -> NDArray[np.int64]:
-        return np.concatenate([np.zeros(0, np.int64), *(getattr(parts, name) for parts in found)])[in_turn]
+        return np.concatenate([np.zeros(0, np.int64), *(getattr(parts, name) for parts in by_phase)])[order]
 
-    phase = np.repeat(np.arange(len(found)), [len(parts) for parts in found])[in_turn]
-    home = [
+    phase = np.repeat(np.arange(len(by_phase)), [len(parts) for parts in by_phase])[order]
+    ranks = [
         parts.rank if name in plan.parts else plan.rank[parts.sample]
-        for name, parts in zip(encoders, found, strict=True)
+        for name, parts in zip(encoders, by_phase, strict=True)
     ]
-    rank = np.concatenate([np.zeros(0, np.int32), *home])[in_turn]
+    rank = np.concatenate([np.zeros(0, np.int32), *ranks])[order]
     starts = np.array([index.part_range(row).start for row in plan.row.tolist()], np.int64)
-    place = (part - starts[sample])[in_turn] if len(part) else part
+    position = (part - starts[sample])[order] if len(part) else part
     columns = [
         pa.array(encoders, pa.string()).take(pa.array(phase)),
-        place,
+        position,
         column("positions"),
         column("tokens"),
         rank,

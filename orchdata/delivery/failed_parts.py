@@ -1,9 +1,9 @@
-"""Failed parts: one that failed on a rank -> its sample's labels masked on another, before the batch is handed out.
+"""Failed parts: a part failed on one rank -> its sample's labels are masked on another, before the batch is delivered.
 
-    every step:            how many parts failed, and whether a rank gave up --all_reduce--> nothing, as a rule
-    where one did:         flags of all parts --gather--> those that arrive here --> labels masked
+    every step:            the number of failed parts, and whether a rank gave up --all_reduce--> usually none
+    if a part failed:      flags of all parts --gather--> those that arrive here --> labels masked
 
-Only where phases are assigned apart, and only under on_error="skip".
+Only with assignment="per_phase", and only with on_error="skip".
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from orchdata.ranks.notes import name_call, name_missing
 
 
 class FailedParts:
-    """The data-parallel ranks that exchange features, among themselves. All of them mask the same steps in the same
-    sequence, from the thread that iterates.
+    """Masks labels for failed parts, among the data-parallel ranks that exchange features. All of them mask the same
+    steps in the same sequence, from the thread that iterates.
 
     Args:
         groups: process groups, one after another, that together reach these ranks and no others; none for one rank.
@@ -32,27 +32,30 @@ class FailedParts:
         self._groups = groups
 
     def mask_labels(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """A step's microbatches, without loss for samples that have failed parts.
+        """Return a step's microbatches, without loss for samples that have failed parts.
 
-        Raises RuntimeError where a rank gave up, with its error, or is lost.
+        Raises RuntimeError if a rank gave up, with its error, or is lost.
         """
         failed, given_up = self._sum(step, sum(_num_failed(batch) for batch in batches), 0)
         if given_up:
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in gather("", self._groups).items() if text)
-            raise RuntimeError(f"other ranks gave up at step {step}: {said}")
+            errors = "; ".join(f"rank {rank}: {text}" for rank, text in gather("", self._groups).items() if text)
+            raise RuntimeError(f"other ranks gave up at step {step}: {errors}")
         if not failed:
             return list(batches)
-        told = list(gather([_flags(batch) for batch in batches], self._groups).values())
+        by_rank = list(gather([_flags(batch) for batch in batches], self._groups).values())
         return [
             batch.masked(
-                {name: _arriving(name, route.rank, [of[place] for of in told]) for name, route in batch.routes.items()}
+                {
+                    name: _arriving(name, route.rank, [flags[number] for flags in by_rank])
+                    for name, route in batch.routes.items()
+                }
             )
-            for place, batch in enumerate(batches)
+            for number, batch in enumerate(batches)
         ]
 
     def give_up(self, step: int, error: Exception) -> None:
-        """Let the others raise too, in place of waiting for this rank."""
-        with contextlib.suppress(RuntimeError):  # of ranks that are lost: `error` is what this rank raises
+        """Let the other ranks raise too, so that they do not wait for this one."""
+        with contextlib.suppress(RuntimeError):  # of lost ranks: this rank raises `error`
             self._sum(step, 0, 1)
             gather(f"{type(error).__name__}: {error}", self._groups)
 
@@ -65,7 +68,7 @@ class FailedParts:
                 values = tuple(total.tolist())
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {dist.get_rank()} lost others at step {step}, when ranks tell which parts failed: {error}"
+                f"rank {dist.get_rank()} lost others at step {step}, when ranks report which parts failed: {error}"
                 f"{name_missing(group, call)}"
             ) from error
         return list(values)
@@ -75,17 +78,17 @@ Flags = dict[str, list[list[Any]]]
 
 
 def _flags(batch: Batch) -> Flags:
-    """Modality -> which parts are valid, as they are encoded, and how many go to each rank."""
+    """Return modality -> which parts are valid, in the encoder's order, and how many go to each rank."""
     return {
         name: [_valid(batch, name).tolist(), route.parts.send_rows.tolist()] for name, route in batch.routes.items()
     }
 
 
 def _arriving(name: str, rank: int, by_rank: Sequence[Flags]) -> torch.Tensor:
-    """Which parts of `rank`'s samples are valid, as they arrive: bool (num_parts,)."""
+    """Return which parts of `rank`'s samples are valid, in the order in which they arrive: bool (num_parts,)."""
     flags: list[bool] = []
-    for told in by_rank:
-        valid, counts = told[name]
+    for sent in by_rank:
+        valid, counts = sent[name]
         start = sum(counts[:rank])
         flags += valid[start : start + counts[rank]]
     return torch.tensor(flags, dtype=torch.bool)
@@ -97,5 +100,5 @@ def _num_failed(batch: Batch) -> int:
 
 def _valid(batch: Batch, name: str) -> torch.Tensor:
     valid = batch.media[name].valid
-    assert valid is not None  # there are routes
+    assert valid is not None  # a batch with routes has flags
     return valid

@@ -1,6 +1,6 @@
-"""Pinning: built batches -> the same in page-locked memory, in a thread of its own ahead of delivery.
+"""Pinning: copies built batches to page-locked memory, in a separate thread ahead of delivery.
 
-Neither the build, which may be in another process, nor the thread that trains waits for the copy.
+Neither the build, which may run in another process, nor the training thread waits for the copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from orchdata.order.steps import StepTask
 
 
 class PinningEngine:
-    """An engine whose steps arrive pinned, as torch's loader pins: tensors, containers of them, and whatever has a
-    method `pin_memory`.
+    """An engine that pins its steps as torch's loader does: tensors, containers of them, and objects with a method
+    `pin_memory`.
 
-    It is made in the thread that trains, whose device the copies are for.
+    Create it in the training thread: the copies are for the current device of that thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,7 +56,7 @@ class PinningEngine:
 
 
 def can_pin() -> bool:
-    """Whether there is an accelerator to pin for; a warning where there is none."""
+    """Return whether there is an accelerator to pin for; warn if there is none."""
     if torch.accelerator.is_available():
         return True
     warn_user("pin_memory has no effect: torch finds no accelerator")

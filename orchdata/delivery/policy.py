@@ -1,4 +1,4 @@
-"""What becomes of samples that cannot be used: raised, or counted against a budget."""
+"""Handling of samples that cannot be used: they raise an error, or count against a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from orchdata.loaders.errors import DataError, TooManyFailures
 class ErrorPolicy:
     """Raise at the first failure, or skip failures within a budget.
 
-    Under "skip" the global batches and the loss denominator stay as planned: a sample that fails while decoding
-    contributes nothing to the loss, and is counted and listed on the rank that met it.
+    With "skip" the global batches and the loss denominator stay as planned: a sample that fails while decoding
+    contributes nothing to the loss, and is counted and listed on its rank.
 
     Attributes:
         action: "raise" or "skip".
-        max_failures: with "skip", the most failures to bear: a count, or a Fraction of the data set's samples.
-            None bears any number. Failures found by the index count too, a damaged shard by its samples (by its bytes,
-            where it does not tell how many it had), and a sample that fails in each epoch counts once.
+        max_failures: with "skip", the most failures allowed: a count, or a Fraction of the data set's samples. None
+            allows any number. Failures that the index lists count too, a damaged shard by its samples (estimated from
+            its bytes if their number is unknown), and a sample that fails in each epoch counts once.
         handler: called with each DataError, on the thread that iterates.
     """
 
@@ -35,26 +35,26 @@ class ErrorPolicy:
             raise ValueError(f"on_error must be 'raise', 'skip' or an od.ErrorPolicy, got {self.action!r}")
         allowed = self.max_failures
         if allowed is not None and (isinstance(allowed, bool) or not isinstance(allowed, (int, Fraction))):
-            raise TypeError(f"max_failures is a count (int) or a share (fractions.Fraction), got {allowed!r}")
+            raise TypeError(f"max_failures must be a count (int) or a share (fractions.Fraction), got {allowed!r}")
         if allowed is not None and allowed < 0:
             raise ValueError(f"max_failures must be at least 0, got {allowed}")
         if self.handler is not None and not callable(self.handler):
-            raise TypeError(f"handler is called with each DataError, got {self.handler!r}")
+            raise TypeError(f"handler must be callable with a DataError, got {self.handler!r}")
 
     def budget(self, num_samples: int) -> int | None:
-        """Failures allowed over `num_samples` samples; None for no limit."""
+        """Return the number of failures allowed over `num_samples` samples; None for no limit."""
         if isinstance(self.max_failures, Fraction):
             return int(self.max_failures * num_samples)
         return self.max_failures
 
 
 class FailureBudget:
-    """Counts a loader's failures, and holds them against its policy.
+    """Counts a loader's failures, and compares them with its policy.
 
     Args:
-        policy: what to do with them.
-        stats: where they are counted and listed.
-        num_samples: of the data set, bad and lost ones included.
+        policy: how to handle them.
+        stats: counts and lists them.
+        num_samples: of the data set, including bad and lost ones.
     """
 
     def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int) -> None:
@@ -65,7 +65,7 @@ class FailureBudget:
     def count(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count failures, and `lost` samples that damage hides.
 
-        Raises the first one where the policy is "raise", or TooManyFailures where it allows no more.
+        Raises the first one if the policy is "raise", or TooManyFailures if it allows no more.
         """
         if not failures:
             return
@@ -83,5 +83,5 @@ class FailureBudget:
 
 
 def as_policy(value: str | ErrorPolicy) -> ErrorPolicy:
-    """The `on_error=` argument of a DataLoader."""
+    """Return the policy of a DataLoader's argument `on_error=`."""
     return value if isinstance(value, ErrorPolicy) else ErrorPolicy(value)  # type: ignore[arg-type]

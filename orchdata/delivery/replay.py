@@ -1,4 +1,4 @@
-"""Any step of a run, planned and built again, without moving the loader.
+"""Plans and builds any step of a run again, without moving the loader.
 
 (epoch, step) --order, and the epoch's draw--> task --builder of any rank--> microbatches
 """
@@ -16,12 +16,12 @@ from orchdata.planning.plan import Plan
 
 
 def plan_again(spec: BuildSpec, steps: Steps, draw: Draw | None, *, epoch: int, step: int) -> Plan:
-    """The plan of a step; arguments and errors as of `DataLoader.plan_at`."""
+    """Return the plan of a step; arguments and errors as of `DataLoader.plan_at`."""
     return make_plan(spec.plan, _task(steps, draw, epoch, step))
 
 
 def build_again(spec: BuildSpec, steps: Steps, draw: Draw | None, *, epoch: int, step: int, rank: int) -> BuiltStep:
-    """A rank's share of a step; arguments and errors as of `DataLoader.step_at`."""
+    """Return a rank's share of a step; arguments and errors as of `DataLoader.step_at`."""
     if checked_count(rank, "rank", 0) >= spec.plan.num_ranks:
         raise ValueError(f"rank must be below the loader's {spec.plan.num_ranks} ranks, got {rank}")
     task = _task(steps, draw, epoch, step)

@@ -3,9 +3,9 @@
     reader:   build -> deliver -> one message (see wire) -> broadcast
     receiver: plan -> receive -> views of the message -> the same batches
 
-Plans are not sent: a receiver makes its own, and its hash is compared with the reader's. A step is sent when it is
+Plans are not sent: a receiver makes its own, and compares its hash with the reader's. A step is sent when it is
 delivered, from the thread that iterates, so that nothing is under way between two steps: peers that stop at the same
-step owe each other nothing.
+step do not wait for each other.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from orchdata.ranks.wire import Message, WireError, describe, read
 
 _BUILT, _FAILED = 0, 1
 _CONTENT = {"epoch", "step", "plan", "failures", "batches"}
-# Of each job (a process may join several, one after another): groups of these ranks, which wait so many seconds.
+# Of each job (a process may join several, one after another): groups by their ranks and timeout in seconds.
 _made: WeakKeyDictionary[Any, dict[tuple[tuple[tuple[int, ...], ...], float], list[Any]]] = WeakKeyDictionary()
 
 
 class Replication:
-    """The channel between a reader and its peers: a gloo group of its own, whatever the trainer uses.
+    """The channel between a reader and its peers: a separate gloo group, independent of the trainer's backend.
 
-    All ranks of the job make theirs together; every peer then sends or receives the same steps in the same order.
+    All ranks of the job create theirs together; every peer then sends or receives the same steps in the same order.
 
     Args:
-        timeout: seconds that peers wait for each other in a step; 0 for as long as the job's process group does.
+        timeout: seconds that peers wait for each other in a step; 0 for the timeout of the job's process group.
 
-    Raises RuntimeError, naming the rank, where another peer fails or is lost, and ValueError for steps that a user's
-    collate_fn makes: they hold anything.
+    Raises RuntimeError, with the rank, if another peer fails or is lost, and ValueError for steps of a user's
+    collate_fn, which may contain any objects.
     """
 
     def __init__(self, rank: Rank, spec: BuildSpec, timeout: float) -> None:
         if not isinstance(spec.content, ShardContent):
             raise ValueError(
-                "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
-                "have every peer read, od.DataParallel(mesh, replicate='read')"
+                "replicate='broadcast' sends an od.Batch, but a map-style data set or a collate_fn may return other "
+                "objects: have every peer read, od.DataParallel(mesh, replicate='read')"
             )
         self._group = _groups(rank.shared, timeout)[rank.rank]
         self._peers = rank.shared[rank.rank]
@@ -69,7 +69,7 @@ class Replication:
         return dist.get_rank() == self._reader
 
     def send(self, built: BuiltStep) -> None:
-        """Send a delivered step. Raises TypeError for a batch that holds what cannot be described."""
+        """Send a delivered step. Raises TypeError if a value in a batch cannot be described."""
         content = {
             "epoch": built.plan.epoch,
             "step": built.plan.step,
@@ -85,20 +85,20 @@ class Replication:
         self._send(_BUILT, message)
 
     def send_error(self, error: Exception) -> None:
-        """Let peers raise too, in place of waiting for a step."""
-        with contextlib.suppress(RuntimeError):  # of peers that are lost: `error` is what this rank raises
+        """Let peers raise too, so that they do not wait for a step."""
+        with contextlib.suppress(RuntimeError):  # of lost peers: this rank raises `error`
             self._send(_FAILED, describe(f"{type(error).__name__}: {error}"))
 
     def receive(self, plan: Plan) -> tuple[list[Any], list[DataError]]:
-        """The reader's batches and failures of the step of `plan`. Raises RuntimeError with the reader's error, or
-        where it is at another step or has another plan.
+        """Return the reader's batches and failures of the step of `plan`. Raises RuntimeError with the reader's error,
+        or if the reader is at another step or has another plan.
         """
         status, content = self._receive(f"got no step {plan.step} of epoch {plan.epoch}")
         if status == _FAILED:
             raise RuntimeError(f"rank {self._reader} reads for this rank, {dist.get_rank()}, and failed: {content}")
         if not isinstance(content, dict) or content.keys() != _CONTENT:
             raise WireError(
-                f"rank {self._reader} reads for this rank, {dist.get_rank()}, and sent no step: {content!r:.80}"
+                f"rank {self._reader} reads for this rank, {dist.get_rank()}, but sent no step: {content!r:.80}"
             )
         for name, own in (("epoch", plan.epoch), ("step", plan.step), ("plan", plan.hash)):
             if content[name] != own:
@@ -133,13 +133,13 @@ class Replication:
 
 
 def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
-    """A gloo group for each of these, the same for all loaders of a job: a group keeps threads and connections."""
+    """Return a gloo group for each of these, the same for all loaders of a job: a group has threads and connections."""
     world = dist.group.WORLD
     made = _made.setdefault(world, {})
     patience = timedelta(seconds=timeout) if timeout else group_timeout(world)
     key = shared, patience.total_seconds()
     if key not in made:
-        # To make a group is a collective of the job: every rank makes those of all, in the same order.
+        # Creating a group is a collective of the job: every rank creates the groups of all, in the same order.
         made[key] = [dist.new_group(list(peers), backend="gloo", timeout=patience) for peers in shared]
     return made[key]
 

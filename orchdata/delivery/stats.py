@@ -1,4 +1,4 @@
-"""What a loader has done so far: balance achieved, time by stage, failures."""
+"""Statistics of a loader: balance achieved, time by stage, failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LISTED_FAILURES = 1000
 
 @dataclass
 class TorchCounts:
-    """What is counted of steps that torch's loader makes, which have no plan."""
+    """Counts of steps from torch's loader, which have no plan."""
 
     steps: int = 0
     samples: int = 0
@@ -25,11 +25,11 @@ class TorchCounts:
 
 
 class Stats:
-    """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads is
-    what the whole epoch loses to waiting, which a mean of per-step ratios is not.
+    """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads shows
+    the time that the whole epoch loses to waiting; a mean of per-step ratios does not.
 
     Args:
-        reads: counts what is read of shards; None where samples are not in shards.
+        reads: counts the bytes read from shards; None if samples are not in shards.
     """
 
     def __init__(self, reads: ReadBytes | None = None) -> None:
@@ -53,7 +53,7 @@ class Stats:
             self._totals[figure.name] = figure.added(self._totals[figure.name], built.figures[figure.name])
 
     def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
-        """Count failures, and `lost` samples that nothing lists, since damage hides them."""
+        """Count failures, and `lost` samples, which cannot be listed because damage hides them."""
         self._lost += lost
         self.num_failures += len(failures)
         self._reasons.update(reason_kind(failure.reason) for failure in failures)
@@ -62,24 +62,24 @@ class Stats:
 
     @property
     def num_failed_samples(self) -> int:
-        """Distinct ones: a sample that fails in every epoch is one. Lost ones are among them."""
+        """Number of distinct failed samples, with lost ones: a sample that fails in every epoch counts once."""
         return len(self._failed) + self._lost
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values.
+        """Return plain values.
 
-        `steps`: delivered. Figures of these by name: `orchdata.building.figures` says what each is.
+        `steps`: delivered. Figures of these by name: see `orchdata.building.figures`.
         `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
-        None where it read none, as where a peer reads for it, and for map-style data sets. Plain tars are a little
-        above 1, by the gaps between members read together; Parquet by the rest of each column chunk that a cell is
-        in; a compressed tar counts from end to end when it is decompressed into the cache folder, and not again
-        while it is kept there. `reads`: the sums behind it (see `ReadBytes`), which may be added up over ranks:
-        `storage_bytes`, `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They
-        cover all that was read, prefetched steps included.
-        `milliseconds`: `waiting` is time the training loop waited for a step; `handing_over` passes between the end of
-        a step in a worker process and its arrival in this one; the others are busy time, summed over threads. All per
-        step. `failures`: `count`, `by_reason`, the first of them in `samples`, and in
-        `lost` how many samples damaged shards hide beside those, estimated from their bytes where they do not tell.
+        None if it read none, as when a peer reads for it, and for map-style data sets. Plain tars are a little above 1,
+        by the gaps between members that are read together; Parquet by the rest of each cell's column chunk; a
+        compressed tar counts as a whole when it is decompressed into the cache folder, and not again while it is there.
+        `reads`: the sums that it is computed from (see `ReadBytes`), which may be added up over ranks: `storage_bytes`,
+        `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They include all reads,
+        also for prefetched steps.
+        `milliseconds`, per step: `waiting` is the time that the training loop waited; `handing_over` is the time from
+        the end of a step in a worker process to its arrival in this one; the others are busy time, summed over threads.
+        `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples
+        that damaged shards hide, estimated from their bytes if it is unknown.
         """
         torch, num_steps = self.torch, self._steps + self.torch.steps
         steps, totals = max(1, num_steps), self._totals

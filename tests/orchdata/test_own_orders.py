@@ -96,7 +96,7 @@ def test_plans_are_written_as_they_are_delivered(dataset: od.ShardDataset, tmp_p
     again = pa.ipc.open_file(tmp_path / "some.arrow").read_all()
     assert some == again.num_rows
     assert set(again["step"].to_pylist()) == {2, 3}
-    with pytest.raises(ValueError, match="which an od.ShardDataset has"):
+    with pytest.raises(ValueError, match="it needs an od.ShardDataset"):
         od.DataLoader(Numbers(5)).export_plan(tmp_path / "none.arrow")
 
 

@@ -1,4 +1,4 @@
-"""Pinning: as torch's loader pins, in a thread of its own. There is no accelerator here: who pins what is recorded."""
+"""Pinning as in torch's loader, in a separate thread. There is no accelerator here: tests record calls that pin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchdata.order.steps import StepTask
 
 
 class Pinned:
-    """Tensors that were pinned, and the threads that did."""
+    """Tensors that were pinned, and the threads that pinned them."""
 
     def __init__(self) -> None:
         self.tensors: set[int] = set()
@@ -36,27 +36,27 @@ class Pinned:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
-    found = Pinned()
+    record = Pinned()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", found.devices.add)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: found.pin(tensor))
-    yield found
+    monkeypatch.setattr(torch.accelerator, "set_device_index", record.devices.add)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: record.pin(tensor))
+    yield record
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_batches_of_shards_arrive_pinned_by_a_thread_of_their_own(pinned: Pinned, tmp_path: Path, threads: int) -> None:
+def test_a_separate_thread_pins_batches_of_shards(pinned: Pinned, tmp_path: Path, threads: int) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=10), recipe=RECIPE)
     loader = od.DataLoader(dataset, batch_size=5, num_threads=threads, pin_memory=True)
     loader._runtime.builder.build(StepTask(0, 0))
     assert not pinned.tensors  # not in the build
     kept = list(loader)
     for batch in kept:
-        held = [value for value in batch.model_inputs().values() if torch.is_tensor(value)]
-        assert held and {id(value) for value in held} <= pinned.tensors
+        tensors = [value for value in batch.model_inputs().values() if torch.is_tensor(value)]
+        assert tensors and {id(value) for value in tensors} <= pinned.tensors
     gone = weakref.ref(kept.pop(0))
     del batch
-    assert gone() is None  # nobody else holds what was delivered
+    assert gone() is None  # only the caller refers to a delivered batch
     assert len(pinned.threads) == 1 and threading.current_thread() not in pinned.threads
     assert pinned.devices == {3}  # of the thread that trains
 
@@ -81,7 +81,7 @@ def collate(samples: list[dict[str, Any]]) -> Pair:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_what_users_make_is_pinned_as_torch_does(pinned: Pinned, threads: int) -> None:
+def test_batches_of_a_collate_fn_are_pinned_as_torch_does(pinned: Pinned, threads: int) -> None:
     loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, num_threads=threads, pin_memory=True)
     for batch in loader:
         assert isinstance(batch, Pair) and batch.own.thread in pinned.threads
@@ -95,7 +95,7 @@ class Refusing:
         raise SystemExit("no memory to pin")
 
 
-def test_an_error_while_pinning_is_the_steps_and_leaves_no_thread(pinned: Pinned) -> None:
+def test_an_error_while_pinning_fails_the_step_and_leaves_no_thread(pinned: Pinned) -> None:
     before = set(threading.enumerate())
     loader = od.DataLoader(
         Numbers(8), batch_size=4, collate_fn=lambda samples: Refusing(), num_threads=2, pin_memory=True
@@ -111,8 +111,8 @@ def test_an_error_while_pinning_is_the_steps_and_leaves_no_thread(pinned: Pinned
     assert not set(threading.enumerate()) - before
 
 
-def test_without_an_accelerator_pinning_is_refused_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="pin_memory has no effect") as said:
+def test_without_an_accelerator_pin_memory_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="pin_memory has no effect") as warned:
         loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, pin_memory=True)
-    assert said[0].filename == __file__
+    assert warned[0].filename == __file__
     assert all(batch.own.thread is None for batch in loader)

@@ -1,4 +1,4 @@
-"""What a reader's message may make on its peers: batches, and nothing else."""
+"""A reader's message creates batches on its peers, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ROUTE = {field.name: None for field in fields(Route)}
 
 
 def classes_of(annotation: Any) -> set[type]:
-    """The dataclasses that a value of this type may hold."""
-    found: set[type] = set()
+    """Return the dataclasses that a value of this type may contain."""
+    classes: set[type] = set()
     waiting = [annotation]
     while waiting:
         one = waiting.pop()
         waiting += typing.get_args(one)
-        if isinstance(one, type) and is_dataclass(one) and one not in found:
-            found.add(one)
+        if isinstance(one, type) and is_dataclass(one) and one not in classes:
+            classes.add(one)
             waiting += typing.get_type_hints(one).values()
-    return found
+    return classes
 
 
-def test_all_that_a_batch_may_hold_can_be_sent_and_nothing_else() -> None:
+def test_all_classes_in_a_batch_can_be_sent_and_no_others() -> None:
     within = classes_of(Batch)
     assert Plan in within
     assert set(_BATCHES.values()) == within - classes_of(Plan)
@@ -41,14 +41,14 @@ def revive(value: Any) -> Any:
     return revive_of(value, object())  # type: ignore[arg-type]
 
 
-def test_what_is_sent_comes_back() -> None:
+def test_a_route_comes_back() -> None:
     route = revive({"<class>": "Route", "fields": ROUTE | {"rank": 1, "num_ranks": 2}})
     assert isinstance(route, Route)
     assert (route.rank, route.num_ranks) == (1, 2)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"<class>": "subprocess:Popen", "fields": {"args": ["true"]}}, "Route, and a peer sent 'subprocess:Popen'"),
         ({"<class>": "orchdata.batch.batch:Batch", "fields": {}}, "a peer sent 'orchdata.batch.batch:Batch'"),
@@ -63,6 +63,6 @@ def test_what_is_sent_comes_back() -> None:
         ([{"a": {"<class>": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
     ],
 )
-def test_an_unknown_class_or_field_is_named(value: Any, said: str) -> None:
-    with pytest.raises(WireError, match=said):
+def test_an_unknown_class_or_field_is_named(value: Any, message: str) -> None:
+    with pytest.raises(WireError, match=message):
         revive(value)

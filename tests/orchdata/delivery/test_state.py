@@ -21,7 +21,7 @@ def test_state_survives_json() -> None:
     assert load_state(state, FINGERPRINT, EPOCHS) == Position(2, 5)
 
 
-def test_a_state_whose_lists_became_tuples_loads() -> None:
+def test_a_state_with_tuples_in_place_of_lists_loads() -> None:
     state = dump_state(Position(2, 5, left=(1, 3)), FINGERPRINT, EPOCHS)
     assert load_state({**state, "left": tuple(state["left"])}, FINGERPRINT, EPOCHS) == Position(2, 5, left=(1, 3))
 
@@ -35,8 +35,8 @@ def test_mismatch_names_every_difference() -> None:
     assert "dataset" not in str(raised.value)
 
 
-def told(state: bytes) -> str:
-    """As a state tells that of a generator."""
+def encoded(state: bytes) -> str:
+    """Return a generator's state as a loader's state stores it."""
     return base64.b85encode(zlib.compress(state)).decode()
 
 
@@ -57,40 +57,43 @@ def told(state: bytes) -> str:
         ({"drawn": {"seed": 3}}, "no draw of this loader's order"),
         ({"drawn": {"seed": 1 << 70}}, "from the seed 1180591620717411303424, which is none"),
         ({"drawn": {"seed": True}}, "from the seed True, which is none"),
-        ({"drawn": {"state": told(bytes(8 << 20))}}, "no state of a generator: it is cut, or longer than 65536"),
-        ({"drawn": {"state": told(bytes(1 << 20))[:100]}}, "no state of a generator: it is cut, or longer than 65536"),
+        ({"drawn": {"state": encoded(bytes(8 << 20))}}, "no state of a generator: it is cut, or longer than 65536"),
+        (
+            {"drawn": {"state": encoded(bytes(1 << 20))[:100]}},
+            "no state of a generator: it is cut, or longer than 65536",
+        ),
         ({"drawn": {"state": "x" * 100_000}}, "no state of a generator"),
         ({"drawn": {"state": "not one"}}, "no state of a generator"),
         ({"drawn": {"state": ""}}, "no state of a generator"),
     ],
     ids=str,
 )
-def test_impossible_states_are_refused(change: dict[str, object], reason: str) -> None:
+def test_impossible_states_raise_an_error(change: dict[str, object], reason: str) -> None:
     state = {**dump_state(Position(), FINGERPRINT, EPOCHS), **change}
     with pytest.raises(StateError, match=reason):
         load_state(state, FINGERPRINT, EPOCHS)
 
 
-def test_a_foreign_dict_is_refused() -> None:
+def test_a_dict_that_is_no_state_raises_an_error() -> None:
     with pytest.raises(StateError, match="not a state"):
         load_state({"_index": 3}, FINGERPRINT, EPOCHS)
 
 
-def test_another_size_cuts_the_rest_anew_where_that_is_allowed() -> None:
+def test_another_size_cuts_the_rest_again_if_that_is_allowed() -> None:
     state = dump_state(Position(2, 5), FINGERPRINT, EPOCHS)
     other = OrderedSteps(batches=GlobalBatches(size=50), length=lambda _: 240)
     fingerprint = FINGERPRINT | {"global_batch_size": 50}
     with pytest.raises(StateError, match=r"allow=\('global_batch_size',\)"):
         load_state(state, fingerprint, other)
-    found = load_state(state, fingerprint, other, ("global_batch_size",))
-    assert found == Position(2, 5, draw_of_cut(Begin(5, 120)))
-    steps = [other.batches.bounds(task.step, 240, 2, task.begin) for task in other.tasks(2, 5, found.draw, again=True)]
+    loaded = load_state(state, fingerprint, other, ("global_batch_size",))
+    assert loaded == Position(2, 5, draw_of_cut(Begin(5, 120)))
+    steps = [other.batches.bounds(task.step, 240, 2, task.begin) for task in other.tasks(2, 5, loaded.draw, again=True)]
     assert steps == [(120, 170), (170, 220), (220, 240)]
-    later = dump_state(Position(2, 6, found.draw), fingerprint, other)
-    assert load_state(json.loads(json.dumps(later)), fingerprint, other) == Position(2, 6, found.draw)
+    later = dump_state(Position(2, 6, loaded.draw), fingerprint, other)
+    assert load_state(json.loads(json.dumps(later)), fingerprint, other) == Position(2, 6, loaded.draw)
 
 
-def test_what_may_never_differ_cannot_be_allowed() -> None:
+def test_other_differences_cannot_be_allowed() -> None:
     with pytest.raises(ValueError, match="'global_batch_tokens'"):
         check_allowed(("seed",))
 

@@ -1,4 +1,4 @@
-"""What a loader says: of bytes from storage, against the bytes its samples use, and of the balance of its steps."""
+"""Statistics of a loader: bytes read from storage, bytes that its samples use, and the balance of its steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def one_image(tmp_path: Path) -> str:
     return write_shard(tmp_path / "one.tar", [{"__key__": "a", "jpg": jpeg(60, 60), "txt": b"ok"}])
 
 
-def test_gaps_between_members_read_together_are_read_for_nothing(one_image: str) -> None:
+def test_gaps_between_members_that_are_read_together_count_as_reads(one_image: str) -> None:
     with tarfile.open(one_image) as tar:
         first, last = sorted(tar.getmembers(), key=lambda member: member.offset_data)
     stats = run_epoch(loader(one_image))
@@ -69,7 +69,7 @@ def test_an_epoch_reads_what_the_profile_predicts(tmp_path: Path, num_threads: i
         assert reads["storage_bytes"] == round(predicted * used) + 3 * MAGIC  # shards stay open
 
 
-def test_ranks_add_up(tmp_path: Path) -> None:
+def test_used_bytes_add_up_over_ranks(tmp_path: Path) -> None:
     paths = omni_shards(tmp_path, shards=3, samples=20)
     alone = run_epoch(loader(*paths, global_batch_size=12, batch_size=None))["reads"]
     ranks = [
@@ -78,7 +78,7 @@ def test_ranks_add_up(tmp_path: Path) -> None:
     assert sum(reads["used_bytes"] for reads in ranks) == alone["used_bytes"]
 
 
-def test_a_compressed_shard_is_pulled_once_and_not_while_the_cache_has_it(tmp_path: Path, one_image: str) -> None:
+def test_a_compressed_shard_is_read_once_and_not_while_the_cache_has_it(tmp_path: Path, one_image: str) -> None:
     path = tmp_path / "packed.tar.gz"
     path.write_bytes(gzip.compress(Path(one_image).read_bytes()))
     kept = run_epoch(loader(str(path)))  # indexing has decompressed it
@@ -91,7 +91,7 @@ def test_a_compressed_shard_is_pulled_once_and_not_while_the_cache_has_it(tmp_pa
         assert path.stat().st_size <= pulled < path.stat().st_size + 64
 
 
-def test_parquet_cells_come_with_the_rest_of_their_column_chunk(tmp_path: Path) -> None:
+def test_parquet_cells_are_read_with_the_rest_of_their_column_chunk(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pa.table({"image": [jpeg(60, 60, seed) for seed in range(8)], "caption": [f"one {i}" for i in range(8)]})
     pq.write_table(table, path, compression="none", row_group_size=4)
@@ -105,7 +105,7 @@ def test_parquet_cells_come_with_the_rest_of_their_column_chunk(tmp_path: Path) 
     assert again["storage_bytes"] == whole["storage_bytes"]  # decoded columns are kept
 
 
-def test_where_nothing_is_read_there_is_no_amplification(one_image: str) -> None:
+def test_without_reads_there_is_no_amplification(one_image: str) -> None:
     stats = loader(one_image).stats()
     assert stats["read_amplification"] is None
     assert stats["reads"] == {"storage_bytes": 0, "cache_bytes": 0, "used_bytes": 0}
@@ -119,40 +119,40 @@ def test_map_style_data_sets_are_not_in_shards() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_in_a_pipeline_the_imbalance_of_a_step_is_that_of_its_makespan(tmp_path: Path, num_ranks: int) -> None:
-    """Plans are chosen by the makespan of the slowest pipeline, so this is what the figure has to follow."""
+def test_with_pipelines_the_imbalance_of_a_step_is_that_of_its_makespan(tmp_path: Path, num_ranks: int) -> None:
+    """Plans are chosen by the makespan of the slowest pipeline, so the figure must be computed from it."""
     paths = omni_shards(tmp_path, shards=3, samples=20)
     balance = od.Balance(max_tokens=200, oversize="own", order="1f1b", num_stages=3)
     cost = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
-    found, plans = [], []
+    imbalances, plans = [], []
     for rank in range(num_ranks):
         options = {"batch_size": 10, "balance": balance, "cost": cost, "drop_last": True}
         made = loader(*paths, dp=(rank, num_ranks), **options)
         plans = [microbatches[0].plan for microbatches in made.steps()]
-        found.append(made.stats()["step_imbalance"])
+        imbalances.append(made.stats()["step_imbalance"])
     taken = even = 0.0
     for plan in plans:
         cells = np.array([plan.cells("image"), plan.cells("llm")], float)  # (phases, ranks, microbatches)
         taken += max(makespan(*cells[:, rank]) for rank in range(num_ranks))
         mean = cells.sum(axis=(1, 2)) / cells[0].size
         even += makespan(*np.repeat(mean[:, None], plan.num_microbatches, axis=1))
-    assert found == [pytest.approx(taken / even)] * num_ranks
+    assert imbalances == [pytest.approx(taken / even)] * num_ranks
     barrier = sum(plan.cost(od.Balance().price, cost.phases) for plan in plans)
     total = sum(int(column.sum()) for plan in plans for column in plan.costs.values())
-    assert abs(found[0] - barrier * num_ranks / total) > 0.01
+    assert abs(imbalances[0] - barrier * num_ranks / total) > 0.01
 
 
 def makespan(image: Any, llm: Any) -> float:
-    """Of three stages, the encoders on the first one, each with a third of the LLM; times three."""
+    """Makespan of three stages, with the encoders on the first one and a third of the LLM on each; times three."""
     forward = np.array([3 * image + llm, llm, llm])
     return simulate_1f1b(forward, 2 * forward, order_after_disttrain(forward, 2 * forward))
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_figures_are_worked_out_where_steps_are_built(
+def test_figures_are_computed_where_steps_are_built(
     tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At thousands of ranks they take milliseconds, which the training thread has better use for."""
+    """With thousands of ranks they take milliseconds, which must not delay the training thread."""
     threads: set[int] = set()
 
     def noting(*arguments: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `loader.steps()` gives counts as it iterates, and trainers that count a plain loader are refused."""
+"""`len(loader.steps())` equals the number of items, and trainers that take len() of a plain loader raise an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(dataset: Any, **options: Any) -> od.DataLoader:
     return od.DataLoader(dataset, **({"global_batch_size": 10, "shuffle": True, "num_threads": 2, "seed": 5} | options))
 
 
-def place(microbatches: list[od.Batch]) -> tuple[int, int]:
+def position(microbatches: list[od.Batch]) -> tuple[int, int]:
     return microbatches[0].plan.epoch, microbatches[0].step
 
 
@@ -45,14 +45,14 @@ def test_length_is_the_number_of_items_in_every_epoch(dataset: od.ShardDataset) 
     for epoch in range(3):
         assert len(steps) == STEPS
         items = list(steps)
-        assert [place(item) for item in items] == [(epoch, step) for step in range(STEPS)]
+        assert [position(item) for item in items] == [(epoch, step) for step in range(STEPS)]
         assert any(len(item) > 1 for item in items)  # microbatches, which the loader itself would give one by one
 
 
-def test_next_goes_on_with_what_it_began(dataset: od.ShardDataset) -> None:
+def test_next_continues_the_iteration_that_it_began(dataset: od.ShardDataset) -> None:
     steps = make(dataset).steps()
     for epoch in range(2):
-        assert [place(next(steps)) for _ in range(STEPS)] == [(epoch, step) for step in range(STEPS)]
+        assert [position(next(steps)) for _ in range(STEPS)] == [(epoch, step) for step in range(STEPS)]
         with pytest.raises(StopIteration):
             next(steps)
 
@@ -80,22 +80,22 @@ def test_the_length_is_that_of_the_epoch_under_way(dataset: od.ShardDataset) -> 
     loader.set_epoch(0)
     assert len(steps) == first
     next(iter(steps))
-    next(iter(steps))  # left at once, as by limit_train_batches=1: this is the second epoch
+    next(iter(steps))  # left immediately, as with limit_train_batches=1: this is the second epoch
     assert len(steps) == second
 
 
-def test_steps_and_loader_share_one_place_and_one_state(dataset: od.ShardDataset) -> None:
+def test_steps_and_loader_share_one_position_and_one_state(dataset: od.ShardDataset) -> None:
     loader = make(dataset, **SEVERAL)
     steps = loader.steps()
-    expected = [place(item) for item in islice(steps, 4)]
+    expected = [position(item) for item in islice(steps, 4)]
     assert expected[-1] == (0, 3)
     state = json.loads(json.dumps(steps.state_dict()))
     assert state == loader.state_dict() and (state["epoch"], state["step"]) == (0, 4)
     resumed = make(dataset, **SEVERAL).steps()
     resumed.load_state_dict(state)
-    assert len(resumed) == STEPS  # of the epoch: trainers that resume go on counting at 4
+    assert len(resumed) == STEPS  # of the epoch: trainers that resume continue to count at 4
     resumed.set_epoch(0)
-    assert [place(item) for item in resumed] == [(0, 4), (0, 5)]
+    assert [position(item) for item in resumed] == [(0, 4), (0, 5)]
     assert resumed.loader.state_dict()["epoch"] == 1
     with pytest.raises(od.StateError, match="global_batch_size"):
         make(dataset, global_batch_size=12).steps().load_state_dict(state)
@@ -103,7 +103,7 @@ def test_steps_and_loader_share_one_place_and_one_state(dataset: od.ShardDataset
 
 @pytest.fixture
 def ended(dataset: od.ShardDataset) -> Any:
-    """The state behind the last step of epoch 0, before the iteration has ended."""
+    """The state after the last step of epoch 0, before the iteration has ended."""
     steps = make(dataset).steps()
     iterator = iter(steps)
     for _ in range(STEPS):
@@ -116,26 +116,26 @@ def ended(dataset: od.ShardDataset) -> Any:
 def test_a_state_at_the_end_of_an_epoch_begins_the_next_one(dataset: od.ShardDataset, ended: Any) -> None:
     plain = make(dataset)
     plain.load_state_dict(ended)
-    assert not list(plain)  # as a loop goes on that asks for the epoch's rest
+    assert not list(plain)  # as when a loop continues with the rest of the epoch
     steps = make(dataset).steps()
     steps.load_state_dict(ended)
     assert steps.state_dict()["epoch"] == 1
-    assert [place(item) for item in steps] == [(1, step) for step in range(STEPS)]
+    assert [position(item) for item in steps] == [(1, step) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(("epoch", "first"), [(0, None), (1, (1, 0)), (2, (2, 0))])
-def test_nothing_of_an_epoch_that_has_ended_comes_again(
+def test_no_step_of_an_ended_epoch_is_delivered_again(
     dataset: od.ShardDataset, ended: Any, epoch: int, first: tuple[int, int] | None
 ) -> None:
     steps = make(dataset).steps()
     steps.load_state_dict(ended)
     steps.set_epoch(epoch)
-    assert next((place(item) for item in steps), None) == first
-    steps.set_epoch(0)  # from then on it is as ever
-    assert place(next(iter(steps))) == (0, 0)
+    assert next((position(item) for item in steps), None) == first
+    steps.set_epoch(0)  # from then on it works as usual
+    assert position(next(iter(steps))) == (0, 0)
 
 
-def test_map_style_steps_go_on_between_epochs_as_they_were_drawn() -> None:
+def test_a_map_style_state_between_epochs_resumes_with_what_it_drew() -> None:
     loader = od.DataLoader(Numbers(12), batch_size=4, shuffle=True)
     steps = loader.steps()
     iterator = iter(steps)
@@ -170,32 +170,32 @@ TRAINERS = (
 )
 
 
-def asked_from(module: str) -> Callable[[Any], int]:
-    """A function of that module which asks for a length."""
-    found: dict[str, Any] = {"__name__": module}
-    exec("def sized_len(loader):\n    return len(loader)", found)
-    return found["sized_len"]
+def len_from(module: str) -> Callable[[Any], int]:
+    """Return a function of that module which calls len()."""
+    namespace: dict[str, Any] = {"__name__": module}
+    exec("def sized_len(loader):\n    return len(loader)", namespace)
+    return namespace["sized_len"]
 
 
 @pytest.mark.parametrize("module", TRAINERS)
 @pytest.mark.parametrize("options", [SEVERAL, {"collate_fn": od.Packed(length=1000)}])
-def test_a_trainer_that_would_count_microbatches_is_refused(
+def test_a_trainer_that_would_count_microbatches_raises_an_error(
     dataset: od.ShardDataset, module: str, options: dict[str, Any]
 ) -> None:
-    loader, sized_len = make(dataset, **options), asked_from(module)
+    loader, sized_len = make(dataset, **options), len_from(module)
     with pytest.raises(ValueError, match=rf"^{module.split('.')[0]} takes len.*Give it loader\.steps\(\)"):
         sized_len(loader)
     assert sized_len(loader.steps()) == STEPS
     assert sized_len(make(dataset)) == STEPS  # a step is one microbatch
 
 
-def test_others_that_ask_are_warned(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_len_from_other_modules_warns(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchdata.notices._said", set())
     with pytest.warns(UserWarning, match=r"loader\.steps\(\)"):
-        assert asked_from("my.lightning")(make(dataset, **SEVERAL)) == STEPS
+        assert len_from("my.lightning")(make(dataset, **SEVERAL)) == STEPS
 
 
-def test_transformers_finds_out_as_it_asks(dataset: od.ShardDataset) -> None:
+def test_has_length_of_transformers_raises_an_error(dataset: od.ShardDataset) -> None:
     has_length = pytest.importorskip("transformers.trainer_utils").has_length
     with pytest.raises(ValueError, match="transformers takes len"):
         has_length(make(dataset, **SEVERAL))
@@ -204,16 +204,16 @@ def test_transformers_finds_out_as_it_asks(dataset: od.ShardDataset) -> None:
 
 def test_torch_s_distributed_checkpoint_takes_loader_and_steps(dataset: od.ShardDataset, tmp_path: Path) -> None:
     loader = make(dataset)
-    expected = [place(item) for item in islice(loader.steps(), 3)]
+    expected = [position(item) for item in islice(loader.steps(), 3)]
     dcp.save({"loader": loader, "steps": loader.steps()}, checkpoint_id=tmp_path)
     for name in ("loader", "steps"):
         fresh = make(dataset)
         dcp.load({name: fresh if name == "loader" else fresh.steps()}, checkpoint_id=tmp_path)
-        assert [place(item) for item in fresh.steps()] == [(0, 3), (0, 4), (0, 5)]
+        assert [position(item) for item in fresh.steps()] == [(0, 3), (0, 4), (0, 5)]
     assert expected[-1] == (0, 2)
 
 
-def test_distributed_checkpoint_does_not_load_into_what_a_state_is_compared_with(
+def test_distributed_checkpoint_does_not_load_into_the_loaders_own_fingerprint(
     dataset: od.ShardDataset, tmp_path: Path
 ) -> None:
     begun = make(dataset)
@@ -225,11 +225,13 @@ def test_distributed_checkpoint_does_not_load_into_what_a_state_is_compared_with
     assert other.state_dict() == make(dataset, seed=6).state_dict()
 
 
-def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.ShardDataset, tmp_path: Path) -> None:
+def test_an_entry_of_a_state_that_distributed_checkpoint_drops_is_an_error(
+    dataset: od.ShardDataset, tmp_path: Path
+) -> None:
     begun = make(dataset)
     next(iter(begun.steps()))
     larger = make(dataset, global_batch_size=12)
-    larger.load_state_dict(begun.state_dict(), allow=("global_batch_size",))  # cut anew behind 10 samples
+    larger.load_state_dict(begun.state_dict(), allow=("global_batch_size",))  # cut again after 10 samples
     next(iter(larger.steps()))
     assert "drawn" in larger.state_dict()
     dcp.save({"loader": larger}, checkpoint_id=tmp_path)
@@ -237,40 +239,40 @@ def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.Shar
         dcp.load({"loader": make(dataset, global_batch_size=12)}, checkpoint_id=tmp_path)
     whole = make(dataset, global_batch_size=12)
     whole.load_state_dict(json.loads(json.dumps(larger.state_dict())))
-    assert place(next(iter(whole.steps()))) == (0, 2)
+    assert position(next(iter(whole.steps()))) == (0, 2)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["steps", "loader"])
-def test_an_epoch_that_a_trainer_tells_is_begun_where_the_loader_would_begin_another(
+def test_an_epoch_that_a_trainer_sets_begins_although_the_loader_would_begin_another(
     dataset: od.ShardDataset, ended: Any, whole: bool
 ) -> None:
     def items(**options: Any) -> Any:
         loader = make(dataset, balance="global", **options)
         return loader.steps() if whole else loader
 
-    def places(found: Any) -> list[tuple[int, int]]:
-        return [place(item if whole else [item]) for item in found]
+    def positions(iterable: Any) -> list[tuple[int, int]]:
+        return [position(item if whole else [item]) for item in iterable]
 
     fresh = items()
     iterator = iter(fresh)  # as Lightning, which resumes at the end of an epoch without the loader's state
     fresh.sampler.set_epoch(1)
-    assert places(iterator) == [(1, step) for step in range(STEPS)]
+    assert positions(iterator) == [(1, step) for step in range(STEPS)]
     fresh.sampler.set_epoch(2)
-    assert places(islice(fresh, 2)) == [(2, 0), (2, 1)]
+    assert positions(islice(fresh, 2)) == [(2, 0), (2, 1)]
     state = fresh.state_dict()
     resumed = items()
     resumed.load_state_dict(state)
     resumed.sampler.set_epoch(2)
-    assert places(resumed) == [(2, step) for step in range(2, STEPS)]
+    assert positions(resumed) == [(2, step) for step in range(2, STEPS)]
     limited = items()
     limited.load_state_dict(state)
     iterator = iter(limited)
     limited.sampler.set_epoch(3)  # limit_train_batches has ended epoch 2
-    assert places(islice(iterator, 1)) == [(3, 0)]
+    assert positions(islice(iterator, 1)) == [(3, 0)]
     over = items()
     over.load_state_dict(ended)
     over.sampler.set_epoch(0 if whole else 1)
-    assert places(over) == [(1, step) for step in range(STEPS)]
+    assert positions(over) == [(1, step) for step in range(STEPS)]
 
 
 def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardDataset) -> None:
@@ -279,18 +281,20 @@ def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardData
     next(iter(steps))
     state = steps.state_dict()
     begun = make(dataset).steps()
-    begun.load_state_dict(state)  # as a training begins; or by Lightning, of a loader that began anew inside an epoch
+    begun.load_state_dict(
+        state
+    )  # as when a training begins; or by Lightning, of a loader that began again inside an epoch
     for epoch in range(3):
         begun.sampler.set_epoch(epoch)
-        assert place(next(iter(begun))) == (5 + epoch, 0 if epoch else 1)
+        assert position(next(iter(begun))) == (5 + epoch, 0 if epoch else 1)
     resumed = make(dataset).steps()
     resumed.load_state_dict(state)
     with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer continues at epoch 2"):
         resumed.sampler.set_epoch(2)
-    asked: dict[str, Any] = {"__name__": "lightning.pytorch"}
-    exec("def load(steps, state): steps.load_state_dict(state)", asked)
-    asked["load"](resumed, state)
+    namespace: dict[str, Any] = {"__name__": "lightning.pytorch"}
+    exec("def load(steps, state): steps.load_state_dict(state)", namespace)
+    namespace["load"](resumed, state)
     resumed.sampler.set_epoch(2)
-    assert place(next(iter(resumed))) == (5, 1)
+    assert position(next(iter(resumed))) == (5, 1)
     resumed.sampler.set_epoch(3)
-    assert place(next(iter(resumed))) == (6, 0)
+    assert position(next(iter(resumed))) == (6, 0)
