@@ -1,4 +1,4 @@
-"""The seam between a plan and what makes batches of it: a rank's share of a micro-step -> a microbatch."""
+"""The interface between plans and assemblers, which make batches: a rank's share of a micro-step -> a microbatch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 
 Task = Callable[[], None]
-_TOLD_FRAMES: Final = 8
+_SHOWN_FRAMES: Final = 8
 
 
 class StatefulSource(Protocol):
-    """An assembler whose data set has a state of its own, by torchdata's convention."""
+    """A data set with its own state, by torchdata's convention."""
 
     def state(self) -> dict[str, Any]:
-        """The data set's state after the last step that was built."""
+        """Return the data set's state after the last step that was built."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned, before the first step."""
+        """Load a state that `state` returned, before the first step."""
 
 
 def kept(failure: DataError) -> DataError:
-    """A failure that is listed, as it was raised, but without the frames of itself and of what caused it.
+    """Return a failure, to be listed, without its stack frames and those of its causes.
 
-    Frames hold the bytes of the sample, and those that hold the failure too: all of it would stay in memory until
-    garbage is collected, and for as long as the failure is listed. A note tells where a cause was raised.
+    Frames refer to the bytes of the sample, which would stay in memory as long as the failure is listed. A note says
+    where a cause was raised.
     """
     error: BaseException | None = failure
     while error is not None:
         if error is not failure and error.__traceback__ is not None and not hasattr(error, "__notes__"):
-            error.add_note("raised at\n" + "".join(traceback.format_tb(error.__traceback__, -_TOLD_FRAMES)))
+            error.add_note("raised at\n" + "".join(traceback.format_tb(error.__traceback__, -_SHOWN_FRAMES)))
         error.__traceback__ = error.__context__ = None
         error = error.__cause__
     return failure
@@ -46,11 +46,11 @@ def kept(failure: DataError) -> DataError:
 
 @dataclass
 class Assembled:
-    """A microbatch, and what happened on the way.
+    """A microbatch, its failures, and the time it took.
 
     Attributes:
-        batch: the Batch, or what the user's collate_fn made.
-        failures: samples that could not be decoded, in planned order.
+        batch: the Batch, or the result of the user's collate_fn.
+        failures: of samples that could not be decoded, in planned order.
         seconds: busy time by stage ("reading", "decoding", "packing"), summed over threads.
     """
 
@@ -61,21 +61,21 @@ class Assembled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one rank has of a step in one microbatch.
+    """The samples of one rank in one microbatch of a step.
 
     Attributes:
         microbatch: its number in the plan.
-        place: its number among those that the rank is handed, which a pipeline's order makes another.
+        index: its index among the microbatches that the rank delivers; a pipeline's order changes it.
     """
 
     plan: Plan
     rank: int
     microbatch: int
-    place: int
+    index: int
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Its samples, rows of the data set, (num_samples,): int64, or what a sampler of other indices gave."""
+        """Rows of its samples in the data set, (num_samples,): int64, or a sampler's own indices (object)."""
         return self.plan.row[self.plan.places(self.rank, self.microbatch)]
 
 
@@ -84,13 +84,13 @@ class Assembly(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that `fill` takes, known from the index: nothing is read or allocated yet."""
+        """Memory that `fill` takes, computed from the index: nothing is read or allocated yet."""
 
     def fill(self, memory: Memory) -> Sequence[Task]:
-        """What fills it: to be run in any order, on any threads. Called once. Raises MemoryError."""
+        """Return the tasks that fill it, for any order and any threads. Called once. Raises MemoryError."""
 
     def finish(self) -> Assembled:
-        """The microbatch; called once, after all tasks have run."""
+        """Return the microbatch; called once, after all tasks have run."""
 
 
 class Assembler(Protocol):
@@ -98,13 +98,13 @@ class Assembler(Protocol):
 
     @property
     def reads(self) -> ReadBytes | None:
-        """What it has read of shards so far; None where samples are not in shards."""
+        """Bytes that it has read from shards so far; None if samples are not in shards."""
 
     def begin(self, share: Share) -> Assembly: ...
 
     def load_alone(self, row: int) -> None:
-        """Load one sample, and drop it. Raises what loading it raises."""
+        """Load one sample, and drop it. Raises what loading raises."""
 
     @property
     def stateful(self) -> StatefulSource | None:
-        """Itself, if its data set has a state; else None."""
+        """Returns and restores the data set's state; None if it has none."""

@@ -33,7 +33,7 @@ from orchdata.order.stateful import is_stateful, restore_states, states_of
 
 Load = Callable[[int], Any]
 
-# Errors of the system that say nothing about the file they were met in: it may be read another time.
+# System errors that say nothing about the file: it may be readable later.
 _NOT_NOW = frozenset(
     (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
 )
@@ -45,16 +45,16 @@ class SampleAssembler:
 
     Args:
         load: row -> sample; raises DataError for one that cannot be used.
-        watch: is told of each sample that is loaded.
-        refuse: row, why its process is not to load it -> what is raised in place of loading it.
-        collate_fn: list of samples -> batch, or one sample -> batch; called by one thread at a time, whichever step
-            it is for, unless it is torch's own. One with a parameter `step` gets a `StepInfo` there.
+        watch: records each sample while it is loaded.
+        refuse: row, why it must not be loaded -> the exception to raise.
+        collate_fn: list of samples -> batch, or one sample -> batch. In all steps together, one thread at a time calls
+            it, unless it is torch's own. If it has a parameter `step`, it gets a `StepInfo` there.
         batched: whether collate_fn gets a list.
         num_map_rows: rows of a map-style data set. A rank without a sample gets the global batch's first one, as
-            torch's DistributedSampler pads; where a global batch fails as a whole, the next row that works. 0 for
-            shards, where `collate_fn` gets an empty list.
-        load_many: rows -> samples, all those of a microbatch at once; None where each is loaded by itself.
-        reads: what `load` reads of shards.
+            torch's DistributedSampler pads; if the whole global batch fails, the next row that works. 0 for shards:
+            `collate_fn` gets an empty list.
+        load_many: rows -> all samples of a microbatch together; None to load each one by itself.
+        reads: counts the bytes that `load` reads from shards.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SampleAssembler:
         return SampleAssembly(self, share)
 
     def load(self, row: int) -> Any:
-        """A sample by its row."""
+        """Load a sample by its row."""
         return self._watch.load(row, self._load, self._refuse)
 
     def load_alone(self, row: int) -> None:
@@ -94,10 +94,10 @@ class SampleAssembler:
         return None
 
     def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
-        """What `collate_fn` makes of the samples, by their places in the share, or of all of them `together`."""
+        """Call `collate_fn` with the samples, by their index in the share, or with all of them `together`."""
         collate, kept = self._collate_fn, sorted(samples)
         options = {"step": self._step_info(share, kept)} if self._takes_step else {}
-        loaded = [samples[place] for place in kept] if together is None else together
+        loaded = [samples[index] for index in kept] if together is None else together
         with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
             return collate(loaded if self._batched else loaded[0], **options)
 
@@ -107,7 +107,7 @@ class SampleAssembler:
         return StepInfo(
             epoch=plan.epoch,
             step=plan.step,
-            microbatch=share.place,
+            microbatch=share.index,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
             loss_tokens=plan.global_loss_tokens,
@@ -117,15 +117,14 @@ class SampleAssembler:
 
 
 class MapAssembler(SampleAssembler):
-    """The items of a map-style data set, which may have a state of its own.
+    """Assembles the items of a map-style data set, which may have its own state.
 
     Args:
-        dataset: it.
-        others: of SampleAssembler.
+        arguments: of SampleAssembler.
     """
 
-    def __init__(self, dataset: Any, **others: Any) -> None:
-        super().__init__(**others)
+    def __init__(self, dataset: Any, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._dataset = dataset
 
     @property
@@ -134,7 +133,7 @@ class MapAssembler(SampleAssembler):
 
 
 class StatefulDataset:
-    """A map-style data set that has a state of its own."""
+    """A map-style data set with its own state."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -147,12 +146,12 @@ class StatefulDataset:
 
 
 def stateful_source(dataset: Any) -> StatefulSource | None:
-    """What returns and restores the state of a map-style data set, if it has one."""
+    """Return the `StatefulSource` of a map-style data set; None if it has no state."""
     return StatefulDataset(dataset) if is_stateful(dataset) else None
 
 
 def takes_step(collate_fn: Callable[..., Any]) -> bool:
-    """Whether it has a parameter `step` beside that of the samples, which nothing is bound to yet."""
+    """Return whether it has a parameter `step` besides that of the samples, and no value is bound to it yet."""
     bound = collate_fn
     while isinstance(bound, partial):
         if "step" in bound.keywords:
@@ -160,7 +159,7 @@ def takes_step(collate_fn: Callable[..., Any]) -> bool:
         bound = bound.func
     try:
         parameters = list(inspect.signature(collate_fn, follow_wrapped=False).parameters.values())
-    except (ValueError, TypeError):  # some built-in functions tell nothing of themselves
+    except (ValueError, TypeError):  # some built-in functions have no signature
         return False
     by_name = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
     by_name += [each for each in parameters[1:] if each.kind is each.POSITIONAL_OR_KEYWORD]  # the first is the samples
@@ -174,7 +173,7 @@ class SampleAssembly:
         self._assembler = assembler
         self._share = share
         self._samples: dict[int, Any] = {}
-        self._together: Any = None  # those of the microbatch as a data set gave them at once
+        self._together: Any = None  # all samples, as the data set's `__getitems__` returned them
         self._failures: dict[int, DataError] = {}
         self._seconds: list[float] = []
         self.num_bytes = 0  # a sample's memory is its own
@@ -183,7 +182,7 @@ class SampleAssembly:
         rows, load_many = self._share.rows.tolist(), self._assembler.load_many
         if load_many is not None and rows:
             return [partial(self._load_many, load_many, rows)]
-        return [partial(self._load, place, row) for place, row in enumerate(rows)]
+        return [partial(self._load, index, row) for index, row in enumerate(rows)]
 
     def finish(self) -> Assembled:
         if not self._samples and self._together is None and self._assembler.num_map_rows and len(self._share.plan.row):
@@ -191,11 +190,11 @@ class SampleAssembly:
         started = time.perf_counter()
         batch = self._assembler.collated(self._samples, self._share, self._together)
         seconds = {"decoding": sum(self._seconds), "packing": time.perf_counter() - started}
-        failures = [self._failures[place] for place in sorted(self._failures)]
+        failures = [self._failures[index] for index in sorted(self._failures)]
         return Assembled(batch, failures, seconds)
 
     def _repeated(self) -> Any:
-        """The first sample of the global batch that works, else the next one of the data set."""
+        """Return the first sample of the global batch that works, else the next one of the data set."""
         rows, total = self._share.plan.row.tolist(), self._assembler.num_map_rows
         following = ((rows[-1] + distance) % total for distance in range(1, total))
         failure: DataError | None = None
@@ -207,12 +206,12 @@ class SampleAssembly:
         assert failure is not None
         raise failure
 
-    def _load(self, place: int, row: int) -> None:
+    def _load(self, index: int, row: int) -> None:
         started = time.perf_counter()
         try:
-            self._samples[place] = self._assembler.load(row)
+            self._samples[index] = self._assembler.load(row)
         except DataError as failure:
-            self._failures[place] = kept(failure)
+            self._failures[index] = kept(failure)
         else:
             self._seconds.append(time.perf_counter() - started)
 
@@ -223,7 +222,7 @@ class SampleAssembly:
 
 
 def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Load:
-    """row -> decoded `Sample` of an index; `recipe_of` tells by which recipe."""
+    """Return row -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
 
     def load(row: int) -> Sample:
         stored, recipe = StoredSample(index, shards, row), recipe_of(row)
@@ -235,34 +234,32 @@ def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Re
             raise out_of_memory(error, index, recipe, np.array([row]), row) from error
         except DataError:
             raise
-        except Exception as error:  # whatever its bytes make a decoder raise is the sample's failure
+        except Exception as error:  # any exception of a decoder fails the sample
             raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
 
     return load
 
 
 def shard_refusal(index: Index) -> Callable[[int, str], Exception]:
-    """Row of an index, reason -> the failure of that sample."""
+    """Return (row of an index, reason) -> the failure of that sample."""
     return lambda row, reason: DataError(index.shard_of(row).url, index.key(row), "*", f"its worker {reason}")
 
 
 def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
-    """Row of a map-style data set, reason -> the failure of that item, or what torch raises where it ends a worker."""
+    """Return (row of a map-style data set, reason) -> the failure of that item, or torch's error for a lost worker."""
     name = type(dataset).__name__
     if skip_errors:
         return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
 
-    def refused(row: int, reason: str) -> RuntimeError:
+    def lost_worker(row: int, reason: str) -> RuntimeError:
         who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
         return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
 
-    return refused
+    return lost_worker
 
 
 def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
-    """row -> `dataset[row]`; under `skip_errors` an exception there is a DataError of that row, where it may be about
-    its data.
-    """
+    """Return row -> `dataset[row]`. With `skip_errors`, an exception that may be about the data becomes a DataError."""
     if not skip_errors:
         return partial(operator.getitem, dataset)
 
@@ -282,8 +279,8 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
 
 
 def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """rows -> `dataset.__getitems__(rows)`, as torch asks a data set that has it for all samples of a batch: a list of
-    them, or whatever the `collate_fn` that gets it takes.
+    """Return rows -> `dataset.__getitems__(rows)`, which torch calls for all samples of a batch if the data set has it;
+    else None. The result, usually a list, is passed to `collate_fn`.
     """
     get = getattr(dataset, "__getitems__", None)
     return get if callable(get) else None

@@ -155,7 +155,7 @@ class Pages:
             pieces=self._pieces,
             plan=plan,
             step=plan.step,
-            microbatch=share.place,
+            microbatch=share.index,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
             loss_tokens=int((self._arrays.labels != IGNORE).sum()),

@@ -1,8 +1,8 @@
-"""BuildSpec: all that the steps of a rank depend on, as a value; `open()` makes what runs.
+"""BuildSpec: everything that the steps of a rank depend on, as a value; `open()` returns a Builder.
 
     BuildSpec --pickle--> another process --open()--> Builder --StepTask--> the same batches, bit for bit
 
-What is opened (shards, memory, locks, counters) lives in a Builder, once a process, whatever its threads.
+Open resources (shards, memory, locks, counters) are in a Builder: one per process, for all its threads.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from orchdata.planning.make_plan import PlanSpec
 
 
 class Content(Protocol):
-    """What batches are made of, and how: a value."""
+    """The data of batches, and how batches are made of it: a value."""
 
     def open(self, watch: Watch) -> Assembler:
-        """What makes them in this process.
+        """Return what makes batches in this process.
 
         Args:
-            watch: is told of each sample that is loaded.
+            watch: records each sample while it is loaded.
         """
 
     def name_of(self, row: int) -> str:
-        """What a sample is called in messages."""
+        """Return a sample's name for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,16 @@ class BuildSpec:
     content: Content
 
     def open(self, *, watch: Watch | None = None, allocate: Callable[[StepTask], Memory] | None = None) -> Builder:
-        """What builds steps in this process, once for all its threads.
+        """Return the builder of steps in this process, one for all its threads.
 
         Args:
-            watch: is told of each sample that is loaded.
+            watch: records each sample while it is loaded.
             allocate: see `Builder`.
 
         Raises:
             StaleIndexError: the index was rebuilt after the spec was created.
             PackageError: a package that the recipe needs is missing or broken.
-            StorageError: it cannot be loaded now.
+            StorageError: the index cannot be loaded now.
         """
         settle_first_calls()
         return Builder(self.plan, self.rank, self.content.open(watch or Watch()), allocate)
@@ -81,11 +81,11 @@ class BuildSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedShards:
-    """Shards as an index knows them.
+    """Shards as an index describes them.
 
     Attributes:
         index: pickles as its path.
-        build_id: of the index when the spec was made: another one in its place would make other batches.
+        build_id: of the index when the spec was created: a rebuilt one would result in other batches.
         recipe, of_sources: as of `PageSource`.
     """
 
@@ -95,11 +95,11 @@ class IndexedShards:
     of_sources: tuple[Recipe, ...] = ()
 
     def recipe_of(self, row: int) -> Recipe:
-        """What a sample is read by."""
+        """Return the recipe of a sample."""
         return recipe_of(self.index, self.recipe, self.of_sources, row)
 
     def open(self) -> OpenShards:
-        """Opens no shard yet. Raises StaleIndexError, and as `load_required`."""
+        """Return the shards; each one is opened later. Raises StaleIndexError, and as `load_required`."""
         if self.index.build_id != self.build_id:
             raise StaleIndexError(
                 str(self.index.path), "the index was rebuilt after this loader was created: create the loader again"
@@ -117,7 +117,7 @@ class ShardContent:
     """Batches of shards, packed or padded.
 
     Attributes:
-        encoders: modalities that every batch has, if need be as a dummy.
+        encoders: modalities that every batch has, if necessary as a dummy.
     """
 
     shards: IndexedShards
@@ -141,7 +141,7 @@ class ShardContent:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleContent:
-    """What a user's `collate_fn` makes of decoded samples of shards."""
+    """Batches of a user's `collate_fn` from decoded samples of shards."""
 
     shards: IndexedShards
     collate_fn: Callable[..., Any]
@@ -163,12 +163,12 @@ class SampleContent:
 
 @dataclass(frozen=True, kw_only=True)
 class MapContent:
-    """What a `collate_fn`, by default torch's, makes of the items of a map-style data set.
+    """Batches of a `collate_fn` (default: torch's) from the items of a map-style data set.
 
     Attributes:
-        num_rows: items of the data set, when the spec was made.
+        num_rows: the number of items when the spec was created.
         batched: whether collate_fn gets a list; else one item.
-        skip_errors: whether an item that cannot be loaded is a failure, not the end.
+        skip_errors: whether an item that cannot be loaded is a failure, and its exception is not raised.
     """
 
     dataset: Any
@@ -179,7 +179,7 @@ class MapContent:
 
     @property
     def stateful(self) -> StatefulSource | None:
-        """What returns and restores the data set's own state, if it has one."""
+        """Returns and restores the data set's own state; None if it has none."""
         return stateful_source(self.dataset)
 
     def open(self, watch: Watch) -> Assembler:

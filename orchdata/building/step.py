@@ -1,7 +1,7 @@
-"""A step, built: task -> plan -> this rank's rows -> read -> decode -> batches.
+"""Building a step: task -> plan -> this rank's rows -> read -> decode -> batches.
 
-`Builder.build` is the pure function everything stands on. An engine runs the same pieces on other threads: a started
-step is a set of tasks that may run anywhere in any order, then one `finish`.
+`Builder.build` is a pure function, which everything else uses. An engine runs the same tasks on other threads: a
+started step is a set of tasks that may run on any thread in any order, then one `finish`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BuiltStep:
     (`orchdata.building.figures`).
 
     Attributes:
-        worker: process that has built it, 0 for this one.
+        worker: number of the process that has built it; 0 for this process.
         dataset_state: returns the state of the data set in that process after the step; None if it has none.
     """
 
@@ -43,12 +43,12 @@ class BuiltStep:
 
 
 class Builder:
-    """Builds the steps of one rank: what runs of a `BuildSpec`, with open shards and counters.
+    """Builds the steps of one rank: an opened `BuildSpec`, with open shards and counters.
 
     One for all threads of a process; it does not pickle.
 
     Args:
-        allocate: where the batches of a step lie; default: a pool that takes back what nobody holds any more.
+        allocate: task -> memory for the batches of its step; default: a pool that reuses memory after its last use.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class Builder:
 
     @property
     def reads(self) -> ReadBytes | None:
-        """What was read of shards so far; None where samples are not in shards."""
+        """Bytes read from shards so far; None if samples are not in shards."""
         return self._assembler.reads
 
     @property
     def stateful(self) -> StatefulSource | None:
-        """What returns and restores the data set's state, if it has one."""
+        """Returns and restores the data set's state; None if it has none."""
         return self._assembler.stateful
 
     def start(self, task: StepTask) -> StartedStep:
-        """Plan a step. Raises IndexError for one outside the epoch."""
+        """Plan a step. Raises IndexError if it is outside the epoch."""
         return StartedStep(self._plan, self._rank, self._assembler, task, self._allocate(task))
 
     def planned_by(self, plan: PlanSpec) -> Builder:
-        """What builds the same samples, with what is open here, in steps of another plan."""
+        """Return a builder of the same samples in steps of another plan, with the same open shards."""
         return Builder(plan, self._rank, self._assembler)
 
     def load_alone(self, row: int) -> None:
-        """Load one sample for nothing, as a step that has it would. Raises what that raises."""
+        """Load one sample as a step does, and drop it. Raises what loading raises."""
         self._assembler.load_alone(row)
 
     def build(self, task: StepTask) -> BuiltStep:
@@ -91,7 +91,7 @@ class Builder:
 
 
 class StartedStep:
-    """A step whose plan is made; its tasks are ready to run.
+    """A planned step; its tasks are ready to run.
 
     Attributes:
         plan: of all ranks.
@@ -105,15 +105,15 @@ class StartedStep:
         self.plan = make_plan(spec, task)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
-            assembler.begin(Share(self.plan, rank, microbatch, place))
-            for place, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
+            assembler.begin(Share(self.plan, rank, microbatch, index))
+            for index, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
         ]
         self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
         self._memory = memory
 
     @cached_property
     def tasks(self) -> list[Task]:
-        """What fills its batches. Memory is taken when this is first asked for. Raises MemoryError."""
+        """Tasks that fill its batches. The first access allocates memory. Raises MemoryError."""
         self._memory.reserve(self.num_bytes)
         return [fill for assembly in self._assemblies for fill in assembly.fill(self._memory)]
 

@@ -108,9 +108,7 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
 
 
 def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
-    """Return the parts of each sample, by their position in it, with the rank that encodes them: the sample's, or per
-    phase another.
-    """
+    """Return the parts of each sample, by their position in it, with the ranks that encode them."""
     encoders = list(plan.phases[:-1])
     by_phase = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.row) for phase in encoders]
     sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in by_phase)])

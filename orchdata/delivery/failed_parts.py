@@ -44,12 +44,7 @@ class FailedParts:
             return list(batches)
         by_rank = list(gather([_flags(batch) for batch in batches], self._groups).values())
         return [
-            batch.masked(
-                {
-                    name: _arriving(name, route.rank, [flags[number] for flags in by_rank])
-                    for name, route in batch.routes.items()
-                }
-            )
+            batch.masked({name: _arriving(name, number, route.rank, by_rank) for name, route in batch.routes.items()})
             for number, batch in enumerate(batches)
         ]
 
@@ -84,11 +79,16 @@ def _flags(batch: Batch) -> Flags:
     }
 
 
-def _arriving(name: str, rank: int, by_rank: Sequence[Flags]) -> torch.Tensor:
-    """Return which parts of `rank`'s samples are valid, in the order in which they arrive: bool (num_parts,)."""
+def _arriving(name: str, number: int, rank: int, by_rank: Sequence[Sequence[Flags]]) -> torch.Tensor:
+    """Return which parts of `rank`'s samples are valid, in the order in which they arrive: bool (num_parts,).
+
+    Args:
+        number: of the microbatch.
+        by_rank: for each rank, the flags of its microbatches.
+    """
     flags: list[bool] = []
     for sent in by_rank:
-        valid, counts = sent[name]
+        valid, counts = sent[number][name]
         start = sum(counts[:rank])
         flags += valid[start : start + counts[rank]]
     return torch.tensor(flags, dtype=torch.bool)

@@ -38,7 +38,7 @@ class PinningEngine:
     def submit(self, task: StepTask) -> Future[BuiltStep]:
         pinned: Future[BuiltStep] = Future()
         built = self._built[pinned] = self._engine.submit(task)
-        pinned.add_done_callback(partial(_forget, self._built))
+        pinned.add_done_callback(self._built.pop)
         built.add_done_callback(lambda done: self._pool.submit(partial(_pin, self._device, done, pinned)))
         return pinned
 
@@ -70,7 +70,3 @@ def _pin(device: int, built: Future[BuiltStep], pinned: Future[BuiltStep]) -> No
         pinned.set_result(replace(step, batches=[pin_memory(batch) for batch in step.batches]))
     except BaseException as error:  # noqa: BLE001 - it is passed on
         pinned.set_exception(passed_on(error))
-
-
-def _forget(built: dict[Future[BuiltStep], Future[BuiltStep]], pinned: Future[BuiltStep]) -> None:
-    built.pop(pinned, None)

@@ -164,6 +164,3 @@ class ReceivingEngine(PlainEngine):
         except Exception as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)
         return future
-
-    def close(self) -> None:
-        pass

@@ -42,3 +42,6 @@ class PlainEngine:
 
     def take_notes(self) -> list[str]:
         return []
+
+    def close(self) -> None:
+        pass

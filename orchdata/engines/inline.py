@@ -35,6 +35,3 @@ class InlineEngine(PlainEngine):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)
         return future
-
-    def close(self) -> None:
-        pass

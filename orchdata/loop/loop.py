@@ -2,7 +2,7 @@
 
     stream (builds steps ahead) --next--> a step's microbatches, and the position after it --> the caller
 
-It is no generator: a generator that has raised is finished, and the next `next()` would look like the end of the epoch.
+It is not a generator: one that has raised is finished, and the next `next()` would look like the end of the epoch.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Stream(Protocol):
         """Raises StopIteration at the end of the epoch, and what building a step raises."""
 
     def leave(self, error: BaseException) -> Any:
-        """After an error: what the next iteration needs to try the failed step, the first undelivered one, again."""
+        """After an error: return what the next iteration needs to try the failed (first undelivered) step again."""
 
     def skip_failed(self, error: BaseException) -> bool:
-        """After `leave`: go past the failed step. False if this stream cannot continue."""
+        """After `leave`: skip the failed step. Returns False if this stream cannot continue."""
 
     def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
-        """Stop what builds steps, or keep it for the next iteration."""
+        """Stop the engine, or keep it for the next iteration."""
 
 
 class EpochLoop:
     """One iteration of a loader: where it starts, and how it moves the loader's progress.
 
     Args:
-        open_stream: (loop) -> its steps; called when the first one is asked for.
+        open_stream: (loop) -> its steps; called when the first one is requested.
         keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
         base_seed: of the workers' random states, as torch draws it.
     """
@@ -97,16 +97,16 @@ class EpochLoop:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has not ended, and the next one starts where it leads: no state was loaded, and no epoch set."""
+        """Whether it has not ended, and the next one starts after it: no state was loaded, and no epoch set."""
         return not self._has_ended and self.progress.start is self._own
 
     def num_left(self, num_steps: int) -> int:
-        """Steps of an epoch of `num_steps` that come after the step yielded last."""
+        """Return the number of steps, in an epoch of `num_steps`, that come after the step yielded last."""
         position = self.position
         return max(0, num_steps - position.step) + len(position.left)
 
     def begin(self) -> Stream:
-        """The first step is asked for. A trainer may have set its epoch since this iteration was made."""
+        """Open the stream for the first step. A trainer may have set its epoch since this iteration was created."""
         if self.progress.start.by_trainers_epoch:
             self.start = self._own = self.progress.start
         self.stream = self._open_stream(self)
@@ -151,7 +151,7 @@ class LoaderIterator:
         watcher: is called before each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
     """
 
-    _process = -1  # of one that an interrupt has kept from being made
+    _process = -1  # if an interrupt stopped __init__
 
     def __init__(self, loop: EpochLoop, *, whole_steps: bool, as_torch: bool, watcher: Any = None) -> None:
         self.loop = loop
@@ -183,7 +183,7 @@ class LoaderIterator:
                 raise
             except BaseException as error:
                 self._handle(stream, error)
-                del self, stream  # or whoever keeps the error would keep the iteration, and what runs for it
+                del self, stream  # or the error's traceback would keep the iteration, and its workers, alive
                 raise
             if not self._has_advanced:
                 self._has_advanced = True
@@ -206,10 +206,10 @@ class LoaderIterator:
         return self._rest.pop()
 
     def _begin(self) -> Stream:
-        """The stream, opened when the first step is asked for."""
+        """Return the stream, opened when the first step is requested."""
         if self._error is not None and not (self._as_torch and isinstance(self._error, Exception)):
             raise RuntimeError(
-                f"this iteration ended with {self._error!r}; a fresh iter() of the loader goes on at the step that "
+                f"this iteration ended with {self._error!r}; a fresh iter() of the loader continues at the step that "
                 "failed"
             ) from self._error
         if self._is_closed:
@@ -254,7 +254,7 @@ class LoaderIterator:
             self._watcher.failed()
 
     def _finish(self, error: BaseException | None = None) -> None:
-        """Stop what runs for this iteration, which has ended with an error, or is left by the caller."""
+        """Stop the stream of this iteration, which has ended with an error, or which the caller leaves."""
         self._error = error
         self._is_closed = True
         stream, self._stream = self._stream, None

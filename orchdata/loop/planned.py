@@ -24,10 +24,10 @@ from orchdata.ranks.parallel import Rank
 
 
 class Interrupted(NamedTuple):
-    """What an iteration with an error leaves for the one that continues it.
+    """State of an iteration with an error, for the one that continues it.
 
     Attributes:
-        begun: for the other ranks, which had no error, it is the same iteration.
+        begun: kept, because for the other ranks, which had no error, it is the same iteration.
         tasks: its steps from the failed one on, if they were drawn.
     """
 
@@ -37,12 +37,12 @@ class Interrupted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """What all iterations of a loader share.
+    """Shared by all iterations of a loader.
 
     Attributes:
-        is_single_rank: the loader has a rank of its own and no shards: it continues after a step that failed.
-        in_order: steps come in their order; else as they are ready.
-        num_workers: that build steps; 1 where this process builds them.
+        is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
+        in_order: whether steps come in order; else as they are ready.
+        num_workers: number of workers that build steps; 1 if this process builds them.
     """
 
     steps: Steps
@@ -55,7 +55,7 @@ class LoopContext:
 
 
 class PlannedStream:
-    """The steps of one iteration, built by an engine of its own.
+    """The steps of one iteration, built by its own engine.
 
     Args:
         engine: builds them; `close` closes it, or keeps it for the next iteration.
@@ -141,7 +141,7 @@ class PlannedStream:
         was_delivering, self._is_delivering = self._is_delivering, False
         context = self._context
         if isinstance(error, KeyboardInterrupt):
-            # The step is still under way, and awaited again. Other ranks may wait in a collective for this one's part.
+            # The step is still under way, and awaited again. Other ranks may wait for this one in a collective.
             return self._tasks is not None and not (context.delivery.is_collective or context.rank.check_plan_every)
         is_built = was_delivering and self._under_way[0][1].done()
         # A warning that is an error here says nothing about the step.
@@ -162,7 +162,7 @@ class PlannedStream:
             self._close(self._engine, is_over=is_over, has_failed=has_failed)
 
     def _draw(self) -> Iterator[StepTask]:
-        """The steps of the epoch from here on, once all ranks know what its samples depend on."""
+        """Return the steps of the epoch from here on, once all ranks have its random inputs."""
         context, start, origin = self._context, self._start, self._loop.origin
         base_seed = self._loop.base_seed if context.is_single_rank else None
         left, self._interrupted = self._interrupted, None
@@ -171,7 +171,7 @@ class PlannedStream:
             return left.tasks
         draw = self._begun.share(origin.draw or context.steps.draw())
         if origin.draw is not None and draw != origin.draw:
-            raise ValueError("ranks go on from different states: give load_state_dict the same on every rank")
+            raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
         self._know(draw, base_seed)
         first = min((*origin.left, origin.step))
         tasks = context.steps.tasks(
@@ -194,14 +194,14 @@ class PlannedStream:
         return bool(every) and (step - self._begun.step) % every == 0
 
     def _bring_forward(self) -> None:
-        """Where steps come as they are ready, put the first that is ready before the others."""
+        """If steps come as they are ready, move the first that is ready to the front."""
         if self._context.in_order:
             return
         if self._under_way[0][0].sampler_state is not None:
             warn_once(
                 "a sampler with a state keeps order",
-                "in_order=False: batches come in order all the same, for the sampler has a state of its own, which "
-                "does not say which of its batches others have overtaken",
+                "in_order=False has no effect: the sampler has its own state, which does not store which of its "
+                "batches others have overtaken, so batches come in order",
             )
             return
         self._engine.expect(self._under_way[0][1])
@@ -222,7 +222,7 @@ class PlannedStream:
             try:
                 task = next(self._tasks, None)
             except BaseException:
-                self._tasks = None  # it is over: whoever continues draws again
+                self._tasks = None  # it is over: an iteration that continues draws again
                 raise
             if task is not None:
                 self._ahead.append(task)

@@ -1,4 +1,4 @@
-"""Where a loader stands: a position between two steps, and where the next iteration starts.
+"""A loader's progress: a position between two steps, and where the next iteration starts.
 
 Every delivered step carries the position after it, so that a state is the position of the step delivered last.
 """
@@ -20,8 +20,8 @@ class Position:
     """A position between two optimizer steps: the steps of `epoch` below `step` were delivered, except those `left`.
 
     Attributes:
-        draw: what the samples of the epoch depend on (`Steps.draw`), once it is drawn.
-        base_seed: of the workers' random states, if this loader has a rank of its own.
+        draw: random inputs of the epoch's samples (`Steps.draw`), once they are drawn.
+        base_seed: of the workers' random states, if ranks do not share this loader.
         is_drawn: whether `draw` and `base_seed` are drawn.
         left: steps that others have overtaken, where steps come as they are ready.
         sampler: the sampler's own state after step `step - 1`; at an epoch's start, after the epoch before.
@@ -41,12 +41,12 @@ class Position:
     worker: int = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy: the data sets' states, in place of functions that ask running workers for them."""
+        """For a copy: the data sets' states, in place of functions that get them from running workers."""
         workers = tuple(None if get is None else stored(deepcopy(get())) for get in self.workers)
         return {**vars(self), "workers": workers}
 
     def drawn(self, draw: Draw | None, base_seed: int | None) -> Position:
-        """The same, once the epoch's random inputs are known; `base_seed` is None if ranks share the loader."""
+        """Return this position with the epoch's random inputs; `base_seed` is None if ranks share the loader."""
         return replace(self, draw=draw, base_seed=base_seed, is_drawn=base_seed is not None)
 
     def after(
@@ -59,7 +59,7 @@ class Position:
         worker: int = 0,
         num_workers: int = 1,
     ) -> Position:
-        """The position after a step was delivered.
+        """Return the position after a step was delivered.
 
         Args:
             undelivered: steps that are being built.
@@ -74,31 +74,31 @@ class Position:
         return replace(self.reaching(step + 1, left), sampler=sampler, workers=workers, worker=worker)
 
     def reaching(self, step: int, undelivered: Iterable[int]) -> Position:
-        """The position after all steps below `step` (or below this one's), except those that are undelivered."""
+        """Return the position after all steps below `step` (or below this one's), except those that are undelivered."""
         step = max(self.step, step)
         return replace(self, step=step, left=tuple(sorted({each for each in undelivered if each < step})))
 
     def next_epoch(self, *, keep_dataset_state: bool) -> Position:
-        """The start of the next epoch, from the end of this one; data sets may go on with their states."""
+        """Return the start of the next epoch, from the end of this one; data sets may keep their states."""
         return Position(self.epoch + 1, sampler=self.sampler, workers=self.workers if keep_dataset_state else ())
 
 
 def stored(state: dict[str, Any]) -> StateGetter:
-    """Returns a copy of the state at each call: the data set may continue in what it is given."""
+    """Return a function that returns a copy of the state: a data set may change the state that it gets."""
     return partial(deepcopy, state)
 
 
 @dataclass(eq=False)
 class Start:
-    """Where the next iteration starts: compared by identity, because whoever moves the start first wins.
+    """Where the next iteration starts. Compared by identity, because the first to move the start wins.
 
     Attributes:
-        restores: whether data sets and samplers get back the states that the position holds.
+        restores: whether data sets and samplers get the states that the position has.
         is_loaded: whether the user, or a trainer, loaded a state and no step was delivered since.
         by_trainer: whether a trainer loaded it.
         ended: the end of the epoch before, if a state of it was loaded and this is the start of the next one.
         by_trainers_epoch: whether a trainer has set it: iterations that exist and have not started move there too.
-        interrupted: what an iteration that ended with an error left, for the first one that continues it.
+        interrupted: state of an iteration that ended with an error, for the first one that continues it.
     """
 
     position: Position
@@ -110,11 +110,11 @@ class Start:
     interrupted: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy: what an interrupted iteration left stays with the original."""
+        """For a copy: the state of an interrupted iteration stays with the original."""
         return {**vars(self), "interrupted": None}
 
     def take_interrupted(self) -> Any:
-        """What an interrupted iteration left, once."""
+        """Return the state of an interrupted iteration, once."""
         interrupted, self.interrupted = self.interrupted, None
         return interrupted
 
@@ -127,7 +127,7 @@ class Positioned(Protocol):
 
 
 class Progress:
-    """Where a loader stands.
+    """A loader's position, and where its next iteration starts.
 
     Several iterations may exist: each keeps its own position, and the loader's is that of the step delivered last. The
     next iteration starts
@@ -159,11 +159,11 @@ class Progress:
         return self.delivered if isinstance(self.delivered, Position) else self.delivered.position
 
     def put(self, start: Start) -> None:
-        """Start the next iteration there, which is also where the loader stands now."""
+        """Start the next iteration there; it is also the loader's position now."""
         self.start, self.delivered = start, start.position
 
     def lead(self, own: Start, new: Start) -> Start:
-        """Move the start for an iteration, whose own start or last move is `own`, unless something else has moved it.
+        """Move the start for an iteration, with its start or last move `own`, unless something else has moved it.
 
         Returns what the iteration passes as `own` next time.
         """
@@ -177,7 +177,7 @@ class Progress:
         self.put(Start(position, restores=True, is_loaded=True, by_trainer=by_trainer))
 
     def pass_end(self, *, keep_dataset_state: bool) -> None:
-        """Start the next epoch, where the position of a loaded state is the end of one."""
+        """Start the next epoch: the position of a loaded state is the end of one."""
         start = self.start
         following = start.position.next_epoch(keep_dataset_state=keep_dataset_state)
         self.put(replace(start, position=following, ended=start.position))
@@ -186,24 +186,24 @@ class Progress:
         """Start `epoch` next: at its start, or at a loaded state of this epoch, if no step was delivered since."""
         start = self.start
         if start.ended is not None and start.ended.epoch == epoch:
-            self.put(replace(start, position=start.ended, ended=None))  # nothing of that epoch is left
+            self.put(replace(start, position=start.ended, ended=None))  # no step of that epoch is left
         elif not start.is_loaded or start.position.epoch != epoch:
             self.put(Start(Position(epoch)))
 
     def seed(self, base_seed: int) -> None:
-        """The workers' seed of the iteration that starts here, in case a state is taken before it delivers a step."""
+        """Store the workers' seed of the iteration that starts here, for a state before its first step."""
         self._seeded = self.start, base_seed
 
     def known(self, start: Start) -> Position:
-        """Where an iteration starts, with the random inputs that a state of it has promised."""
+        """Return where an iteration starts, with the random inputs that a state of it has promised."""
         return self.drawn[1] if self.drawn is not None and self.drawn[0] is start else start.position
 
     def promised(self, draw_seed: Callable[[], int], draw: Callable[[], Draw | None]) -> Position:
-        """The position for a state. Between epochs, the next one's random inputs are drawn now, and kept.
+        """Return the position for a state. Between epochs, the next one's random inputs are drawn now, and kept.
 
         Args:
             draw_seed: draws the workers' seed.
-            draw: draws what the samples depend on.
+            draw: draws the random inputs of the samples.
         """
         position, start = self.position, self.start
         at_start = (position.epoch, 0) == (start.position.epoch, start.position.step)
@@ -217,6 +217,6 @@ class Progress:
         return position.drawn(drawn.draw, drawn.base_seed)
 
     def draw_of(self, epoch: int) -> Draw | None:
-        """The draw of an epoch, if the loader knows it."""
+        """Return the draw of an epoch, if the loader knows it."""
         positions = (self.position, self.known(self.start))
         return next((each.draw for each in positions if each.epoch == epoch and each.draw is not None), None)

@@ -34,8 +34,8 @@ _LARGEST = 1 << 63
 
 
 def dump_state(position: Position, fingerprint: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
-    """A state that shares nothing with the loader: torch.distributed.checkpoint loads into what it is given. Raises
-    what `state_dict` of a data set in this process raises.
+    """Return a state that shares nothing with the loader: torch.distributed.checkpoint loads in place. Raises what
+    `state_dict` of a data set in this process raises.
     """
     optional = {
         "drawn": None if position.draw is None else deepcopy(dict(position.draw)),
@@ -66,7 +66,7 @@ def load_state(
     cut: bool = False,
     check: bool = True,
 ) -> Position:
-    """The position of `state`. Raises StateError, naming each difference, if it belongs to another loader.
+    """Return the position of `state`. Raises StateError, with each difference, if it belongs to another loader.
 
     Args:
         steps: of this loader; of a mixture, in the stages that the state stores.
@@ -105,7 +105,7 @@ def load_state(
 
 
 def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
-    """Whether a state is of the mixture of a fingerprint, whatever its weights are."""
+    """Return whether a state is of the mixture of a fingerprint, with any weights."""
     theirs = state.get("fingerprint") if isinstance(state, Mapping) else None
     if not isinstance(theirs, Mapping) or state.get("version") not in READ:
         return False
@@ -114,19 +114,19 @@ def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
 
 
 def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
-    """Whether a state of a mixture has the weights of a fingerprint."""
+    """Return whether a state of a mixture has the weights of a fingerprint."""
     return bool(_with_present_weights(state["fingerprint"]).get(WEIGHTS) == fingerprint[WEIGHTS])
 
 
 def _with_present_weights(fingerprint: Any) -> Any:
-    """A fingerprint with its weights in the present form: in version 1 it has all stages."""
+    """Return a fingerprint with its weights in the present form: in version 1 it has all stages."""
     if not (isinstance(fingerprint, Mapping) and isinstance(fingerprint.get(WEIGHTS), list)):
         return fingerprint
     return {**fingerprint, WEIGHTS: weights_of(fingerprint[WEIGHTS])}
 
 
 def _small(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint as a state stores it: digests for a mixture of many sources."""
+    """Return a fingerprint as a state stores it: with digests for a mixture of many sources."""
     if "mixture" in fingerprint and len(json.dumps(fingerprint)) > _MOST_BYTES:
         return _digested(fingerprint)
     return deepcopy(dict(fingerprint))
@@ -138,8 +138,8 @@ def _is_small(fingerprint: Any) -> bool:
 
 
 def _digested(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a mixture with a digest for each source's order and recipe; its shuffle, which is of all
-    sources, stays readable.
+    """Return the fingerprint of a mixture with a digest for each source's order and recipe; the shuffle, which all
+    sources share, stays readable.
     """
     mixture = dict(fingerprint["mixture"])
     orders = mixture["sources"]
@@ -160,14 +160,14 @@ def _digest(value: Any) -> str:
 
 
 def check_allowed(allow: Sequence[str]) -> None:
-    """Raise ValueError for what may never differ."""
+    """Raise ValueError for names that may never differ."""
     known = (*SIZES, WEIGHTS)
     if isinstance(allow, str) or any(name not in known for name in allow):
-        raise ValueError(f"allow names what of a state may differ, of {', '.join(map(repr, known))}; got {allow!r}")
+        raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
 
 
 def _check_kinds(state: Mapping[str, Any]) -> None:
-    """Raise StateError for what no state holds."""
+    """Raise StateError for values of wrong types."""
     for name, kind in _KINDS.items():
         value = state.get(name)
         if name not in state or (value is None and name == "drawn"):
@@ -185,12 +185,12 @@ def _position(state: Mapping[str, Any], num_workers: int) -> Position:
     if workers and len(workers) != max(1, num_workers):
         raise StateError(
             f"the state has the data set's state in each of {len(workers)} workers, and this loader has {num_workers}: "
-            f"samples of such a data set belong to its workers, so give num_workers={len(workers)}"
+            f"samples of such a data set belong to its workers, so pass num_workers={len(workers)}"
             f"{', or 0' if len(workers) == 1 else ''}"
         )
     base_seed, left = state.get("base_seed"), tuple(state.get("left", ()))
     if not all(isinstance(each, int) and 0 <= each < step for each in left):
-        raise StateError(f"the state says that steps {list(left)} are left of {step}")
+        raise StateError(f"the state is damaged: steps {list(left)} cannot be left of {step}")
     return Position(
         epoch,
         step,
@@ -205,33 +205,33 @@ def _position(state: Mapping[str, Any], num_workers: int) -> Position:
 
 
 def _check_draw(draw: Mapping[str, Any] | None) -> None:
-    """Raise StateError for what no epoch can be drawn from."""
+    """Raise StateError for a draw that no epoch can have."""
     if draw is None:
         return
     known = {name: draw[name] for name in _DRAWS if name in draw}
     if not (known and all(isinstance(each, _DRAWS[name]) for name, each in known.items())):
-        raise StateError(f"the state says that its epoch was drawn from {draw!r}, which is no draw")
+        raise StateError(f"the state is damaged: its epoch was drawn from {draw!r}, which is no draw")
     seed = known.get("seed", 0)
     if isinstance(seed, bool) or not -_LARGEST <= seed < 2 * _LARGEST:
-        raise StateError(f"the state says that its epoch was drawn from the seed {seed!r:.40}, which is none")
+        raise StateError(f"the state is damaged: its epoch was drawn from {seed!r:.40}, which is no valid seed")
     if "state" in known:
         try:
             generator_state(known["state"])
         except ValueError as error:
-            reason = f"the state says that its epoch was drawn from no state of a generator: {error}"
+            reason = f"the state is damaged: its epoch was drawn from no state of a generator: {error}"
             raise StateError(reason) from error
     if "cut" in known and not is_begin(known["cut"]):
         raise StateError(f"the state is damaged: invalid 'cut' value {known['cut']!r:.80}, which is no cut of an epoch")
 
 
 def _check_location(state: Mapping[str, Any], position: Position, steps: Steps) -> None:
-    """Raise StateError if the loader has no such step, or has it elsewhere."""
+    """Raise StateError if the loader has no such step, or at another position."""
     epoch, step, draw = position.epoch, position.step, position.draw
     try:
         num_steps = known_count(steps, epoch, draw)
         here = {} if num_steps is not None and step > num_steps else steps.location(epoch, step, draw)
     except (LookupError, ValueError) as error:
-        reason = f"the state says that its epoch was drawn from {draw!r}, which is no draw of this loader's order"
+        reason = f"the state's epoch was drawn from {draw!r}, which is no draw of this loader's order"
         raise StateError(reason) from error
     if num_steps is not None and step > num_steps:
         raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
@@ -243,7 +243,7 @@ def _check_location(state: Mapping[str, Any], position: Position, steps: Steps) 
 
 
 def _cut_again(state: Mapping[str, Any], position: Position, steps: Steps) -> Position:
-    """The same position, with the rest of the epoch cut by this loader's size."""
+    """Return the position with the rest of the epoch cut by this loader's size."""
     num_delivered = state.get("position")
     if not isinstance(num_delivered, int) or num_delivered < 0:
         raise StateError(
@@ -259,7 +259,7 @@ def _cut_again(state: Mapping[str, Any], position: Position, steps: Steps) -> Po
 
 
 def known_count(steps: Steps, epoch: int, draw: Draw | None) -> int | None:
-    """Optimizer steps of an epoch; None if only its end will tell."""
+    """Return the number of optimizer steps of an epoch; None if it is known only at the end."""
     try:
         return steps.count(epoch, draw)
     except (TypeError, NotImplementedError):
@@ -274,7 +274,7 @@ def _without_size(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Where steps are of another size: the name of ours, and what differs in words."""
+    """If steps have another size, return the name of ours, and the difference as text."""
     there, here = ({name: each[name] for name in _MEASURES & each.keys()} for each in (theirs, ours))
     if there == here:
         return None
@@ -287,19 +287,19 @@ def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
 
 
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
-    """What differs, in words."""
+    """Return the differences as text."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         names = [*ours, *(name for name in theirs if name not in ours)]
         return [
-            found
+            difference
             for name in names
-            for found in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else str(name))
+            for difference in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else str(name))
         ]
     if theirs == ours:
         return []
     words = f"{path} is {theirs!r} in the state and {ours!r} here"
     if path == "order.format":
         words += (
-            " (orders are made in another way since: finish the epoch with the orchdata that began it, or begin one)"
+            " (the algorithm of orders has changed: finish the epoch with the orchdata that began it, or begin one)"
         )
     return [words]

@@ -1,6 +1,6 @@
-"""Steps that torch's own loader makes: map-style data in this process, and IterableDatasets.
+"""Steps from torch's own loader: map-style data in this process, and IterableDatasets.
 
-Nothing is planned: this rank gets every batch, and torch's loader costs less per batch than a plan does.
+Nothing is planned: this rank gets every batch, and torch's loader takes less time per batch than a plan.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from orchdata.order.stateful import StateGetter, has_own_state
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
 from orchdata.planning.make_plan import PlanSpec
 
-_BLOCK_STEPS = 64  # of an order, whose rows are computed together
+_BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 _STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
 
 
 class Rows:
-    """The rows of steps, as torch's loader asks for them: a batch sampler, or a sampler of single indices.
+    """The rows of steps in the form that torch's loader takes: a batch sampler, or a sampler of single indices.
 
     Attributes:
         current: of the step that is being read.
@@ -68,7 +68,7 @@ class Rows:
 class MapStream:
     """The steps of one iteration over a map-style data set, read in this process.
 
-    The position is computed when it is asked for: all that a step costs here, besides torch's loader, is in `__next__`.
+    The position is computed on request: besides torch's loader, a step costs only the code in `__next__`.
     """
 
     computes_position = True
@@ -83,7 +83,7 @@ class MapStream:
         *,
         pin_memory: bool,
     ) -> None:
-        # What the samples of the epoch depend on is drawn, unless a state or an interrupted iteration says it.
+        # Draw the random inputs of the epoch, unless a state or an interrupted iteration has them.
         start, origin, rows = loop.start, loop.origin, loop.start.take_interrupted()
         draw = steps.draw() if rows is None and origin.draw is None else origin.draw
         if rows is None:
@@ -108,7 +108,7 @@ class MapStream:
         self.next_step = self._yielded = self._start.step
         self._sampler_state = self._start.sampler
         self._has_sampler_state = self._state_of_sampler() is not None
-        # Its own draw of a base seed is not used: the draw is the loader's, and a state may have stored it.
+        # torch's own base seed is not used: our loader draws it, or a state has stored it.
         options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
         options |= {"batch_sampler": rows} if content.batched else {"batch_size": None, "sampler": rows}
         self._batches = iter(DataLoader(content.dataset, collate_fn=content.collate_fn, **options))
@@ -159,7 +159,7 @@ class MapStream:
 
 
 def _ordered(plan: PlanSpec, steps: OrderedSteps, position: Position, draw: Draw | None) -> Iterator[list[int]]:
-    """The rows of each step of an order, from a position on."""
+    """Yield the rows of each step of an order, from a position on."""
     if steps.check is not None:
         steps.check()
     epoch = position.epoch
@@ -191,7 +191,7 @@ class IterableSource:
         self._kept: tuple[int, DataLoader[Taken]] | None = None
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
-        """What the next iteration iterates."""
+        """Return what the next iteration iterates."""
         origin = loop.origin
         (ended, loader), self._kept = self._kept or (-1, None), None
         if loader is not None and ended != origin.epoch and isinstance(loader.dataset, BatchStream):
@@ -214,12 +214,12 @@ class IterableSource:
         )
 
     def keep(self, epoch: int, loader: DataLoader[Taken]) -> None:
-        """The workers are at the end of this epoch."""
+        """Keep the workers, which are at the end of this epoch, if they are persistent."""
         if self._workers is not None and self._workers.persistent:
             self._kept = epoch, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
-        """The data set's own state before the first step; empty if it has none, or workers iterate copies."""
+        """Return the data set's own state before the first step; () if it has none, or workers iterate copies."""
         if self._workers is not None:
             return ()
         self._begun = self._begun or Batches(self.content)
@@ -249,7 +249,7 @@ class IterableStream:
     def __next__(self) -> list[Any]:
         started = perf_counter()
         taken = next(self._batches)
-        while not taken.num_samples:  # of a worker that is behind the one whose turn it is
+        while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
             taken = next(self._batches)
         self._counts.steps += 1
         self._counts.samples += taken.num_samples
@@ -271,7 +271,7 @@ class IterableStream:
         return [source.content.collated_at(taken.batch, epoch, step)]
 
     def leave(self, error: BaseException) -> None:
-        """The next iteration resumes at the failed step by the states of the workers."""
+        """Do nothing: the next iteration resumes at the failed step with the states of the workers."""
 
     def skip_failed(self, error: BaseException) -> bool:
         if not isinstance(error, KeyboardInterrupt):

@@ -213,7 +213,7 @@ class Comparison:
         return shared
 
     def wait(
-        self, posted: Round, *, late: Late, check: Check, late_seconds: float = 0, may_continue: bool = False
+        self, posted: Round, *, late: Late, check: Check, late_seconds: float = 0, is_optional: bool = False
     ) -> bool:
         """Wait until all ranks have posted the same; a warning names missing ranks.
 
@@ -221,7 +221,7 @@ class Comparison:
             late: names of ranks, "has" or "have" -> what is missing, and the way out.
             check: values by rank -> raises an exception that names the difference.
             late_seconds: before the warning; default LATE_SECONDS.
-            may_continue: return False after the warning, instead of waiting until the group's timeout.
+            is_optional: return False after the warning, and do not wait until the group's timeout.
 
         Raises RuntimeError with `late` at the timeout, and as `check`.
         """
@@ -230,13 +230,13 @@ class Comparison:
         while not self.agreed(posted, check, patient=time.monotonic() - started < LATE_SECONDS):
             waited = time.monotonic() - started
             missing = "" if waited < min(timeout, late_seconds) else self._missing(posted, late)
-            if missing and waited >= timeout and not may_continue:
+            if missing and waited >= timeout and not is_optional:
                 raise RuntimeError(f"{missing}. Waited {timeout:g} seconds, the timeout of the process group")
             if missing and not warned:
                 warned = True
-                then = f"This rank {'continues, and compares later' if may_continue else f'waits {timeout:g} seconds'}"
+                then = f"This rank {'continues, and compares later' if is_optional else f'waits {timeout:g} seconds'}"
                 warnings.warn(f"{missing}. They may only be late. {then}", stacklevel=6)
-                if may_continue:
+                if is_optional:
                     return False
             time.sleep(pause)
             pause = min(2 * pause, max(0.1, len(self.ranks) / 5000))  # one server answers all of them
@@ -351,7 +351,7 @@ class Beginning:
         self._looked = now
         try:
             if self._iteration == 1 and not looked:
-                return compared.wait(first, late=self._not_begun, check=_check_starts, may_continue=True)
+                return compared.wait(first, late=self._not_begun, check=_check_starts, is_optional=True)
             return compared.agreed(first, _check_starts)
         except ValueError:
             compared.first = None  # the next iteration may begin equally

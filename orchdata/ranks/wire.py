@@ -362,9 +362,8 @@ def _read_tensor(rest: list[Any], reader: _Buffers) -> torch.Tensor:
 
 
 def _check_sides(shape: Any) -> None:
-    if type(shape) is not list or len(shape) > _MAX_DEPTH:
-        raise WireError(f"no array has the shape {shape!r:.80}")
-    if not all(type(side) is int and 0 <= side < _MAX_SIDE for side in shape):
+    is_shape = type(shape) is list and len(shape) <= _MAX_DEPTH
+    if not (is_shape and all(type(side) is int and 0 <= side < _MAX_SIDE for side in shape)):
         raise WireError(f"no array has the shape {shape!r:.80}")
 
 

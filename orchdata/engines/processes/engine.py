@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
@@ -103,7 +102,7 @@ class ProcessEngine:
             worker = task.step % self._options.num_workers
         job = Job(next(self._numbers), task, Future(), worker)
         self._jobs[job.future] = job
-        job.future.add_done_callback(partial(_forget, self._jobs))
+        job.future.add_done_callback(self._jobs.pop)
         self._supervisor.submit(job)
         return job.future
 
@@ -123,10 +122,6 @@ class ProcessEngine:
 def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:
     state = states[number] if states else None
     return replace(first, number=number, state=None if state is None else packed(state))
-
-
-def _forget(jobs: dict[Future[BuiltStep], Job], future: Future[BuiltStep]) -> None:
-    jobs.pop(future, None)
 
 
 def start_server(context: BaseContext) -> None:

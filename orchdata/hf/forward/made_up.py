@@ -111,7 +111,7 @@ class MadeUp:
         with closing(OpenShards(limits=self._recipe.limits, cache=CacheFolder())) as shards:
             assembler = PackedAssembler(source=source, shards=shards, watch=Watch())
             plan = _plan(self._index, rows)
-            assembly = assembler.begin(Share(plan, rank=0, microbatch=0, place=0))
+            assembly = assembler.begin(Share(plan, rank=0, microbatch=0, index=0))
             for task in assembly.fill(BufferPool(max_free_bytes=0)):
                 task()
             made = assembly.finish()

@@ -55,8 +55,8 @@ def encoded(state: bytes) -> str:
         ({"drawn": {"cut": "x"}}, "no cut"),
         ({"drawn": {"seed": "x"}}, "no draw"),
         ({"drawn": {"seed": 3}}, "no draw of this loader's order"),
-        ({"drawn": {"seed": 1 << 70}}, "from the seed 1180591620717411303424, which is none"),
-        ({"drawn": {"seed": True}}, "from the seed True, which is none"),
+        ({"drawn": {"seed": 1 << 70}}, "from 1180591620717411303424, which is no valid seed"),
+        ({"drawn": {"seed": True}}, "from True, which is no valid seed"),
         ({"drawn": {"state": encoded(bytes(8 << 20))}}, "no state of a generator: it is cut, or longer than 65536"),
         (
             {"drawn": {"state": encoded(bytes(1 << 20))[:100]}},

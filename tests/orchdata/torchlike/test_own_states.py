@@ -348,7 +348,7 @@ def test_workers_of_an_iterable_do_not_wait_for_each_other() -> None:
 
 def test_where_order_is_kept_a_word_says_so() -> None:
     numbers = list(range(12))
-    with pytest.warns(UserWarning, match=r"in_order=False: batches come in order all the same, for the sampler has"):
+    with pytest.warns(UserWarning, match=r"in_order=False has no effect: the sampler has its own state"):
         given = list(
             od.DataLoader(numbers, sampler=Upwards(), num_workers=2, in_order=False, collate_fn=list, batch_size=2)
         )
