@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
 # What codespell reads. Folders are added as soon as they are free of the words in docs/words.txt.
-SPELLED := README.md CONTRIBUTING.md docs/api.md docs/architecture.md docs/balancing.md docs/coming_from_torch.md docs/data.md \
-	docs/mixtures.md docs/modalities.md docs/order-and-resume.md docs/throughput.md docs/training.md datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus \
+SPELLED := README.md CONTRIBUTING.md docs/api.md docs/architecture.md docs/balancing.md docs/coming_from_torch.md \
+	docs/data.md docs/mixtures.md docs/modalities.md docs/order-and-resume.md docs/throughput.md docs/training.md \
+	examples orchdata/cli datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus \
 	tests/loaders/modalities tests/loaders/samples tests/loaders/text
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE

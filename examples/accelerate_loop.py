@@ -1,10 +1,10 @@
-"""Train a small multimodal LLM on shards in a loop of Accelerate's: one process, or many.
+"""Train a small multimodal LLM on shards in a loop with Accelerate: one process, or many.
 
 orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 accelerate launch --cpu --num-processes 2 -m examples.accelerate_loop 'omni/*.tar' --checkpoints runs/accelerate
 
-The loader's state is in the accelerator's; it goes on from its last checkpoint, on any number of ranks.
+The loader's state is in the accelerator's; it continues from its last checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations

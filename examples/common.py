@@ -1,4 +1,4 @@
-"""What the examples share: arguments, a small multimodal LLM, its loader, what is said of a step, and checkpoints."""
+"""Shared by the examples: arguments, a small multimodal LLM, its loader, the report of a step, and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ CONFIG = fit_to_recipe(ModelConfig(llm=_SMALL, image=_SMALL, audio=_SMALL), RECI
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="+")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=20, help="number of optimizer steps")
     parser.add_argument("--global-batch-size", type=int, default=16, help="samples of a step, over all ranks")
     parser.add_argument("--max-tokens", type=int, default=4096, help="LLM positions per microbatch and rank")
     parser.add_argument("--checkpoints", type=Path, help="a folder; resumes from the last checkpoint in it")
     parser.add_argument("--save-every", type=int, default=10, help="steps from one checkpoint to the next")
-    parser.add_argument("--record", type=Path, help="a folder for a line of JSON a step and rank: loss, and samples")
+    parser.add_argument(
+        "--record", type=Path, help="a folder for one line of JSON for each step and rank: loss, and samples"
+    )
     return parser
 
 
 @contextmanager
 def world() -> Iterator[None]:
-    """The ranks that torchrun started, over gloo; one process alone is its own world."""
+    """The ranks that torchrun started, over gloo; a single process has no group."""
     ours = "RANK" in os.environ and not dist.is_initialized()
     if ours:
         dist.init_process_group("gloo")
@@ -59,7 +61,7 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def make_loader(args: argparse.Namespace, dp: Any = None, **options: Any) -> od.DataLoader:
-    """Of these shards; `options` are more of DataLoader's, or others."""
+    """A loader of these shards; `options` add or replace arguments of DataLoader."""
     return od.DataLoader(
         **{
             "dataset": od.ShardDataset(args.shards, recipe=RECIPE),
@@ -75,7 +77,7 @@ def make_loader(args: argparse.Namespace, dp: Any = None, **options: Any) -> od.
 
 
 def steps_to_go(args: argparse.Namespace, steps: Any, done: int) -> Iterator[tuple[int, list[od.Batch]]]:
-    """Optimizer steps that are still to be made, over as many epochs as that takes: their number, and microbatches."""
+    """The remaining optimizer steps, over as many epochs as needed: number and microbatches of each."""
     while done < args.steps:
         for microbatches in steps:
             done += 1
@@ -85,10 +87,10 @@ def steps_to_go(args: argparse.Namespace, steps: Any, done: int) -> Iterator[tup
 
 
 def tell(args: argparse.Namespace, step: int, loss: torch.Tensor, microbatches: Sequence[od.Batch]) -> None:
-    """Say what a step was, on every rank.
+    """Report a step, on every rank.
 
     Args:
-        loss: this rank's scaled losses added up; their mean over the ranks is the mean over the tokens of the step.
+        loss: sum of this rank's scaled losses; its mean over the ranks is the mean over the tokens of the step.
     """
     rank, mean = 0, loss.detach().double()
     if dist.is_initialized():
@@ -105,14 +107,14 @@ def tell(args: argparse.Namespace, step: int, loss: torch.Tensor, microbatches: 
 
 
 def last_checkpoint(args: argparse.Namespace) -> tuple[int, Path | None]:
-    """The step behind which it was written, and where it lies; (0, None) where there is none."""
-    found = sorted(args.checkpoints.glob("step-*")) if args.checkpoints else []
-    return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else (0, None)
+    """The step after which it was written, and its path; (0, None) if there is none."""
+    paths = sorted(args.checkpoints.glob("step-*")) if args.checkpoints else []
+    return (int(paths[-1].name.removeprefix("step-")), paths[-1]) if paths else (0, None)
 
 
 @contextmanager
 def new_checkpoint(args: argparse.Namespace, step: int) -> Iterator[Path]:
-    """A folder to write a checkpoint into, by every rank; it has its name once all of it is there."""
+    """A folder into which every rank writes a checkpoint; it gets its final name when it is complete."""
     part = args.checkpoints / f"part-{step:06d}"
     part.mkdir(parents=True, exist_ok=True)
     yield part
@@ -123,5 +125,5 @@ def new_checkpoint(args: argparse.Namespace, step: int) -> Iterator[Path]:
 
 
 def is_due(args: argparse.Namespace, step: int) -> bool:
-    """Whether a checkpoint is to be written behind this step."""
+    """Whether a checkpoint must be written after this step."""
     return args.checkpoints is not None and (step % args.save_every == 0 or step == args.steps)

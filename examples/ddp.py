@@ -4,7 +4,7 @@ orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 torchrun --nproc-per-node 2 -m examples.ddp 'omni/*.tar' --checkpoints runs/ddp
 
-It goes on from its last checkpoint, on any number of ranks.
+It continues from its last checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations

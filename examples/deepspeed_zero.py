@@ -4,8 +4,8 @@ orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 torchrun --nproc-per-node 2 -m examples.deepspeed_zero 'omni/*.tar' --checkpoints runs/deepspeed
 
-The loader's state is in DeepSpeed's checkpoints; it goes on from the last, on any number of ranks under stage 0. With
-sharded states DeepSpeed itself goes on with the same ranks, unless its checkpoints are made universal.
+The loader's state is in DeepSpeed's checkpoints; it continues from the last one, on any number of ranks under stage
+0. With sharded states DeepSpeed itself needs the same ranks, unless its checkpoints are made universal.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 torchrun --nproc-per-node 2 -m examples.fsdp2 'omni/*.tar' --checkpoints runs/fsdp2
 
-It goes on from its last checkpoint, on any number of ranks: weights are sharded anew, and the loader's state is the
+It continues from its last checkpoint, on any number of ranks: weights are sharded again, and the loader's state is the
 same on all of them.
 """
 

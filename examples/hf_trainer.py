@@ -3,8 +3,8 @@
 orchdata synth datasets/omni.yaml omni
 torchrun --nproc-per-node 2 -m examples.hf_trainer 'omni/*.tar' --checkpoints runs/hf
 
-Its checkpoints are the Trainer's own, with the loader's state in them; it goes on from the last, on any number of
-ranks.
+Its checkpoints are the Trainer's own, with the loader's state in them; it continues from the last one, on any number
+of ranks.
 For a published model, od.hf.recipe(processor) makes the recipe: see docs/huggingface.md.
 """
 
@@ -59,19 +59,19 @@ def make_model() -> Any:
 
 
 def make_loader(args: argparse.Namespace, config: Any) -> od.DataLoader:
-    """Of the samples whose text has no place for audio."""
+    """A loader of the samples without a placeholder for audio in their text."""
     dataset = od.ShardDataset(args.shards, recipe=RECIPE).filter("not bad")
     return common.make_loader(args, dataset=dataset, cost=od.hf.cost(config), collate_fn=od.hf.Inputs(config))
 
 
 class VLTrainer(od.hf.TrainerMixin, Trainer):
-    """Says what each step was."""
+    """Reports each step."""
 
-    told: argparse.Namespace
+    arguments: argparse.Namespace
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        common.tell(self.told, self.state.global_step + 1, loss, inputs)
+        common.tell(self.arguments, self.state.global_step + 1, loss, inputs)
         return loss
 
 
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
     )  # before the loader, because it initializes torch.distributed
     model = make_model()
     trainer = VLTrainer(model, settings, train_dataset=make_loader(args, model.config))
-    trainer.told = args
+    trainer.arguments = args
     resumes = args.checkpoints is not None and any(args.checkpoints.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=resumes)
 

@@ -4,7 +4,7 @@ orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 torchrun --nproc-per-node 8 -m examples.hsdp_tp 'omni/*.tar' --replicate 2 --tp 2 --checkpoints runs/hsdp
 
-Ranks that differ in tp alone get the same batches: one of them reads and sends them to the others.
+Ranks that differ only in tp get the same batches: one of them reads and sends them to the others.
 """
 
 from __future__ import annotations

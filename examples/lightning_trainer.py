@@ -4,7 +4,8 @@ orchdata synth datasets/omni.yaml omni
 orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
 torchrun --nproc-per-node 2 -m examples.lightning_trainer 'omni/*.tar' --checkpoints runs/lightning
 
-Its checkpoints are Lightning's own, with the loader's state in them; it goes on from the last, on any number of ranks.
+Its checkpoints are Lightning's own, with the loader's state in them; it continues from the last one, on any number of
+ranks.
 """
 
 from __future__ import annotations
