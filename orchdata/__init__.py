@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives; the imports above say the same to type checkers, and a test compares the two.
+# The module of each public name. The imports above say the same to type checkers, and a test compares the two.
 _HOMES = {
     "DataLoader": "orchdata.dataloader",
     "ShardDataset": "orchdata.dataset.shard_dataset",
@@ -129,7 +129,7 @@ __all__ = [
     "Balance",
     "DataParallel",
     "Shuffle",
-    # What arrives
+    # Results
     "Packed",
     "Padded",
     "Batch",
@@ -143,7 +143,7 @@ __all__ = [
     "make_route",
     "post_balance",
     "PostBatch",
-    # What goes wrong
+    # Errors
     "ErrorPolicy",
     "OrchdataError",
     "DataError",
@@ -160,31 +160,32 @@ __all__ = [
 
 
 def _refuse_mixed_folders() -> None:
-    """Raise ImportError where `orchdata` and `orchdata.loaders` come from two copies, or the second from none.
+    """Raise ImportError if `orchdata` and `orchdata.loaders` come from two copies, or the latter from none.
 
-    A checkout keeps the folders `orchdata` and `loaders` side by side, and an installation says that they are one
-    package. Where Python finds the first in the current folder, the others still come from what is installed.
+    A checkout has the folders `orchdata` and `loaders` side by side, and an installation maps them into one package. If
+    Python imports the first from the current folder, the others still come from the installed copy.
     """
     here = os.path.dirname(os.path.abspath(__file__))
-    beside = os.path.join(os.path.dirname(here), "loaders")
+    sibling = os.path.join(os.path.dirname(here), "loaders")
     finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    spec = next((found for find in finders if (found := find(f"{__name__}.loaders", __path__)) is not None), None)
+    specs = (find(f"{__name__}.loaders", __path__) for find in finders)
+    spec = next((each for each in specs if each is not None), None)
     way_out = (
         "leave the folder, keep it off sys.path (python -P, or no PYTHONPATH), or install the copy that you mean in "
         f"this environment: {sys.executable} -m pip install -e {os.path.dirname(here)}"
     )
     if spec is None:
-        if os.path.isfile(os.path.join(beside, "__init__.py")):
+        if os.path.isfile(os.path.join(sibling, "__init__.py")):
             raise ImportError(
-                f"orchdata is imported from the checkout {os.path.dirname(here)}, which is not installed here, as it "
-                f"lies on sys.path before any installed one: {way_out}"
+                f"orchdata is imported from the checkout {os.path.dirname(here)}, which is not installed here, because "
+                f"it is on sys.path before any installed one: {way_out}"
             )
-        return  # whoever needs it is told that it is missing
-    other, ours = os.path.dirname(spec.origin or ""), (beside, os.path.join(here, "loaders"))
+        return  # its first import raises
+    other, ours = os.path.dirname(spec.origin or ""), (sibling, os.path.join(here, "loaders"))
     if other and other not in ours and os.path.realpath(other) not in map(os.path.realpath, ours):
         raise ImportError(
-            f"two copies of orchdata are mixed: `orchdata` is imported from {here}, because that lies on sys.path "
-            f"first, and `orchdata.loaders` from {other}, which is installed here: {way_out}"
+            f"two copies of orchdata are mixed: `orchdata` is imported from {here}, because that is first on sys.path, "
+            f"and `orchdata.loaders` from {other}, which is installed here: {way_out}"
         )
 
 
@@ -192,7 +193,7 @@ _refuse_mixed_folders()
 
 
 def __getattr__(name: str) -> object:
-    if name in ("hf", "torchtitan"):  # rooms, which give their own names late
+    if name in ("hf", "torchtitan"):  # subpackages, which import their own names when first used
         return import_module(f"orchdata.{name}")
     home = _HOMES.get(name)
     if home is None:

@@ -1,6 +1,6 @@
-"""Copies of a loader, and its text: from the arguments it was made with and where it stands.
+"""Copies of a loader, and its text: from its arguments and its position.
 
-copy.deepcopy, pickle --> the arguments and the position --> another loader, of which nothing runs yet
+copy.deepcopy, pickle --> the arguments and the position --> another loader, in which nothing runs yet
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from orchdata.loop.position import Progress
 
 
 def changed_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments of a call that differ from the function's defaults, by name."""
+    """Return the arguments of a call that differ from the function's defaults, by name."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     return {name: value for name, value in arguments.items() if name != "self" and value is not defaults[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Where a loader stands, and on which rank.
+class LoaderSnapshot:
+    """The position of a loader, and its rank.
 
     Attributes:
-        rank: number of its data-parallel rank, and how many there are.
-        progress: where it stands.
-        later_seeds: what the seeds of persistent workers follow from.
-        state: of a mixture's loader, whose stages may have changed since it was made.
-        attributes: that the user, or a subclass, added.
+        rank: number of its data-parallel rank, and the number of ranks.
+        progress: its position.
+        later_seeds: source of the seeds of persistent workers.
+        state: state of a mixture's loader, because its stages may have changed since it was created; else None.
+        attributes: attributes that the user, or a subclass, added.
     """
 
     rank: tuple[int, int]
@@ -45,21 +45,21 @@ class Standing:
     attributes: Mapping[str, Any]
 
 
-def standing_of(loader: Any) -> Standing:
+def take_snapshot(loader: Any) -> LoaderSnapshot:
     """Raises TypeError for a loader over a process group, and for an argument that can be read only once."""
     rank, given = loader._runtime.rank, loader._given
     consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
     if consumed:
         raise TypeError(
             f"a DataLoader with an iterator for {consumed[0]}= cannot be copied or pickled, because the copy would get "
-            "what is left of the iterator: give a list, or an iterable that begins again at each iter()"
+            "only the rest of the iterator: give a list, or an iterable that begins again at each iter()"
         )
     if not isinstance(given.get("dp"), tuple | None):
         raise TypeError(
             "a DataLoader over a process group or mesh cannot be copied or pickled, because the group belongs to its "
-            "process: make the loader again on each rank, or give it dp=(rank, size)"
+            "process: create the loader again on each rank, or give it dp=(rank, size)"
         )
-    return Standing(
+    return LoaderSnapshot(
         rank=(rank.rank, rank.size),
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
@@ -68,29 +68,29 @@ def standing_of(loader: Any) -> Standing:
     )
 
 
-def stand(loader: Any, standing: Standing) -> None:
-    """Put a loader that was just made of the same arguments at the position of another.
+def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
+    """Move a new loader with the same arguments to the position of the copied one.
 
-    Raises ValueError in a process that is another rank: it would get the samples of that rank, or all of them.
+    Raises ValueError in a process of another rank: it would get the samples of the copied rank, or all of them.
     """
     runtime = loader._runtime
     rank = runtime.rank.rank, runtime.rank.size
-    if rank != standing.rank:
+    if rank != snapshot.rank:
         raise ValueError(
-            f"this DataLoader was copied on rank {standing.rank[0]} of {standing.rank[1]}, and this process is rank "
-            f"{rank[0]} of {rank[1]}: make the loader here, or make the one that is copied with dp=(rank, size)"
+            f"this DataLoader was copied on rank {snapshot.rank[0]} of {snapshot.rank[1]}, and this process is rank "
+            f"{rank[0]} of {rank[1]}: create the loader here, or create the copied one with dp=(rank, size)"
         )
-    if standing.state is not None:
-        prepared, _ = restore(runtime.prepared, standing.state, (), loader.num_workers)
+    if snapshot.state is not None:
+        prepared, _ = restore(runtime.prepared, snapshot.state, (), loader.num_workers)
         if prepared is not runtime.prepared:
             runtime.install(prepared)
-    vars(loader._progress).update(vars(standing.progress))
-    vars(loader).update(standing.attributes)
-    runtime.seeds.later = standing.later_seeds
+    vars(loader._progress).update(vars(snapshot.progress))
+    vars(loader).update(snapshot.attributes)
+    runtime.seeds.later = snapshot.later_seeds
 
 
 def loader_text(loader: Any) -> str:
-    """The arguments that differ from the defaults, the rank, and the position."""
+    """Return one line: the arguments that differ from the defaults, the rank, and the position."""
     given = loader._given
     shown = [_shown_dataset(loader.dataset)]
     shown += [f"{name}={_shown(value)}" for name, value in given.items() if name not in ("dataset", "dp")]
@@ -107,12 +107,12 @@ def _shown_dataset(dataset: Any) -> str:
     name = type(dataset).__name__
     try:
         return f"{name} of {len(dataset):,}" if isinstance(dataset, Sized) else name
-    except Exception:  # noqa: BLE001 - a length of the user's own, which may be known later
+    except Exception:  # noqa: BLE001 - the user's own __len__, which may work later
         return name
 
 
 def _shown(value: Any) -> str:
-    """One line, whatever the value is, without the address that a default repr has."""
+    """Return any value as one line, without the address in a default repr."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
     if callable(value) and hasattr(value, "__qualname__"):

@@ -1,4 +1,4 @@
-"""DataLoader: a face. It checks arguments, says where the loader stands, and iterates.
+"""DataLoader: the public interface. It checks arguments, keeps the position, and iterates.
 
 DataLoader --iter--> LoaderIterator (loop/loop.py) <-- EpochLoop: where it starts <-- Stream: the steps (runtime.py)
 """
@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_epoch
 from orchdata.batch.batch import ModelInputs
-from orchdata.copies import Standing, changed_arguments, loader_text, stand, standing_of
+from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import warn_shared
 from orchdata.dataset.mixed import restore
@@ -34,7 +34,7 @@ from orchdata.loaders.errors import DataError, StateError
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Progress
 from orchdata.loop.state import check_allowed, dump_state
-from orchdata.notices import calling_place, calling_trainer, warn_once, warn_user
+from orchdata.notices import calling_line, calling_trainer, warn_once, warn_user
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Packed, Padded
@@ -46,82 +46,83 @@ from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
 from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation
 
-T_co = TypeVar("T_co", covariant=True, default=Any)  # as torch's, for `DataLoader[int]`
+T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
 
 
 class DataLoader(Generic[T_co]):
-    """Balanced microbatches of multimodal samples. Argument names are torch's; what differs, the README lists.
+    """Iterable of balanced microbatches of multimodal samples. Its arguments have torch's names; see the README for
+    differences.
 
-    Iterating gives microbatches: `Batch` for a ShardDataset, or what `collate_fn` makes. `len()` is the number of
+    Iteration yields microbatches: `Batch` for a ShardDataset, or the results of `collate_fn`. `len()` is the number of
     optimizer steps, the same on every rank.
 
     Args:
         dataset: a ShardDataset, an `od.Mixture` of several, any torch map-style data set (a Hugging Face Dataset too),
-            or an IterableDataset on one rank. With the latter two each step gives `collate_fn`'s result, counts are
-            equal by default, and scaling the loss is the user's.
+            or an IterableDataset on one rank. With the latter two, each step yields the result of `collate_fn`, all
+            ranks get the same number of samples by default, and the user scales the loss.
         batch_size: samples per rank and step, a mean once balanced; 1 if neither size is given. None, for map-style
-            data, gives one sample a rank and step, converted as torch does or handed to `collate_fn` itself.
-        shuffle: True, False, an `od.Shuffle`, or for a ShardDataset an order of your own: rows of its index in an array
-            of integers, the same in each epoch. Those of samples that are left out are skipped.
-        sampler, batch_sampler: for map-style data sets, as in torch: any iterable, drawn as batches are asked for. Over
-            several ranks a `DistributedSampler` of the same ranks and data, whose order, seed and `set_epoch` hold.
-        num_workers: worker processes, `num_threads` threads in each, each step built whole by one of them; 0 uses
-            threads of this process. One that is lost is replaced, and its steps are built again.
-        collate_fn: default `od.Packed()` for shards, torch's for map-style; `od.hf.Inputs(config)` for a Hugging Face
-            model; or list of samples -> anything, called by one thread at a time. One with a parameter named `step`
-            gets an `od.StepInfo` there.
-        pin_memory: copy batches to page-locked memory, in a thread of its own.
+            data: one sample per rank and step, converted as torch does or passed to `collate_fn` alone.
+        shuffle: True, False, an `od.Shuffle`, or, for a ShardDataset, your own order: an integer array of rows of its
+            index, the same in each epoch. Rows of excluded samples are skipped.
+        sampler, batch_sampler: for map-style data sets, as in torch: any iterable. The loader draws from it lazily.
+            Over several ranks: a `DistributedSampler` of the same ranks and data. Its order, seed and `set_epoch` hold.
+        num_workers: number of worker processes, with `num_threads` threads each. One worker builds a whole step. 0 uses
+            threads of this process. A worker that is lost is replaced, and its steps are built again.
+        collate_fn: default `od.Packed()` for shards, torch's for map-style data; `od.hf.Inputs(config)` for a Hugging
+            Face model; or a function of a list of samples. Only one thread calls it at a time. If it has a parameter
+            named `step`, it gets an `od.StepInfo` there.
+        pin_memory: copy batches to page-locked memory, in a separate thread.
         drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
-        timeout: seconds to wait for a step, 0 without limit. Then a worker process that has it is replaced, and the
-            step built again; a sample that does so in two processes of its own is a failure. With threads RuntimeError,
-            some 2 seconds later where one hangs. It is left behind, and does not keep the process from ending. The next
-            iteration tries the step again. Inline there is nobody to time it, and a limit is refused. Peers that get
-            theirs by broadcast wait as long for the reader's (without a limit, as long as the job's process group), so
-            that it must cover its longest pause.
-        worker_init_fn: called with its number in each worker process, before it builds. Refused with threads, which
-            share the training process's random state; inline it is not called, as in torch.
-        prefetch_factor: steps kept under way per worker, default 2; refused inline, as in torch.
-        persistent_workers: keep workers, or threads, from one epoch to the next; refused inline, as in torch.
-        generator: what shuffles map-style data where no seed is given, in place of torch's default one; its initial
-            seed is the seed of shards and of an `od.Shuffle`.
-        in_order: False gives batches of worker processes as they are ready, for map-style data and iterables on one
-            rank; elsewhere they come in order, and a word says so.
-        pin_memory_device: the current accelerator is pinned for.
+        timeout: seconds to wait for a step; 0 for no limit. With workers: a process that takes longer is replaced, and
+            the step is built again; a sample that takes longer in two processes with no other sample is a failure. With
+            threads: RuntimeError, up to 2 s late if a thread hangs. A hung thread does not keep the process from
+            exiting, and the next iteration tries the step again. Inline: ValueError, as nothing could measure the time.
+            Peers that receive steps by broadcast wait that long for the reading rank (without a limit, as long as the
+            process group of the job waits). The limit must therefore cover the reader's longest pause.
+        worker_init_fn: called with the worker's number in each worker process, before it builds. ValueError with
+            threads, which share the random state of the training process. Inline it is not called, as in torch.
+        prefetch_factor: number of steps under way per worker, default 2. ValueError inline, as in torch.
+        persistent_workers: keep workers, or threads, from one epoch to the next. ValueError inline, as in torch.
+        generator: shuffles map-style data without a seed, in place of torch's default generator. Its initial seed is
+            the seed of shards and of an `od.Shuffle`.
+        in_order: False yields batches of worker processes as soon as they are ready, for map-style data and iterables
+            on one rank. Otherwise batches stay in order, and a warning says so.
+        pin_memory_device: ignored; memory is pinned for the current accelerator.
         multiprocessing_context: how worker processes are started: a start method, or a context of multiprocessing.
-            Default: "forkserver" for shards, multiprocessing's own for others, whose data sets often do not pickle.
-            Refused without num_workers, as in torch.
+            Default: "forkserver" for shards; multiprocessing's own default for other data sets, as these often do not
+            pickle. ValueError without num_workers, as in torch.
         num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data: with
-            more, several threads call `__getitem__` at once, and random augmentations no longer follow
+            more, several threads call `__getitem__` at the same time, and random augmentations no longer follow
             `torch.manual_seed`.
-        worker_memory: bytes that a worker process may allocate beyond what it starts with; one that needs more counts
-            as lost. Slabs of shared memory, where batches lie, are not counted.
-        global_batch_size: samples of one optimizer step over all ranks; exactly one of the three sizes. It need not
-            divide by the ranks; use it when their number may change.
-        global_batch_tokens: LLM tokens of one optimizer step over all ranks, for shards: a step has the samples that
-            end within its share of the epoch's tokens, less than one sample more or less, whatever their number. A
-            sample's tokens are aligned up as `od.Packed(multiple_of=)` does; padding of `od.Padded` is not counted. A
-            ramp is a list of (tokens of training from which on it holds, tokens of a step), from 0 on.
-        seed: of the order, 0 by default for shards. Map-style data without one are shuffled as torch does: at each
-            `iter()` by its generator, over several ranks by rank 0's. With one, the sequence of global
+        worker_memory: bytes that a worker process may allocate beyond what it starts with. A worker that needs more
+            counts as lost. Slabs of shared memory, which contain the batches, are not counted.
+        global_batch_size: samples of one optimizer step over all ranks; give exactly one of the three sizes. It need
+            not be divisible by the number of ranks; use it if that number may change.
+        global_batch_tokens: LLM tokens of one optimizer step over all ranks, for shards. A step has the samples that
+            end within its share of the epoch's tokens, so that it is off by less than one sample; the number of samples
+            varies. Tokens of a sample are aligned up as `od.Packed(multiple_of=)` does; padding of `od.Padded` is not
+            counted. A ramp is a list of (training tokens from which it applies, tokens per step) that begins at 0.
+        seed: seed of the order, 0 by default for shards. Map-style data without a seed are shuffled as torch does: at
+            each `iter()` by the loader's generator, over several ranks by rank 0's. With a seed, the sequence of global
             batches depends on data set, exclusions, shuffle, seed, epoch and global batch size only, never on ranks or
             workers.
-        cost: a CostModel for shards (None balances LLM tokens; its phases name the model's); for map-style data
-            sets a callable sample -> int, or one integer per sample.
+        cost: for shards a CostModel (None balances LLM tokens; its phases name the model's); for map-style data
+            a callable sample -> int, or one integer per sample.
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
-        dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. Of a mesh
-            of several dims the data-parallel ones balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
-            names others), and ranks that differ in the rest get the same batches. Ranks that would plan other steps are
-            refused: with a group or mesh when the loader is made, which is then a collective; by default at the first
-            step, through the job's store. With (rank, size) nothing is compared, and (0, 1) gives this process every
-            sample, whatever others do.
+        dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
+            of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
+            names others), and ranks that differ only in the other dims get the same batches. Ranks that would plan
+            different steps raise an error: with a group or mesh at construction, which is then a collective; by default
+            at the first step, through the job's store. With (rank, size) nothing is compared; (0, 1) gives this process
+            every sample, independent of other processes.
         on_error: "raise", "skip" or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
-        index: where several ranks find no index of their shards: "build" has them make it together when the loader is
-            made, where torch.distributed is up, each another part of the shards; "require" refuses.
+        index: what to do if several ranks have no index of their shards. "build": at construction all ranks build it
+            together, each for different shards, if torch.distributed is initialized. "require": raise.
 
     Raises:
-        ValueError: an argument outside its range, arguments that contradict each other, or ranks that differ.
-        DataError: under on_error="raise", when the index lists bad samples; names the first and counts them.
+        ValueError: an argument is out of range, arguments contradict each other, or ranks differ.
+        DataError: the index lists bad samples under on_error="raise"; names the first and their number.
         MissingIndexError: more than one rank and no index, without a process group or with index="require".
     """
 
@@ -177,7 +178,7 @@ class DataLoader(Generic[T_co]):
     drop_last: bool
 
     def _set_attributes(self, arguments: Arguments) -> None:
-        """The attributes that torch's loader has: arguments, with defaults filled in."""
+        """Set the attributes that torch's loader has: arguments, with defaults filled in."""
         prepared = self._runtime.prepared
         size = prepared.spec.plan.batches.describe()
         vars(self).update({name: value for name, value in vars(arguments).items() if name in _AS_GIVEN})
@@ -196,7 +197,7 @@ class DataLoader(Generic[T_co]):
         if self._runtime.known_count(self._progress.start.position) == 0:
             size = prepared.spec.plan.batches.describe()
             warn_user(
-                f"no step to make: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
+                f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
                 f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={self.drop_last}"
             )
 
@@ -204,7 +205,7 @@ class DataLoader(Generic[T_co]):
         if name in _ARGUMENTS and "_own_names" in self.__dict__:
             raise ValueError(
                 f"{name} attribute should not be set after DataLoader is initialized: "
-                f"{name} of a loader is given when it is made, and changes nothing later: make another loader"
+                f"{name} has an effect only at construction: create another loader"
             )
         super().__setattr__(name, value)
 
@@ -212,71 +213,70 @@ class DataLoader(Generic[T_co]):
         return loader_text(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or what is unpickled, has the same arguments and stands at the same position; nothing of it runs yet.
+        """Copy or pickle the loader: the same arguments and position, and nothing runs yet.
 
         Raises TypeError for a loader over a process group, or one with an iterator among its arguments.
         """
-        return copyreg.__newobj__, (type(self),), (self._given, standing_of(self))  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self),), (self._given, take_snapshot(self))  # type: ignore[attr-defined]
 
-    def __setstate__(self, copied: tuple[Mapping[str, Any], Standing]) -> None:
-        given, standing = copied
+    def __setstate__(self, copied: tuple[Mapping[str, Any], LoaderSnapshot]) -> None:
+        given, snapshot = copied
         DataLoader.__init__(self, **given)
-        stand(self, standing)
+        restore_snapshot(self, snapshot)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Raises TypeError: Accelerate asks loaders of torch's before it makes another of their data set."""
+        """Raises TypeError: Accelerate reads it on torch loaders before it builds another loader of their data set."""
         raise TypeError(
-            "accelerator.prepare_data_loader makes a loader of torch's of the data set, without plan or state: "
-            "od.hf.accelerate(loader, accelerator) is for this one"
+            "accelerator.prepare_data_loader builds a torch DataLoader of the data set, without plan or state: "
+            "use od.hf.accelerate(loader, accelerator)"
         )
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
 
-        Raises ValueError if a trainer asks that takes it for the number of microbatches.
+        Raises ValueError if the caller is a trainer that takes it for the number of microbatches.
         """
-        # list(loader) asks too, for a hint, at the very place where it has begun to iterate.
+        # list(loader) also calls len(), as a hint, from the line of code that has called iter().
         self._follow_sampler()
         num_steps = self._runtime.count(self._progress.start.position)
-        if self._runtime.has_microbatches and self._iterated_at != calling_place():
+        if self._runtime.has_microbatches and self._iterated_at != calling_line():
             if trainer := calling_trainer():
                 raise ValueError(
-                    f"{trainer} takes len() of a loader for the number of items, and this one's are microbatches, of "
-                    f"which its {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): it would "
-                    "stop inside an epoch, and step inside a global batch. Give it loader.steps(), whose items are "
-                    "whole steps, each the list of its microbatches; of transformers' Trainer od.hf.TrainerMixin "
-                    "makes one that takes them"
+                    f"{trainer} takes len() of a loader for the number of items. The items here are microbatches, and "
+                    f"each of the {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): the "
+                    "trainer would stop inside an epoch, and step inside a global batch. Give it loader.steps(), with "
+                    "whole steps as items, each the list of its microbatches; od.hf.TrainerMixin makes transformers' "
+                    "Trainer take them"
                 )
             warn_once(
                 "len of a loader with max_tokens",
-                f"len() of a loader is its optimizer steps, {num_steps}; iterating gives microbatches, and "
-                "under max_tokens a step may have several. A trainer that counts batches by len() stops early, in a "
-                "global batch: let it iterate loader.steps(), which gives each step's microbatches as a list",
+                f"len() of a loader is its number of optimizer steps, {num_steps}; iterating yields microbatches, and "
+                "under max_tokens a step may have several. A trainer that counts batches by len() stops early, inside "
+                "a global batch: let it iterate loader.steps(), which yields the microbatches of each step as a list",
             )
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """Microbatches from where the loader stands to the end of the epoch. The next `iter()` starts the next epoch,
-        after `break` too, once a batch was delivered; after an error of the loader's own it continues with the step
-        that failed.
+        """Iterate microbatches from the loader's position to the end of the epoch. The next `iter()` starts the next
+        epoch, also after `break`, once a batch was delivered. After an error of the loader itself it continues with the
+        step that failed.
         """
-        self._iterated_at = calling_place()
+        self._iterated_at = calling_line()
         return self._iterate(whole_steps=False)
 
     def steps(self) -> OptimizerSteps:
-        """Optimizer steps, each the list of its microbatches: an iterable that starts and continues as `iter()`, whose
-        `len()` is the number of its items, and which has this loader's state; for trainers that count.
+        """Return an iterable of optimizer steps, each the list of its microbatches, for trainers that count. It starts
+        and continues as `iter()`, its `len()` is its number of items, and it has this loader's state.
         """
         return OptimizerSteps(self, self._runtime, self._progress, lambda: self._iterate(whole_steps=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
-        inside a step it points at the step's start.
+        """Return the loader's position: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do
+        not; inside a step it is the start of the step.
 
-        On one rank, it has the own state of a map-style data set, an iterable, its iterator or a sampler, if they have
-        `state_dict` and `load_state_dict`. Between two epochs, the random draws that the next one depends on are made
-        now.
+        On one rank, it contains the state of a map-style data set, an iterable, its iterator or a sampler, if they have
+        `state_dict` and `load_state_dict`. Between two epochs, this draws the random inputs of the next one.
         """
         runtime, prepared = self._runtime, self._runtime.prepared
         position = self._progress.position
@@ -292,13 +292,13 @@ class DataLoader(Generic[T_co]):
         """Continue from `state` at the next iteration, in O(1).
 
         Args:
-            state: of `state_dict`, of any rank of any number of them.
-            allow: what may differ from what the state was taken with: "global_batch_size" and "global_batch_tokens",
-                and the "weights" of a mixture. What is left of the epoch is then cut again, from the state's position
-                on; other weights are a stage that begins there, which later states store.
+            state: a result of `state_dict`, from any rank of any number of ranks.
+            allow: what may differ from the loader that wrote the state: "global_batch_size" and "global_batch_tokens",
+                and the "weights" of a mixture. The rest of the epoch is then cut again, from the state's position on.
+                Other weights are a stage that begins there, which later states store.
 
-        Raises StateError, naming the difference, if it belongs to another data set, recipe, order or size, or if the
-        data set of each worker has a state of its own and the number of workers differs.
+        Raises StateError, naming the difference, if the state belongs to another data set, recipe, order or size, or if
+        the data set in each worker has its own state and the number of workers differs.
         """
         check_allowed(allow)
         runtime = self._runtime
@@ -309,37 +309,37 @@ class DataLoader(Generic[T_co]):
             runtime.install(prepared)
         self._progress.load(position, by_trainer=calling_trainer() is not None)
         if runtime.is_single_rank:
-            runtime.close()  # workers that are kept have gone on
+            runtime.close()  # persistent workers are at a later position
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
+        """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch."""
         self._progress.set_epoch(checked_epoch(epoch))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def plan_at(self, epoch: int, step: int) -> Plan:
-        """Who gets what in any step: nothing is read or decoded, and the loader stays where it is. Raises as `step_at`,
-        but for DataError.
+        """Return the plan of any step: which rank gets which samples. Nothing is read or decoded, and the loader keeps
+        its position. Raises as `step_at`, except for DataError.
         """
         prepared = self._runtime.prepared
         return plan_again(prepared.spec, prepared.steps, self._progress.draw_of(epoch), epoch=epoch, step=step)
 
     def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
-        """The microbatches of any step, as `steps()` gives them, built here and now; the loader stays where it is.
+        """Build the microbatches of any step now, as `steps()` yields them. The loader keeps its position.
 
-        A step of a month-old run is built again from its index and arguments: `dp=(0, 64)` stands for its 64 ranks. A
-        state of the run says what arguments do not: load it first where weights of a mixture changed, or an epoch was
-        cut anew, in the middle, and for the epoch of map-style data without a seed.
+        A step of a month-old run is built again from its index and arguments: `dp=(0, 64)` stands for its 64 ranks.
+        First load a state of the run if weights of a mixture changed or an epoch was cut again in the middle, and for
+        an epoch of map-style data without a seed: arguments do not say these.
 
         Args:
-            rank: whose; default: this one's.
+            rank: the rank that gets them; default: this one.
 
-        What failed on other ranks is not masked (see `Batch.mask_failed`), and what `__getitem__` or `collate_fn` draws
-        at random is drawn anew. Nothing is counted in `stats()`.
+        Samples that failed on other ranks are not masked (see `Batch.mask_failed`). Random draws of `__getitem__` or
+        `collate_fn` are new ones. Nothing is counted in `stats()`.
 
         Raises:
-            IndexError: outside the epoch, or before the place where it was cut anew.
-            ValueError: samples that come in turn alone: of an IterableDataset, of a sampler of the user's.
+            IndexError: the step is outside the epoch, or before the step from which it was cut again.
+            ValueError: samples can only be read in turn: those of an IterableDataset or of the user's sampler.
             DataError: of the first sample that cannot be loaded, under on_error="raise".
         """
         runtime, draw = self._runtime, self._progress.draw_of(epoch)
@@ -352,36 +352,35 @@ class DataLoader(Generic[T_co]):
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
     ) -> int:
-        """Write who gets which sample in these epochs and steps (default: all of the first), as an Arrow IPC file with
-        a row a sample, or piece of one.
+        """Write which rank gets which sample in these epochs and steps (default: all steps of the first epoch), as an
+        Arrow IPC file with one row per sample, or piece of one. Return the number of rows. For shards only.
 
         Columns: epoch, step, source (its name; "" without a mixture), pass (through the source), row (of the source's
-        index), shard, key, piece, rank, microbatch, llm_tokens, loss_tokens, and parts: of each image, clip or other
-        part its modality, part (its place among the sample's parts), positions (that it gives the encoder), tokens (of
+        index), shard, key, piece, rank, microbatch, llm_tokens, loss_tokens, and parts: for each image, clip or other
+        part its modality, part (its index among the sample's parts), positions (that it gives the encoder), tokens (of
         the LLM) and rank (that encodes it: the sample's, or under assignment="per_phase" any).
 
-        For shards. Nothing is read or decoded, and the loader stays where it is. Returns the number of rows.
+        Nothing is read or decoded, and the loader keeps its position.
 
         Raises:
-            ValueError: epochs or steps that are none, or a data set without an index; nothing is written then.
+            ValueError: invalid epochs or steps, or a data set without an index; nothing is written then.
         """
         prepared = self._runtime.prepared
         return export_plan(path, prepared.spec, prepared.steps, prepared.fingerprint, of_epochs=epochs, steps=steps)
 
     def stats(self) -> dict[str, Any]:
-        """Balance, milliseconds by stage and failures of the delivered steps, as `Stats.as_dict` says."""
+        """Return balance, milliseconds by stage and failures of the delivered steps, as `Stats.as_dict` describes."""
         return self._runtime.stats.as_dict()
 
     def gather_failures(self, group: Any = None) -> list[DataError]:
-        """The listed failures of all ranks, each once, sorted by shard and key. A collective over `group`, where
-        torch.distributed is initialised; without it this loader's own.
+        """Return the listed failures of all ranks, each once, sorted by shard and key: a collective over `group`. If
+        torch.distributed is not initialized, return those of this loader.
         """
         listed = [list(failure.args) for failure in self._runtime.stats.failures]
         by_rank = [listed]
         if dist.is_available() and dist.is_initialized():
             by_rank = gather_json(listed, dist.group.WORLD if group is None else group)
-        found = {DataError(*args) for failures in by_rank for args in failures}
-        return sorted(found, key=lambda failure: failure.args)
+        return sorted({DataError(*args) for each in by_rank for args in each}, key=lambda failure: failure.args)
 
     def close(self) -> None:
         """Stop the workers, or threads, that `persistent_workers` keeps."""
@@ -401,7 +400,7 @@ class DataLoader(Generic[T_co]):
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:
-        """The user's sampler may have been replaced, by `object.__setattr__`, as trainers do."""
+        """Use the current sampler: trainers replace the user's by `object.__setattr__`."""
         self._runtime.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
 
 

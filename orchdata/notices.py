@@ -1,4 +1,4 @@
-"""Warnings that a process gives once, however many loaders it makes."""
+"""Warnings that a process issues once, for any number of loaders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import warnings
 from types import FrameType
 
-_said: set[str] = set()
+_warned: set[str] = set()
 _OURS = os.path.dirname(__file__) + os.sep
 _TRAINERS = frozenset(
     ("accelerate", "composer", "ignite", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
@@ -15,9 +15,9 @@ _TRAINERS = frozenset(
 
 
 def warn_once(subject: str, message: str) -> None:
-    """Warn about `subject`, if nobody has yet, at the line outside of this package that led here."""
-    if subject not in _said:
-        _said.add(subject)
+    """Warn about `subject` once in this process, at the line outside of this package that led here."""
+    if subject not in _warned:
+        _warned.add(subject)
         warn_user(message)
 
 
@@ -26,15 +26,15 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=_outside()[1])
 
 
-def calling_place() -> object:
-    """Where the caller of this function's caller stands: equal for two calls from one place in the code."""
+def calling_line() -> object:
+    """Return the instruction from which this function's caller was called: equal for two calls from one instruction."""
     frame = sys._getframe(2)
     return frame.f_code, frame.f_lasti
 
 
 def calling_trainer() -> str | None:
-    """The package of a trainer that takes `len()` for the number of items, where the line outside of this package that
-    led here is in one.
+    """Return the trainer package that contains the line outside of this package that led here, else None. These
+    trainers take `len()` for the number of items.
     """
     caller, _ = _outside()
     package = "" if caller is None else str(caller.f_globals.get("__name__", "")).partition(".")[0]
@@ -42,7 +42,7 @@ def calling_trainer() -> str | None:
 
 
 def _outside() -> tuple[FrameType | None, int]:
-    """The frame outside of this package that led here, and how far above the caller of this it is, which is 1."""
+    """Return the frame outside of this package that led here, and its depth; the caller of this has depth 1."""
     frame: FrameType | None = sys._getframe(1)
     depth = 1
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):

@@ -12,7 +12,7 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Advance]:
-    """A callable taking (done, in all); nothing is drawn before its first call, or where stderr is no terminal."""
+    """Yield a callable of (done, total). Nothing is drawn before its first call, or if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -3,9 +3,9 @@
      {"shard": "a.tar", "key": "s1", "field": "jpg", "reason": "..."}
     {"shard": "b.tar", "key": "s7", "field": "wav", "reason": "..."}
 
-Each line is a sample. A blank before the first line says that the last line ends with a blank too, so that a list that
-was cut at the end of a line is noticed. JSON has no use for these blanks: other programs read the lines as they are. A
-list without them, as older versions and users write, is read as it is; lists may be put behind one another.
+Each line is a sample. If the first line begins with a blank, the last line ends with one: this reveals a list that was
+cut at the end of a line. JSON ignores these blanks, so that other programs can read the lines. A list without them, as
+older versions and users write, is read without this check. Lists may be concatenated.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ _MOST_BYTES: Final = 1 << 30
 
 
 def write_quarantine(path: str | Path, failures: Sequence[DataError]) -> None:
-    """Write failures; the file appears whole, or stays as it was.
+    """Write failures; the file appears whole, or stays unchanged.
 
     Raises:
-        ValueError: something else than a file has the name.
+        ValueError: the path exists and is not a file.
         StorageError: it cannot be written now.
     """
-    check_place(path)
+    check_target(path)
     names = ("shard", "key", "field", "reason")
     lines = [json.dumps({name: getattr(failure, name) for name in names}) for failure in failures]
     content = " " + "\n".join(lines) + " \n" if lines else ""
     write_whole(os.path.realpath(path), content.encode())  # a link stays, and what it points to is replaced
 
 
-def check_place(path: str | Path) -> None:
-    """Raise ValueError where something else than a file has the name: before the hours that it may take to find bad
-    samples.
-    """
+def check_target(path: str | Path) -> None:
+    """Raise ValueError if the path exists and is not a file: before a search for bad samples that may take hours."""
     if os.path.exists(path):
         check_given(path)
 
 
 def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """The (shard, key) of each sample of a list.
+    """Return the (shard, key) of each sample of a list.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no regular file, cut, or a line of it is no sample.
+        ValueError: it is not a regular file, it is cut, or a line of it is not a sample.
     """
-    found: list[tuple[str, str]] = []
+    samples: list[tuple[str, str]] = []
     is_open = False
     for number, line in enumerate(_lines(path), 1):
         text = line.rstrip("\n")
@@ -64,15 +62,15 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
         if not (isinstance(row, dict) and isinstance(row.get("shard"), str) and isinstance(row.get("key"), str)):
             wanted = '{"shard": "...", "key": "..."}'
             raise ValueError(f"quarantine file {path}, line {number}: expected {wanted}, got {text[:80]!r}")
-        found.append((row["shard"], row["key"]))
+        samples.append((row["shard"], row["key"]))
         is_open = (is_open or text.startswith(" ")) and not text.endswith(" ")
     if is_open:
         raise ValueError(
-            f"quarantine file {path} is cut behind its {len(found)} samples: its first line begins with a blank, and "
-            "its last line ends with none. Write it again with `orchdata verify --out`; if you took samples out of it "
-            "yourself, take that blank out too"
+            f"quarantine file {path} is cut after {len(samples)} samples: its first line begins with a blank, and its "
+            "last line does not end with one. Write it again with `orchdata verify --out`; if you removed samples from "
+            "it yourself, remove that blank too"
         )
-    return found
+    return samples
 
 
 def _lines(path: str | os.PathLike[str]) -> io.TextIOWrapper:
@@ -80,7 +78,7 @@ def _lines(path: str | os.PathLike[str]) -> io.TextIOWrapper:
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"quarantine file {os.fspath(path)} is no UTF-8: {error}") from None
+        raise ValueError(f"quarantine file {os.fspath(path)} is not UTF-8: {error}") from None
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")
 
 

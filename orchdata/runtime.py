@@ -1,4 +1,4 @@
-"""Runtime: what runs for a loader, apart from where it stands.
+"""Runtime: the running parts of a loader, apart from its position.
 
 Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
 """
@@ -50,27 +50,27 @@ from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import Rank
 
 _IN_ORDER = (
-    "in_order=False: batches come in order all the same, because their steps are planned over ranks, or are of shards, "
-    "and a state of them is a position"
+    "in_order=False has no effect: batches stay in order, because steps are planned over ranks, or are of shards, and "
+    "a state of them is a position"
 )
 
 
 class Runtime:
-    """What runs for a loader.
+    """The running parts of a loader.
 
     Args:
-        rank: of this process among the data-parallel ranks.
-        agreement: with the loaders of the other ranks.
+        rank: rank of this process among the data-parallel ranks.
+        agreement: compares with the loaders of the other ranks.
 
     Attributes:
         prepared: the data set.
-        batch_size: samples of this rank in a step; None if that is not what was given.
-        is_single_rank: a data set of torch's on one rank: states may store what is this rank's alone, and an iteration
+        batch_size: samples of this rank in a step; None if another size was given.
+        is_single_rank: a torch data set on one rank: states may store things of this rank alone, and an iteration
             continues after a step that failed.
     """
 
     def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
-        # All arguments are checked before the data set is looked at.
+        # Check all arguments before the data set is read.
         check_workers(arguments.num_workers, arguments.timeout, arguments.multiprocessing_context)
         check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
         listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
@@ -84,16 +84,16 @@ class Runtime:
         pin_memory = arguments.pin_memory and can_pin()
         warming = _warming(arguments, options)
 
-        # Ranks that would plan other steps raise an error.
-        def make() -> tuple[PreparedDataset, Builder | None]:
+        # Prepare the data set; ranks that would plan different steps raise an error.
+        def build() -> tuple[PreparedDataset, Builder | None]:
             prepared = prepare(arguments, options)
             return prepared, None if prepared.is_iterable else prepared.spec.open()
 
         self.prepared, self.builder = agreement.make(
-            make, lambda made: describe_loader(arguments.dataset, made[0], options, arguments.dp)
+            build, lambda built: describe_loader(arguments.dataset, built[0], options, arguments.dp)
         )
 
-        # What runs, once a step is asked for.
+        # Create the parts that run once a step is requested.
         self.seeds = WorkerSeeds(
             arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
         )
@@ -150,11 +150,11 @@ class Runtime:
         return self.has_microbatches or self._scales_loss
 
     def begin(self, progress: Progress) -> EpochLoop:
-        """An iteration from where the loader stands."""
+        """Begin an iteration at the loader's position."""
         loop = EpochLoop(progress, self._open_stream, keep_dataset_state=self.keep_dataset_state)
         if self.is_single_rank:
             origin = loop.origin
-            # Workers without a state must not draw for later steps what they drew for the first ones.
+            # Workers without a state must not repeat for later steps the draws of the first ones.
             again = origin.is_drawn and (not origin.step or origin.workers or self.prepared.is_iterable)
             known = origin.base_seed if again else None
             loop.base_seed = self.seeds.draw() if known is None else self.seeds.follow(known)
@@ -164,12 +164,12 @@ class Runtime:
         return loop
 
     def follow(self, sampler: Any) -> None:
-        """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's."""
+        """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
         if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):
             self.prepared.steps.follow(sampler)
 
     def count(self, position: Position) -> int:
-        """Optimizer steps of its epoch, for the user. Raises TypeError if only its end will tell."""
+        """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
         steps = self.prepared.steps
         num_steps = steps.count(position.epoch, position.draw)
         if isinstance(steps, StreamSteps):
@@ -177,11 +177,11 @@ class Runtime:
         return num_steps
 
     def known_count(self, position: Position) -> int | None:
-        """Optimizer steps of its epoch; None if only its end will tell."""
+        """Return the optimizer steps of its epoch; None if they are known only at its end."""
         return known_count(self.prepared.steps, position.epoch, position.draw)
 
     def state_before(self) -> tuple[StateGetter, ...]:
-        """The data set's own state before its first step, if it is read in this process and has one."""
+        """Return the data set's own state before its first step, if it is read in this process and has one."""
         if self._iterable is not None:
             return self._iterable.state_before()
         if not self._is_inline or self.builder is None or self.builder.stateful is None:
@@ -191,20 +191,20 @@ class Runtime:
     def install(self, prepared: PreparedDataset) -> None:
         """Continue with another order of the same data set."""
         assert self.builder is not None
-        self.close()  # workers that are kept would continue with theirs
+        self.close()  # persistent workers would continue with the former order
         self.prepared = prepared
         self.builder = self.builder.planned_by(prepared.spec.plan)
         self.context.delivery.follow(prepared.spec)
         self.context = replace(self.context, steps=prepared.steps)
 
     def close(self) -> None:
-        """Stop workers, or threads, that are kept."""
+        """Stop persistent workers or threads."""
         self._engines.close()
         if self._iterable is not None:
             self._iterable.close()
 
     def _open_stream(self, loop: EpochLoop) -> Stream:
-        """The steps of one iteration: from torch's own loader where nothing is planned, else from an engine."""
+        """Open the steps of one iteration: from torch's own loader if nothing is planned, else from an engine."""
         steps, spec, origin = self.prepared.steps, self.prepared.spec, loop.origin
         if self._iterable is not None and isinstance(steps, StreamSteps):
             return IterableStream(self._iterable, steps, loop, self.stats.torch)
@@ -242,7 +242,7 @@ def _engine_choice(arguments: Arguments, *, in_order: bool) -> EngineChoice:
 def _options(
     arguments: Arguments, rank: Rank, agreement: Agreement, listed: Any, *, is_inline: bool
 ) -> tuple[int | None, LoaderOptions]:
-    """Samples of a rank in a step, and the options of steps."""
+    """Return the samples of a rank in a step, and the options of steps."""
     in_shards, shuffle = arguments.in_shards, arguments.shuffle
     sizes = arguments.global_batch_size, arguments.global_batch_tokens
     has_batch_sampler = arguments.batch_sampler is not None

@@ -1,6 +1,6 @@
-"""A loader's optimizer steps as trainers count them: sized, iterated again and again, with a state.
+"""A loader's optimizer steps as trainers count them: sized, iterable again and again, with a state.
 
-len(steps) = items of iter(steps) = optimizer steps of the epoch      item: the step's microbatches, a list
+len(steps) = items of iter(steps) = optimizer steps of the epoch      item: the list of the step's microbatches
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from orchdata.runtime import Runtime
 
 
 class OptimizerSteps:
-    """What `DataLoader.steps()` gives: an iterable of optimizer steps, each the list of its microbatches.
+    """The result of `DataLoader.steps()`: an iterable of optimizer steps, each the list of its microbatches.
 
-    `iter()` goes through one epoch, from where the loader stands, and the next one starts the next epoch, as `iter()`
-    of the loader does; both share one position. `len()` is the number of steps of the whole epoch that is under way, or
-    starts next: it does not shrink after a state inside an epoch was loaded, because trainers that resume continue
-    counting where they were.
+    `iter()` goes through one epoch, from the loader's position, and the next `iter()` starts the next epoch, as for the
+    loader; both share one position. `len()` is the number of steps of the whole epoch that is under way, or starts
+    next. It does not shrink after a state inside an epoch was loaded, because trainers that resume continue their
+    count.
 
     Attributes:
         loader: the loader of these steps.
-        sampler, batch_sampler: the loader's, for trainers that set the epoch of samplers.
+        sampler, batch_sampler: those of the loader, for trainers that set the epoch of samplers.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class OptimizerSteps:
         self._progress = progress
         self._iterate = iterate
         self._loop: EpochLoop | None = None
-        self._asked: Iterator[list[Any]] | None = None
+        self._iterator: Iterator[list[Any]] | None = None
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
 
     def __next__(self) -> list[Any]:
-        """The next step of an iteration that the first call begins; behind its end, the next call begins another."""
-        if self._asked is None:
-            self._asked = iter(self)
+        """Return the next step. The first call begins an iteration, and so does the first call after its end."""
+        if self._iterator is None:
+            self._iterator = iter(self)
         try:
-            return next(self._asked)
+            return next(self._iterator)
         except StopIteration:
-            self._asked = None
+            self._iterator = None
             raise
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -53,7 +53,7 @@ class OptimizerSteps:
         return iterator
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, equal on every rank. Raises TypeError if the data set has no length."""
+        """Return the optimizer steps of an epoch, equal on every rank. Raises TypeError if the data have no length."""
         loop = self._loop
         under_way = loop is not None and loop.is_under_way
         return self._runtime.count(loop.origin if loop is not None and under_way else self._progress.start.position)
@@ -73,21 +73,21 @@ class OptimizerSteps:
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks, which share out each step."""
+        """Data-parallel ranks that share each step."""
         return self._runtime.rank.size
 
     def num_steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch from its start. Raises TypeError where the data set has no length."""
+        """Return the optimizer steps of an epoch from its start. Raises TypeError if the data set has no length."""
         return self._runtime.count(Position(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's: see `DataLoader.state_dict`."""
+        """Return the loader's state: see `DataLoader.state_dict`."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow: Sequence[str] = ()) -> None:
-        """As `DataLoader.load_state_dict`, but that the end of an epoch is the start of the next one: the next
-        iteration is never empty. `set_epoch` of the epoch that has ended leaves nothing of it.
+        """Load as `DataLoader.load_state_dict` does, but a state at the end of an epoch starts the next epoch, so that
+        the next iteration is never empty. After `set_epoch` of the ended epoch nothing of it is left.
         """
         self.loader.load_state_dict(state, allow=allow)
         runtime, position = self._runtime, self._progress.start.position
@@ -96,5 +96,5 @@ class OptimizerSteps:
             self._progress.pass_end(keep_dataset_state=runtime.keep_dataset_state)
 
     def set_epoch(self, epoch: int) -> None:
-        """The loader's: see `DataLoader.set_epoch`."""
+        """Set the loader's epoch: see `DataLoader.set_epoch`."""
         self.loader.set_epoch(epoch)

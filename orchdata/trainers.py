@@ -1,7 +1,7 @@
-"""What a trainer around a loader does, and must know.
+"""What trainers do with a loader, and what they must know of it.
 
 Lightning sets the epoch of a loader's sampler before each of its own epochs: `TrainerEpochs` is that sampler for a
-loader with an order of its own.
+loader that orders its samples itself.
 
 Accelerate synchronizes gradients at every n-th batch and at the last batch of an epoch. It finds the last batch only of
 loaders that register themselves: `AccelerateEnd` registers ours.
@@ -18,10 +18,10 @@ from orchdata.loop.position import Progress
 
 
 class TrainerEpochs:
-    """What Lightning takes for the sampler of a loader with an order of its own.
+    """What Lightning takes for the sampler of a loader that orders its samples itself.
 
-    Of a checkpoint that was written at the end of an epoch Lightning does not load the loader's state: the loader would
-    start with epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
+    Lightning does not load the loader's state from a checkpoint of the end of an epoch: the loader would start with
+    epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -52,7 +52,7 @@ class TrainerEpochs:
 
 
 def accelerate_accumulation() -> tuple[int, bool]:
-    """Over how many batches Accelerate accumulates gradients, and whether the count ends with a loader's epoch.
+    """Return over how many batches Accelerate accumulates gradients, and whether the count ends with an epoch.
 
     (1, False) if no program of this process has imported Accelerate.
     """
@@ -64,7 +64,7 @@ def accelerate_accumulation() -> tuple[int, bool]:
 
 
 def check_accumulation(*, scales_loss: bool, knows_end: Callable[[], bool]) -> bool:
-    """Whether Accelerate must know the last batch of an epoch.
+    """Return whether Accelerate must know the last batch of an epoch.
 
     Args:
         scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
@@ -92,7 +92,7 @@ def check_accumulation(*, scales_loss: bool, knows_end: Callable[[], bool]) -> b
     if ends_with_epoch and not knows_end():
         raise ValueError(
             f"{accumulates} and synchronizes at the last batch of an epoch. This loader does not know its last batch "
-            "before the data set ends. Give the data set, or its sampler, a __len__, or make the Accelerator with "
+            "before the data set ends. Give the data set, or its sampler, a __len__, or create the Accelerator with "
             f"GradientAccumulationPlugin(num_steps={num_batches}, sync_with_dataloader=False)"
         )
     return ends_with_epoch
@@ -112,7 +112,7 @@ class AccelerateEnd:
         self._has_failed = False
 
     def begin(self) -> None:
-        """The first item is asked for."""
+        """The first item is requested."""
         from accelerate.data_loader import DataLoaderStateMixin
         from accelerate.state import GradientState
 
@@ -123,7 +123,7 @@ class AccelerateEnd:
         self._registered.begin()
 
     def item(self) -> None:
-        """An item is yielded. Raises RuntimeError if the one before was said to be the last."""
+        """An item is yielded. Raises RuntimeError if the item before was reported as the last."""
         if self._is_last:
             raise RuntimeError(_OTHER_LENGTH.format("more"))
         self._is_last = self._registered.end_of_dataloader = self._num_left() == 0
@@ -133,7 +133,7 @@ class AccelerateEnd:
         self._has_failed = True
 
     def end(self) -> None:
-        """The epoch is over. Raises RuntimeError if its last item was not said to be the last.
+        """The epoch is over. Raises RuntimeError if its last item was not reported as the last.
 
         Gradients of one epoch would be added to those of the next.
         """

@@ -150,14 +150,14 @@ def verify(
     Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
     command fails if any sample is bad.
     """
-    from orchdata.quarantine import check_place, write_quarantine
+    from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
 
     start = time.perf_counter()
     if out is not None:
-        check_place(out)
-    named = recipe_named(recipe)
-    built, _ = _build(paths, named, media_root, force=False)
+        check_target(out)
+    held = recipe_named(recipe)
+    built, _ = _build(paths, held, media_root, force=False)
     try:
         with progress_bar("decoding samples") as advance:
             verification = verify_index(built, named, jobs=jobs, timeout=timeout, progress=advance)

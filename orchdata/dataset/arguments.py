@@ -1,4 +1,4 @@
-"""The arguments of a DataLoader as a value, and the checks of those that torch has: its errors, in its words."""
+"""The arguments of a DataLoader as a value, and the checks of torch's arguments, with torch's errors and messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from orchdata.planning.layout import Packed, Padded
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """The arguments of a `DataLoader`, by name: its docstring says what they are."""
+    """The arguments of a `DataLoader`, by name: its docstring documents them."""
 
     dataset: Any
     batch_size: int | None
@@ -61,12 +61,12 @@ class Arguments:
 
     @property
     def in_shards(self) -> bool:
-        """Whether samples are in shards, which an index knows."""
+        """Whether samples are in shards, with an index."""
         return isinstance(self.dataset, ShardDataset | Mixture)
 
 
 def check_combination(arguments: Arguments) -> None:
-    """Raise ValueError for arguments of a data set of torch's that exclude each other."""
+    """Raise ValueError for arguments of a torch data set that exclude each other."""
     shuffle, sampler, batch_sampler = arguments.shuffle, arguments.sampler, arguments.batch_sampler
     if isinstance(arguments.dataset, IterableDataset):
         for name, given in (("shuffle", shuffle or None), ("sampler", sampler), ("batch_sampler", batch_sampler)):
@@ -75,11 +75,11 @@ def check_combination(arguments: Arguments) -> None:
                     f"DataLoader with IterableDataset: expected unspecified {name} option, but got {name}={given}"
                 )
         if arguments.num_threads:
-            raise ValueError("num_threads load several samples at once, and an IterableDataset gives one after another")
+            raise ValueError("num_threads load several samples together, and an IterableDataset yields one at a time")
     if sampler is not None and shuffle:
         raise ValueError("sampler option is mutually exclusive with shuffle")
     if batch_sampler is not None:
-        # batch_size=1 is what a caller passes who copies torch's default.
+        # A caller who copies torch's default passes batch_size=1.
         if arguments.batch_size != DEFAULT_BATCH_SIZE or shuffle or sampler is not None or arguments.drop_last:
             raise ValueError(
                 "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last"
@@ -92,7 +92,7 @@ def check_combination(arguments: Arguments) -> None:
 
 
 def check_workers(num_workers: Any, timeout: Any, multiprocessing_context: Any) -> None:
-    """Raise ValueError or TypeError; warn where more processes are asked for than there are cores."""
+    """Raise ValueError or TypeError for invalid arguments; warn if there are more processes than cores."""
     if isinstance(num_workers, int) and num_workers < 0:
         raise ValueError(
             f"num_workers option should be non-negative; use num_workers=0 to disable multiprocessing. "
@@ -119,7 +119,7 @@ def _check_context(context: Any, num_workers: Any) -> None:
     if not num_workers:
         raise ValueError(
             "multiprocessing_context can only be used with multi-process loading (num_workers > 0), but got "
-            f"num_workers={num_workers}: leave it out, or give num_workers"
+            f"num_workers={num_workers}: leave it out, or pass num_workers"
         )
     known = multiprocessing.get_all_start_methods()
     if isinstance(context, str) and context not in known:

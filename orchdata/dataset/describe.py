@@ -1,7 +1,7 @@
-"""Describing a loader: what all its ranks must share, as JSON that equal loaders have equal on every rank.
+"""The description of a loader: what all its ranks must share, as JSON that is equal on every rank.
 
-Plans are integer arithmetic with stable sorts, so versions of numpy or numba are not in it; ours is. Nothing is
-described by a default repr, whose memory address differs between equal ranks.
+Plans are integer arithmetic with stable sorts, so it has our version but not those of numpy or numba. It contains no
+default repr, because its memory address differs between equal ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from orchdata.ranks.agreement import DATA
 from orchdata.ranks.parallel import DataParallel
 
 _MAX_DEPTH = 8
-_SAMPLED = 64  # items of a list or an array that are looked at, evenly spread: all of it may be large, or on a disk
-_WHOLE = 1_000_000  # names or numbers of a list that are all looked at: files in another order differ in any place
+_SAMPLED = 64  # evenly spread items of a list or array that are compared: all of it may be large, or on a disk
+_WHOLE = 1_000_000  # up to this length, all names or numbers are compared: another order of files may differ anywhere
 
 
 def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOptions, dp: Any) -> dict[str, Any]:
-    """What plans and data of the loader depend on, JSON-safe."""
+    """Return what plans and data of the loader depend on, JSON-safe."""
     costs = prepared.spec.plan.costs
     described: dict[str, Any] = {
         "orchdata": orchdata.__version__,
@@ -59,12 +59,12 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
 
 
 def _inputs(collate_fn: Any) -> Any:
-    """What inputs of a model say of themselves, such as what was found out on each rank."""
+    """Return the description of a model's inputs, such as what each rank has detected."""
     return collate_fn.describe() if isinstance(collate_fn, ModelInputs) else None
 
 
 def stable(value: Any, depth: int = 0) -> Any:
-    """JSON of any value, the same in every process: a digest of what is large, a name of what is no plain value."""
+    """Return JSON of any value, equal in every process: a digest if it is large, its name if it is not plain."""
     if value is None or isinstance(value, bool | int | float | str):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, np.generic):
@@ -89,7 +89,7 @@ def stable(value: Any, depth: int = 0) -> Any:
 
 
 def name_of(value: Any) -> str:
-    """Of a function or class, its own; of anything else its type's."""
+    """Return the name of a function or class; of any other value that of its type."""
     if isinstance(value, Enum):
         return f"{name_of(type(value))}.{value.name}"
     if isinstance(value, torch.dtype | torch.device):
@@ -100,55 +100,57 @@ def name_of(value: Any) -> str:
     code = getattr(named, "__code__", None)
     where = f" in line {code.co_firstlineno}" if code is not None and "<lambda>" in named.__qualname__ else ""
     module = getattr(named, "__module__", None)
-    # A rank that is a child of another by multiprocessing calls the program so.
+    # The name of the program in a rank that multiprocessing has started from another rank.
     module = "__main__" if module == "__mp_main__" else module
     return f"{module}.{named.__qualname__}{where}"
 
 
 def _dataset(dataset: Any, depth: int = 0, seen: dict[int, Any] | None = None) -> Any:
-    """Which samples a map-style data set has, as far as can be told without loading one.
+    """Return what identifies the samples of a map-style data set, without loading one.
 
-    Of a class of the user's: the data sets it holds in attributes, `indices`, and lists of a name or number a sample.
+    Of a user's class: the data sets in its attributes, `indices`, and lists with one name or number per sample.
 
     Args:
-        seen: data sets by id, described once each: they may refer to each other.
+        seen: data sets by id. Each is described once: they may refer to each other.
     """
-    told: dict[str, Any] = {"type": name_of(dataset)}
+    described: dict[str, Any] = {"type": name_of(dataset)}
     seen = {} if seen is None else seen
     if depth >= _MAX_DEPTH:
-        return told
+        return described
     if id(dataset) in seen:
-        return told | {"seen": "above"}
+        return described | {"seen": "above"}
     seen[id(dataset)] = dataset
+    # Known classes: Hugging Face's, which have a fingerprint, lists and arrays, and torch's containers.
     fingerprint = getattr(dataset, "_fingerprint", None)
-    if isinstance(fingerprint, str):  # Hugging Face's
-        return told | {"fingerprint": fingerprint}
+    if isinstance(fingerprint, str):
+        return described | {"fingerprint": fingerprint}
     if isinstance(dataset, list | tuple | range | np.ndarray | torch.Tensor):
-        return told | {"items": _items(dataset)}
+        return described | {"items": _items(dataset)}
     if isinstance(dataset, TensorDataset):
-        return told | {"tensors": {str(place): _array(tensor) for place, tensor in enumerate(dataset.tensors)}}
+        return described | {"tensors": {str(number): _array(tensor) for number, tensor in enumerate(dataset.tensors)}}
     if isinstance(dataset, ConcatDataset | StackDataset):
         parts = dataset.datasets
         named = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-        return told | {"of": {str(name): _dataset(part, depth + 1, seen) for name, part in named}}
+        return described | {"of": {str(name): _dataset(part, depth + 1, seen) for name, part in named}}
     indices = getattr(dataset, "indices", None)
     if isinstance(indices, list | tuple | range | np.ndarray | torch.Tensor):
-        told["indices"] = _indices(indices)
+        described["indices"] = _indices(indices)
     if isinstance(dataset, Subset):
-        return told | {"of": _dataset(dataset.dataset, depth + 1, seen)}
-    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
-    lists = {name: _items(part) for name, part in held.items() if name != "indices" and _is_of_samples(part, dataset)}
-    inner = {name: _dataset(part, depth + 1, seen) for name, part in held.items() if _is_dataset(part)}
-    return told | ({"lists": lists} if lists else {}) | ({"of": inner} if inner else {})
+        return described | {"of": _dataset(dataset.dataset, depth + 1, seen)}
+    # Any other class: its attributes.
+    own = vars(dataset) if hasattr(dataset, "__dict__") else {}
+    lists = {name: _items(part) for name, part in own.items() if name != "indices" and _is_per_sample(part, dataset)}
+    inner = {name: _dataset(part, depth + 1, seen) for name, part in own.items() if _is_dataset(part)}
+    return described | ({"lists": lists} if lists else {}) | ({"of": inner} if inner else {})
 
 
-def _is_of_samples(value: Any, dataset: Any) -> bool:
-    """Whether it is a list of one name or number for each sample."""
+def _is_per_sample(value: Any, dataset: Any) -> bool:
+    """Return whether it is a list with one name or number per sample."""
     if not isinstance(value, list | tuple) or not value or not _is_plain(value[:1]):
         return False
     try:
         return len(value) == len(dataset) and _is_plain(value)
-    except Exception:  # noqa: BLE001 - its length is the user's code, which says so itself when it is asked for it
+    except Exception:  # noqa: BLE001 - the user's __len__: it raises again when the loader calls it
         return False
 
 
@@ -161,14 +163,14 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _indices(indices: Any) -> str:
-    """All of them: two shares of one data set may differ in the middle only."""
+    """Return a digest of all of them: two subsets of a data set may differ only in the middle."""
     try:
-        found = np.asarray(indices)
+        array = np.asarray(indices)
     except (ValueError, TypeError, RuntimeError):
-        found = np.zeros(0, object)
-    if found.dtype.kind not in "iub":
+        array = np.zeros(0, object)
+    if array.dtype.kind not in "iub":
         return _digest(json.dumps(stable(list(indices))).encode())
-    return f"{len(indices)} of them, {_digest(found.astype(np.int64).tobytes())}"
+    return f"{len(indices)} of them, {_digest(array.astype(np.int64).tobytes())}"
 
 
 def _items(items: Any) -> Any:
@@ -177,23 +179,23 @@ def _items(items: Any) -> Any:
     if isinstance(items, range):
         return f"{len(items)} of them, {_digest(str(items).encode())}"
     whole = len(items) <= _WHOLE and _is_plain(items)
-    places = range(len(items)) if whole else map(int, _spread(len(items)))
-    found = [str(item) if isinstance(item, PurePath) else stable(item) for item in map(items.__getitem__, places)]
-    return f"{len(items)} of them, {_digest(json.dumps(found).encode())}"
+    indices = range(len(items)) if whole else map(int, _spread(len(items)))
+    chosen = [str(item) if isinstance(item, PurePath) else stable(item) for item in map(items.__getitem__, indices)]
+    return f"{len(items)} of them, {_digest(json.dumps(chosen).encode())}"
 
 
 def _array(array: Any) -> Any:
-    """Dtype, shape, and a digest of some elements."""
+    """Return dtype, shape, and a digest of some elements."""
     tensor = isinstance(array, torch.Tensor)
-    told = f"{array.dtype} {tuple(array.shape)}"
+    described = f"{array.dtype} {tuple(array.shape)}"
     size = int(array.numel() if tensor else array.size)
     if not size or (tensor and array.layout != torch.strided) or (not tensor and array.dtype.hasobject):
-        return told
-    places = np.unravel_index(_spread(size), tuple(array.shape)) if array.ndim else ()
+        return described
+    indices = np.unravel_index(_spread(size), tuple(array.shape)) if array.ndim else ()
     if tensor:
-        found = array.detach()[tuple(map(torch.as_tensor, places))].reshape(-1).cpu().contiguous()
-        return f"{told}, {_digest(found.view(torch.uint8).numpy().tobytes())}"
-    return f"{told}, {_digest(np.ascontiguousarray(array[places]).tobytes())}"
+        chosen = array.detach()[tuple(map(torch.as_tensor, indices))].reshape(-1).cpu().contiguous()
+        return f"{described}, {_digest(chosen.view(torch.uint8).numpy().tobytes())}"
+    return f"{described}, {_digest(np.ascontiguousarray(array[indices]).tobytes())}"
 
 
 def _spread(count: int) -> Any:

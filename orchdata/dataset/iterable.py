@@ -16,17 +16,17 @@ from orchdata.planning.costs import EqualCosts
 
 
 def prepare_iterable(dataset: Any, options: LoaderOptions) -> PreparedDataset:
-    """Serve what iterating `dataset` gives, on one rank. Raises as DataLoader says."""
+    """Prepare an IterableDataset, on one rank. Raises as DataLoader documents."""
     name = type(dataset).__name__
     if options.rank.size > 1:
         raise ValueError(
             f"{name} is an IterableDataset, and this loader's samples are shared by {options.rank.size} ranks: an "
             "IterableDataset cannot be split over ranks automatically. For shards, use od.ShardDataset, which is "
-            "balanced and resumable. For another data set that splits itself by rank, make a loader of this rank alone "
-            "with dp=(0, 1); od.post_balance(loader) balances what each rank's own loader yields"
+            "balanced and resumable. For another data set that splits itself by rank, create a loader for this rank "
+            "only, with dp=(0, 1); od.post_balance(loader) balances what each rank's own loader yields"
         )
     if options.cost is not None:
-        raise ValueError("cost shares samples out over ranks; an IterableDataset is read by one: leave it out")
+        raise ValueError("cost balances samples over ranks; an IterableDataset is read by one: leave it out")
     if options.policy.action == "skip":
         raise ValueError(
             "on_error='skip' continues with the next sample, and an IterableDataset that raised has none: skip in its "

@@ -26,7 +26,7 @@ from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_part
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
-from orchdata.order.sampler import SamplerOrder, SamplerSteps, Source, TakenOver, TorchSampler
+from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
 from orchdata.planning.layout import layout_of
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 
 def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, batch_sampler: Any) -> PreparedDataset:
-    """Serve `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader says."""
+    """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents."""
     _check(dataset, options, sampler, batch_sampler)
     skip_errors = options.policy.action == "skip"
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
@@ -45,15 +45,16 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
     if failures and sampler is None and batch_sampler is None:
         usable = np.delete(np.arange(num_indexed), [int(failure.key) for failure in failures])
     batches = options.sample_batches
-    own = sampler is None and batch_sampler is None and (options.shuffle is not None) and not options.drawn
     order: Order | SamplerOrder
     steps: Steps
-    if own:
+    if sampler is None and batch_sampler is None and options.shuffle is not None and not options.drawn:
+        # A seeded order, as of shards.
         excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
         order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
         check = partial(_check_size, dataset, num_indexed)
         steps = OrderedSteps(batches=batches, length=order.length, check=check)
     else:
+        # A sampler: the user's, or the one that torch's loader would create.
         if sampler is None and batch_sampler is None:
             data = dataset if usable is None else range(len(usable))
             shuffled = options.shuffle is not None
@@ -107,55 +108,55 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
 
 
 def check_layout(options: LoaderOptions) -> None:
-    """Raise for what only shards have."""
+    """Raise for layouts and options that only shards have."""
     if layout_of(options.collate_fn) is not None or isinstance(options.cost, CostModel):
         raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
     refuse_parts(options.balance, "the items of a map-style data set are whole")
     if options.balance.caps:
-        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
+        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch per step")
 
 
 def warn_shared(dataset: Any, rank: Rank) -> None:
-    """Tell once, on rank 0, that a map-style data set is shared out over ranks, where nobody has asked for it."""
+    """Warn once, on rank 0, that a map-style data set is split over ranks although `dp` was not passed."""
     if rank.size == 1 or rank.rank:
         return
     size, ranks, split = len(dataset), rank.size, ""
     if isinstance(dataset, Subset):
         whole = len(cast("Any", dataset.dataset))
         if abs(size * ranks - whole) < ranks:
-            split = f" (this Subset has {size} of {whole} samples, and looks so)"
+            split = f" (this Subset has {size} of {whole} samples, and seems to be)"
     warn_once(
         "samples are shared",
         f"the {size} samples of {type(dataset).__name__} are shared over {ranks} ranks: each gets about 1 in {ranks}. "
-        "For an evaluation that every rank, or one alone, does in full, and for data that are split by rank already"
-        f"{split}, pass dp=(0, 1); to share them and not be told, dp=torch.distributed.group.WORLD",
+        "For an evaluation that every rank, or only one, does in full, and for data that are already split by rank"
+        f"{split}, pass dp=(0, 1); to share them without this warning, dp=torch.distributed.group.WORLD",
     )
 
 
 def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: Any) -> None:
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
-    # A sampler of the user's may be all that knows which items there are.
+    # No length is needed if only the user's sampler knows the items.
     chosen = options.rank.size == 1 and options.cost is None and (sampler is not None or batch_sampler is not None)
-    can_be_asked = hasattr(dataset, "__getitem__") or (options.batched and hasattr(dataset, "__getitems__"))
-    if not can_be_asked or not (chosen or hasattr(dataset, "__len__")):
+    has_items = hasattr(dataset, "__getitem__") or (options.batched and hasattr(dataset, "__getitems__"))
+    if not has_items or not (chosen or hasattr(dataset, "__len__")):
         raise TypeError(
             f"DataLoader takes a ShardDataset, a map-style data set with __getitem__ and __len__, or a torch "
-            f"IterableDataset, got {type(dataset).__name__}; od.post_balance balances what another loader makes of an "
-            "iterable"
+            f"IterableDataset, got {type(dataset).__name__}; od.post_balance balances batches of another loader, such "
+            "as one over an iterable"
         )
 
 
 def _check_size(dataset: Any, num_samples: int) -> None:
     if len(dataset) != num_samples:
         raise ValueError(
-            f"{type(dataset).__name__} had {num_samples} samples when this loader was made and has {len(dataset)} now: "
-            "make another loader"
+            f"{type(dataset).__name__} had {num_samples} samples when this loader was created and has {len(dataset)} "
+            "now: create another loader"
         )
 
 
 def _source(sampler: Any, batch_sampler: Any, dataset: Any, rank: Rank) -> tuple[Source, int]:
-    """What draws the samples of all ranks, and the samples of a rank and step where a batch sampler says them."""
+    """Return what draws the samples of all ranks, and the samples per rank and step of a batch sampler, else 0."""
     if rank.size == 1:
         return TorchSampler(sampler if batch_sampler is None else batch_sampler), 0
     size = 0
@@ -177,18 +178,16 @@ def _source(sampler: Any, batch_sampler: Any, dataset: Any, rank: Rank) -> tuple
     }
     for name, (theirs, ours) in matching.items():
         if theirs is not ours and (name == "dataset" or theirs != ours):
-            said = "another data set" if name == "dataset" else f"{name}={theirs}, and this loader's is {ours}"
+            other = "another data set" if name == "dataset" else f"{name}={theirs}, and this loader's is {ours}"
             raise ValueError(
-                f"the DistributedSampler has {said}: make it with this loader's ranks and data, or leave it out: the "
-                "loader shares samples over ranks itself (shuffle=, seed=, drop_last=)"
+                f"the DistributedSampler has {other}: create it with this loader's ranks and data, or leave it out: "
+                "the loader splits samples over ranks itself (shuffle=, seed=, drop_last=)"
             )
-    return TakenOver(sampler), size
+    return AllRanksSampler(sampler), size
 
 
 def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints | None, list[DataError]]:
-    """One integer per sample, None where all are equal; a callable is asked once for each, which loads every sample
-    once.
-    """
+    """Return one integer per sample, None if all are equal. A callable is called once for each loaded sample."""
     failures: list[DataError] = []
     if cost is None:
         return None, failures

@@ -1,4 +1,4 @@
-"""A mixture, prepared: its sources' indexes as one, their orders as one, and how one goes on with other weights."""
+"""A mixture, prepared: one index and one order of its sources, and how a run continues with other weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.mixed_state import ToldPlace, read_place
+from orchdata.dataset.mixed_state import MixtureState, load_mixture
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.loaders.errors import StateError
@@ -19,11 +19,11 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
 from orchdata.loop.state import has_weights, is_of_mixture, load_state
-from orchdata.order.before_debts import OrderBeforeDebts
-from orchdata.order.merge import MixedSource, Reached, Stage
+from orchdata.order.merge import MixedSource, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder, joined_stages
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
+from orchdata.order.version_1 import OrderV1
 from orchdata.planning.costs import IndexTokens
 
 Ints = NDArray[np.int64]
@@ -32,78 +32,73 @@ _CHUNK_ROWS = 1 << 20
 
 
 def joined_index(mixture: Mixture, indexes: Sequence[Index]) -> JoinedIndex:
-    """Indexes of a mixture's leaves as one; one file is mapped once. Raises as `check_alike`."""
+    """Join the indexes of a mixture's leaves; one file is mapped once. Raises as `check_alike`."""
     check_alike([(leaf.name, leaf.dataset.recipe) for leaf in mixture.leaves])
     by_path: dict[Path, Index] = {}
     return JoinedIndex([by_path.setdefault(index.path, index) for index in indexes])
 
 
 def check_alike(recipes: Sequence[tuple[str, Recipe]]) -> None:
-    """Raise ValueError where two sources' samples could not be in one batch."""
+    """Raise ValueError if samples of two sources could not be in one batch."""
     (first, one), *others = recipes
-    wanted = _of_tensors(one)
+    wanted = _tensor_fields(one)
     for name, other in others:
-        for what, value in _of_tensors(other).items():
-            if value != wanted.get(what) or wanted.keys() != _of_tensors(other).keys():
-                here, there = wanted.get(what), value
+        for field, value in _tensor_fields(other).items():
+            if value != wanted.get(field) or wanted.keys() != _tensor_fields(other).keys():
                 raise ValueError(
-                    f"sources {first!r} and {name!r} differ in {what}, {here!r} and {there!r}: their samples are in "
-                    "one batch, so it must be the same in both recipes; templates, placeholders, text fields "
-                    "and limits on the tokens of a part may differ"
+                    f"sources {first!r} and {name!r} differ in {field}, {wanted.get(field)!r} and {value!r}: their "
+                    "samples are in one batch, so it must be the same in both recipes; templates, placeholders, text "
+                    "fields and limits on the tokens of a part may differ"
                 )
 
 
-def _of_tensors(recipe: Recipe) -> dict[str, Any]:
-    """All of a recipe that its samples' tensors show, by name."""
-    found: dict[str, Any] = {
+def _tensor_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the parts of a recipe on which its samples' tensors depend, by name."""
+    fields: dict[str, Any] = {
         "modalities": list(recipe.modalities),
         "text.id": recipe.text.id,
         "limits": recipe.describe()["limits"],
     }
     for name, modality in recipe.modalities.items():
         parameters = modality.describe()
-        found |= {
+        fields |= {
             f"{name}.{field}": value
-            for field, value in _plain(parameters).items()
+            for field, value in _flat(parameters).items()
             if field not in modality.may_differ_in_mixture
         }
-        found[f"{name}.arrays"] = {array: str(spec) for array, spec in modality.arrays().items()}
-        found[f"ids of {name}"] = list(recipe.slots[name]._replace(mark=None))
-    return found
+        fields[f"{name}.arrays"] = {array: str(spec) for array, spec in modality.arrays().items()}
+        fields[f"ids of {name}"] = list(recipe.slots[name]._replace(mark=None))
+    return fields
 
 
-def _plain(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A description's fields, whatever is inside which."""
-    found: dict[str, Any] = {}
+def _flat(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a description at all levels as one dict."""
+    fields: dict[str, Any] = {}
     for field, value in described.items():
-        found |= _plain(value) if isinstance(value, Mapping) else {field: value}
-    return found
+        fields |= _flat(value) if isinstance(value, Mapping) else {field: value}
+    return fields
 
 
 def mixture_order(
     mixture: Mixture, index: JoinedIndex, excluded: Ints, *, shuffle: Shuffle | None, seed: int, multiple_of: int
 ) -> MixtureOrder:
-    """The order of a mixture's samples.
+    """Build the order of a mixture's samples.
 
     Args:
-        excluded: rows of all sources, ascending.
-        seed: each source is shuffled by one that it gives with the source's name.
+        excluded: rows to leave out, of all sources, ascending.
+        seed: the seed of each source is derived from it and the source's name.
 
     Raises:
         ValueError: a source without a usable sample, or weights too far apart.
     """
+    # Each source has its own order, without its excluded rows.
     sources, largest = [], 1
     bounds = np.searchsorted(excluded, index.first_rows)
     for number, (leaf, own) in enumerate(zip(mixture.leaves, index.indexes, strict=True)):
         first = int(index.first_rows[number])
         left_out = excluded[bounds[number] : bounds[number + 1]] - first
-        order = Order(
-            own.num_rows,
-            shuffle=shuffle,
-            seed=_seed_of(seed, leaf.name),
-            excluded=left_out,
-            source=number,
-        )
+        own_seed = _seed_of(seed, leaf.name)
+        order = Order(own.num_rows, shuffle=shuffle, seed=own_seed, excluded=left_out, source=number)
         if not order.num_samples:
             raise ValueError(f"source {leaf.name!r} has no usable sample: leave it out of the mixture")
         counts = IndexTokens(own, multiple_of)
@@ -111,16 +106,17 @@ def mixture_order(
         sources.append(MixedSource(leaf.name, order, counts, sums, first, float(leaf.loss_weight)))
         most = max(1, int(own.totals["max_llm_tokens"]))
         largest = max(largest, -(-most // multiple_of) * multiple_of)
+    # An epoch must have room for every sample that is not excluded.
     size = mixture.epoch_size
     if size is not None and size[0] == "tokens" and size[1] < largest:
-        largest = max(_longest(source) for source in sources)  # without those that are left out
-    if size is not None and size[0] == "tokens" and size[1] < largest:
-        raise ValueError(f"epoch_tokens={size[1]} is less than one sample has, {largest}: raise it")
+        largest = max(_longest(source) for source in sources)
+        if size[1] < largest:
+            raise ValueError(f"epoch_tokens={size[1]} is less than one sample has, {largest}: raise it")
     return MixtureOrder(sources, mixture.quantised(), by=mixture.by, stop=mixture.stop, epoch_size=size)
 
 
 def _longest(source: MixedSource) -> int:
-    """Tokens of the longest sample that comes."""
+    """Return the tokens of the longest sample that is not excluded."""
     size, most = source.order.num_samples, 0
     for start in range(0, size, _CHUNK_ROWS):
         _, rows = source.order.located(np.arange(start, min(start + _CHUNK_ROWS, size)))
@@ -129,12 +125,12 @@ def _longest(source: MixedSource) -> int:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Another seed for each source, whatever the others are: two may have the same shards."""
+    """Return a seed for a source, independent of the other sources; it differs by name, as two may share shards."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: MixtureOrder) -> dict[str, Any]:
-    """What a state must agree with: "weights" may be allowed to differ."""
+    """Return what a state must agree with; `allow` may let "weights" differ."""
     return {
         "mixture": order.describe(),
         "sources": {
@@ -146,89 +142,91 @@ def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: Mixtu
             }
             for leaf, own in zip(leaves, index.indexes, strict=True)
         },
-        "weights": order.told_weights(),
+        "weights": order.describe_weights(),
     }
 
 
 def restore(
     prepared: PreparedDataset, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
 ) -> tuple[PreparedDataset, Position]:
-    """What goes on from a state, and where. A mixture goes on from what the state says that its sources have given;
-    where other weights are allowed, with its own from the state's place on.
+    """Return the data set that continues from a state, and the position. A mixture continues from what the state says
+    that its sources have given; if other weights are allowed, with its own weights from the state's position on.
 
     Raises:
-        StateError: as `load_state`, and where the state says of the mixture what cannot be.
+        StateError: as `load_state`, and if what the state says of the mixture is invalid.
     """
     order = prepared.spec.plan.order
-    if not isinstance(order, MixtureOrder):
-        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
-    if not is_of_mixture(state, prepared.fingerprint):  # refused there, by name
+    # The state of another data set raises an error that names the difference.
+    if not isinstance(order, MixtureOrder) or not is_of_mixture(state, prepared.fingerprint):
         return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
     if "given" in state:
         return _restore_given(prepared, order, state, allow, num_workers)
+    # Older states have all stages. With several of them the order was that of version 1.
     raw = _read_stages(state.get("stages"), order)
     stages = joined_stages(raw)
     if len(stages) > 1:
-        return _translate(prepared, OrderBeforeDebts.of(order, raw), state, allow, num_workers)
-    begun = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
-    position = load_state(state, prepared.fingerprint, begun.steps, allow, num_workers)
+        return _translate(prepared, OrderV1.of(order, raw), state, allow, num_workers)
+    before = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
+    position = load_state(state, prepared.fingerprint, before.steps, allow, num_workers)
     if has_weights(state, prepared.fingerprint):
-        return begun, position
-    there = begun.spec.plan.order
-    assert isinstance(there, MixtureOrder)
-    epoch, place = position.epoch, there.place(position.epoch, _place_of(state, there))
-    now = Reached(place, there.due(epoch, place))
-    told = ToldPlace(now, there.periods(epoch, place), there.resumed_at(epoch, place))
-    return _with_weights(prepared, order, told, state), position
+        return before, position
+    # Other weights: they apply from the state's position on.
+    former = before.spec.plan.order
+    assert isinstance(former, MixtureOrder)
+    epoch, progress = position.epoch, former.progress_at(position.epoch, _position_of(state, former))
+    now = StretchStart(progress, former.due(epoch, progress))
+    mixture = MixtureState(now, former.periods(epoch, progress), former.resumed_at(epoch, progress))
+    return _with_weights(prepared, order, mixture, state), position
 
 
 def _restore_given(
     prepared: PreparedDataset, order: MixtureOrder, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
 ) -> tuple[PreparedDataset, Position]:
-    """From a state that says what each source has given."""
-    told = read_place(state["given"], order, _epoch_of(state))
+    """Restore from a state that says what each source has given."""
+    mixture = load_mixture(state["given"], order, _epoch_of(state))
     if has_weights(state, prepared.fingerprint):
-        found = _going_on(order, told, state)
-        if found is None:
-            raise StateError("the state is damaged: its mixture had not given there what it says")
-        begun = prepared.with_order(found)
-        return begun, load_state(state, prepared.fingerprint, begun.steps, allow, num_workers)
-    # All that is needed of the weights before is what the state tells.
-    changed = told.resumed._replace(reached=told.now, is_changed=True)
-    there = prepared.with_order(order.restaged(order.stages, changed if any(told.now.place.counts) else told.resumed))
-    position = load_state(state, prepared.fingerprint, there.steps, allow, num_workers, check=False)
-    return _with_weights(prepared, order, told, state), position
+        continued = _continued(order, mixture, state)
+        if continued is None:
+            raise StateError("the state is damaged: its mixture has given other amounts at this position than it says")
+        before = prepared.with_order(continued)
+        return before, load_state(state, prepared.fingerprint, before.steps, allow, num_workers)
+    # The former weights are not needed: the state has everything that depends on them.
+    now, resumed = mixture.now, mixture.resumed
+    changed = resumed._replace(stretch_start=now, is_changed=True) if any(now.progress.counts) else resumed
+    before = prepared.with_order(order.restaged(order.stages, changed))
+    position = load_state(state, prepared.fingerprint, before.steps, allow, num_workers, check=False)
+    return _with_weights(prepared, order, mixture, state), position
 
 
 def _with_weights(
-    prepared: PreparedDataset, order: MixtureOrder, told: ToldPlace, state: Mapping[str, Any]
+    prepared: PreparedDataset, order: MixtureOrder, mixture: MixtureState, state: Mapping[str, Any]
 ) -> PreparedDataset:
-    """With weights that may be others from the state's place on; weights that are set again change nothing."""
-    found = _going_on(order, told, state)
-    if found is None:
-        is_inside = any(told.now.place.counts)
-        resumed = told.resumed._replace(reached=told.now if is_inside else None, is_changed=True)
-        found = order.restaged(order.stages, resumed)
-    return prepared.with_order(found)
+    """Return it with the weights of `order` from the state's position on; equal weights change nothing."""
+    continued = _continued(order, mixture, state)
+    if continued is None:
+        start = mixture.now if any(mixture.now.progress.counts) else None
+        resumed = mixture.resumed._replace(stretch_start=start, is_changed=True)
+        continued = order.restaged(order.stages, resumed)
+    return prepared.with_order(continued)
 
 
-def _going_on(order: MixtureOrder, told: ToldPlace, state: Mapping[str, Any]) -> MixtureOrder | None:
-    """The order that goes on from the last change that a state tells of; None where the stages lead elsewhere."""
-    position, amount = state.get("position"), told.now.place.amount(order.by) + told.resumed.begun[order.by == "tokens"]
+def _continued(order: MixtureOrder, mixture: MixtureState, state: Mapping[str, Any]) -> MixtureOrder | None:
+    """Return the order that continues from the last change in a state; None if it does not lead to the state."""
+    position, (progress, due), resumed = state.get("position"), mixture.now, mixture.resumed
+    amount = progress.amount(order.by) + resumed.given_before[order.by == "tokens"]
     if type(position) is not int or position < 0:
         return None
-    candidates = [(order.stages, told.resumed)]
+    candidates = [(order.stages, resumed)]
     now = next(stage for stage in reversed(order.stages) if stage.bound <= amount)
-    if now.periods == told.periods:
-        # Weights that are set again: they have held since the last change, whatever the stages say of before.
-        held = (Stage(0, now.periods), *(stage for stage in order.stages if stage.bound > amount))
-        is_changed = told.resumed.is_changed or told.resumed.epoch > 0
-        candidates.append((held, told.resumed._replace(is_changed=is_changed)))
-    for stages, resumed in candidates:
-        candidate = order.restaged(stages, resumed)
+    if now.periods == mixture.periods:
+        # The same weights are set again: they have applied since the last change, whichever stages are listed before.
+        same = (Stage(0, now.periods), *(stage for stage in order.stages if stage.bound > amount))
+        candidates.append((same, resumed._replace(is_changed=resumed.is_changed or resumed.epoch > 0)))
+    for stages, start in candidates:
+        candidate = order.restaged(stages, start)
         try:
-            place = candidate.place(told.resumed.epoch, position)
-            if place == told.now.place and candidate.due(told.resumed.epoch, place) == told.now.due:
+            is_there = candidate.progress_at(resumed.epoch, position) == progress
+            if is_there and candidate.due(resumed.epoch, progress) == due:
                 return candidate
         except (IndexError, ValueError):
             continue
@@ -237,19 +235,19 @@ def _going_on(order: MixtureOrder, told: ToldPlace, state: Mapping[str, Any]) ->
 
 def _translate(
     prepared: PreparedDataset,
-    before: OrderBeforeDebts,
+    before: OrderV1,
     state: Mapping[str, Any],
     allow: Sequence[str],
     num_workers: int,
 ) -> tuple[PreparedDataset, Position]:
-    """From a state of the rule before: what each source has given is found by that rule, and the run goes on from
-    there with the weights here.
+    """Restore from a state of version 1: that order says what each source has given, and the run continues from there
+    with the present order and weights.
     """
     order = prepared.spec.plan.order
     assert isinstance(order, MixtureOrder)
-    there = prepared.with_order(before)
-    position = load_state(state, prepared.fingerprint, there.steps, allow, num_workers, cut=True)
-    resumed = before.translated(position.epoch, _place_of(state, before))
+    steps = prepared.with_order(before).steps
+    position = load_state(state, prepared.fingerprint, steps, allow, num_workers, cut=True)
+    resumed = before.translated(position.epoch, _position_of(state, before))
     return prepared.with_order(order.restaged(order.stages, resumed)), position
 
 
@@ -260,19 +258,19 @@ def _epoch_of(state: Mapping[str, Any]) -> int:
     return epoch
 
 
-def _place_of(state: Mapping[str, Any], order: MixtureOrder) -> int:
-    """The position of a state in its epoch. Raises StateError where the epoch has none such."""
+def _position_of(state: Mapping[str, Any], order: MixtureOrder) -> int:
+    """Return the position of a state in its epoch. Raises StateError if it is outside the epoch."""
     position, length = state.get("position"), order.length(_epoch_of(state))
     if type(position) is not int or not 0 <= position <= length:
         raise StateError(f"the state points at position {position!r} of an epoch of {length} samples")
     return position
 
 
-def _read_stages(told: Any, order: MixtureOrder) -> tuple[Stage, ...]:
-    """The stages of `MixtureOrder.told_stages`. Raises StateError."""
+def _read_stages(described: Any, order: MixtureOrder) -> tuple[Stage, ...]:
+    """Return the stages that `MixtureOrder.describe_stages` described. Raises StateError."""
     names = [source.name for source in order.sources]
     stages: list[Stage] = []
-    for stage in told if isinstance(told, list | tuple) else ():
+    for stage in described if isinstance(described, list | tuple) else ():
         if not (isinstance(stage, list | tuple) and len(stage) == 2 and isinstance(stage[1], Mapping)):
             break
         bound, periods = stage[0], [stage[1].get(name) for name in names]
@@ -285,4 +283,4 @@ def _read_stages(told: Any, order: MixtureOrder) -> tuple[Stage, ...]:
     else:
         if stages:
             return tuple(stages)
-    raise StateError(f"the state says that its mixture had the stages {told!r}, which are none")
+    raise StateError(f"the state is damaged: invalid stages of its mixture: {described!r}")

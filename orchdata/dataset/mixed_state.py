@@ -1,8 +1,8 @@
-"""What a state tells of a mixture: what each source has given, and was due, now and where weights last changed.
+"""The state of a mixture: what each source has given and is due, now and at the last change of weights.
 
-MixtureOrder, place --> {"weights", "now", "changed", ...}, JSON-safe --> where the run goes on
+MixtureOrder, position --> {"weights", "now", "changed", ...}, JSON-safe --> where the run continues
 
-Its size does not depend on how many stages there are, or were.
+Its size does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -11,85 +11,85 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from orchdata.loaders.errors import StateError
-from orchdata.order.merge import Place, Reached
-from orchdata.order.mixture import MixtureOrder, Resumed
+from orchdata.order.merge import SourceProgress, StretchStart
+from orchdata.order.mixture import MixtureOrder, ResumePoint
 from orchdata.order.stretch import DUE_BITS
 
 _LARGEST = 1 << 62
 
 
-class ToldPlace(NamedTuple):
-    """What a state tells.
+class MixtureState(NamedTuple):
+    """What a state stores of a mixture.
 
     Attributes:
-        now: what each source has given and was due where the state stands.
-        periods: that hold there.
-        resumed: what the run goes on from.
+        now: what each source has given and is due at the position of the state.
+        periods: the periods at that position.
+        resumed: where the run continues.
     """
 
-    now: Reached
+    now: StretchStart
     periods: tuple[int, ...]
-    resumed: Resumed
+    resumed: ResumePoint
 
 
-def tell_place(order: MixtureOrder, epoch: int, position: int) -> dict[str, Any]:
-    """What a state tells at a position of an epoch; of a run with one set of weights all that is the weights."""
+def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, Any]:
+    """Return what a state stores at a position of an epoch; only the weights if the run has one set of them."""
     resumed = order.resumed
     if len(order.stages) == 1 and (resumed is None or not resumed.is_changed):
-        return {"stages": order.told_stages()}
-    place = order.place(epoch, position)
-    found = order.resumed_at(epoch, place)
-    told = {
-        "weights": list(order.periods(epoch, place)),
-        "begun": list(found.begun),
-        "now": _tell(Reached(place, order.due(epoch, place)), order),
-        "is_changed": found.is_changed,
+        return {"stages": order.describe_stages()}
+    progress = order.progress_at(epoch, position)
+    resumed = order.resumed_at(epoch, progress)
+    state = {
+        "weights": list(order.periods(epoch, progress)),
+        "begun": list(resumed.given_before),
+        "now": _dump_start(StretchStart(progress, order.due(epoch, progress)), order),
+        "is_changed": resumed.is_changed,
     }
-    if found.reached is not None:
-        told["changed"] = _tell(found.reached, order)
+    if resumed.stretch_start is not None:
+        state["changed"] = _dump_start(resumed.stretch_start, order)
     if order.stop == "repeat":
-        told["start"] = {"samples": list(found.start.counts), "tokens": list(found.start.given)}
-    return {"given": told}
+        state["start"] = {"samples": list(resumed.start.counts), "tokens": list(resumed.start.given)}
+    return {"given": state}
 
 
-def read_place(told: Any, order: MixtureOrder, epoch: int) -> ToldPlace:
-    """What `tell_place` told of an epoch. Raises StateError for anything else."""
+def load_mixture(state: Any, order: MixtureOrder, epoch: int) -> MixtureState:
+    """Return the "given" that `dump_mixture` returned for an epoch. Raises StateError for anything else."""
     count = len(order.sources)
     try:
         none = (0,) * count
-        start = Place(none, none)
+        start = SourceProgress(none, none)
         if order.stop == "repeat":
-            start = _place(told["start"], count)
-        begun = _ints(told["begun"], 2)
-        reached = _read(told["changed"], order) if "changed" in told else None
-        resumed = Resumed(epoch, (begun[0], begun[1]), start, reached, told["is_changed"] is True)
-        return ToldPlace(_read(told["now"], order), _ints(told["weights"], count), resumed)
+            start = _load_progress(state["start"], count)
+        samples, tokens = _ints(state["begun"], 2)
+        stretch_start = _load_start(state["changed"], order) if "changed" in state else None
+        resumed = ResumePoint(epoch, (samples, tokens), start, stretch_start, state["is_changed"] is True)
+        return MixtureState(_load_start(state["now"], order), _ints(state["weights"], count), resumed)
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(
-            f"the state is damaged: what the sources of its mixture have given is {told!r}"[:300]
+            f"the state is damaged: invalid amounts that the sources of its mixture have given: {state!r}"[:300]
         ) from error
 
 
-def _tell(reached: Reached, order: MixtureOrder) -> dict[str, list[int]]:
-    place, due = reached
-    # Less digits than what is due has.
-    debts = [each - (amount << DUE_BITS) for each, amount in zip(due, place.amounts(order.by), strict=True)]
-    return {"samples": list(place.counts), "tokens": list(place.given), "debts": debts}
+def _dump_start(start: StretchStart, order: MixtureOrder) -> dict[str, list[int]]:
+    progress, due = start
+    # Debts have fewer digits than what is due.
+    debts = [each - (amount << DUE_BITS) for each, amount in zip(due, progress.amounts(order.by), strict=True)]
+    return {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
 
 
-def _read(told: Mapping[str, Any], order: MixtureOrder) -> Reached:
+def _load_start(state: Mapping[str, Any], order: MixtureOrder) -> StretchStart:
     count = len(order.sources)
-    place, debts = _place(told, count), _ints(told["debts"], count, least=-(_LARGEST << DUE_BITS))
-    due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, place.amounts(order.by), strict=True))
-    return Reached(place, due)
+    progress, debts = _load_progress(state, count), _ints(state["debts"], count, least=-(_LARGEST << DUE_BITS))
+    due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, progress.amounts(order.by), strict=True))
+    return StretchStart(progress, due)
 
 
-def _place(told: Mapping[str, Any], count: int) -> Place:
-    return Place(_ints(told["samples"], count), _ints(told["tokens"], count))
+def _load_progress(state: Mapping[str, Any], count: int) -> SourceProgress:
+    return SourceProgress(_ints(state["samples"], count), _ints(state["tokens"], count))
 
 
 def _ints(values: Any, count: int, least: int = 0) -> tuple[int, ...]:
-    found = tuple(values)
-    if len(found) != count or not all(type(value) is int and least <= value <= _LARGEST << DUE_BITS for value in found):
+    ints = tuple(values)
+    if len(ints) != count or not all(type(value) is int and least <= value <= _LARGEST << DUE_BITS for value in ints):
         raise ValueError(values)
-    return found
+    return ints

@@ -1,4 +1,4 @@
-"""A mixture of data sets, as a value: which sources, at which shares, measured how, and until when.
+"""A mixture of data sets, as a value: the sources, their shares, the unit of shares, and the end of an epoch.
 
 Mixture --flattened--> leaves by name ("outer/inner") --weights quantised once--> stages of integer periods
 """
@@ -26,9 +26,9 @@ class Source:
     """One source of an `od.Mixture`.
 
     Args:
-        dataset: a ShardDataset, or a Mixture, whose weights share out this one's.
-        weight: its share of tokens or samples, relative to the others; default 1. None where stages give it.
-        loss_weight: what each of its loss tokens counts, in `batch.loss_weights` and in what losses are divided by.
+        dataset: a ShardDataset, or a Mixture, which divides this weight by its own weights.
+        weight: its share of tokens or samples, relative to the others; default 1. None if stages give it.
+        loss_weight: the weight of each of its loss tokens, in `batch.loss_weights` and in the divisor of losses.
     """
 
     dataset: ShardDataset | Mixture
@@ -45,11 +45,11 @@ class Source:
 
 
 class Leaf(NamedTuple):
-    """A data set of a mixture: its name with those of the mixtures around it, and what it is to the outermost.
+    """A data set of a mixture: its name with those of the mixtures around it, and its part in the outermost mixture.
 
     Attributes:
-        top: name of the outermost mixture's source that it is of.
-        share: of that source's weight.
+        top: name of the outermost mixture's source that contains it.
+        share: its fraction of that source's weight.
     """
 
     name: str
@@ -60,24 +60,25 @@ class Leaf(NamedTuple):
 
 
 class Mixture:
-    """Several data sets as one, each with its share of every stretch of training, whatever ranks and steps are.
+    """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
-    A pure function of the seed, as every order: no buffers, and any place of it is found at once. Give it to
-    `od.DataLoader`; `batch.sources` and `stats()["sources"]` tell sources apart.
+    The order is a pure function of the seed: there are no buffers, and any position is computed directly. Pass it to
+    `od.DataLoader`; `batch.sources` and `stats()["sources"]` distinguish the sources.
 
     Args:
-        sources: name -> `od.Source`; a source that is a Mixture shares out its weight by its own weights, and its data
-            sets are called "outer/inner".
+        sources: name -> `od.Source`. A source that is a Mixture divides its weight by its own weights, and its data
+            sets are named "outer/inner".
         by: whether weights are shares of LLM "tokens" or of "samples".
-        stop: where an epoch ends. "first": with the last sample of the first source that has no more. "all": with that
-            of the last one, each sample once; sources that are left keep their relative weights. "repeat": after
-            `epoch_tokens` or `epoch_samples`; sources begin again, shuffled anew, by themselves.
-        stages: (tokens or samples of training from which on they hold, {name: weight}) pairs, from 0 on, in place of
-            the sources' weights. A source without a weight in a stage gives nothing there.
-        epoch_tokens, epoch_samples: of an epoch of "repeat". An epoch of tokens ends with the sample that fills it.
+        stop: where an epoch ends. "first": with the last sample of the first source that is exhausted. "all": with that
+            of the last one, each sample once; the remaining sources keep their relative weights. "repeat": after
+            `epoch_tokens` or `epoch_samples`; each source begins its next pass on its own, shuffled again.
+        stages: (training tokens or samples from which it applies, {name: weight}) pairs, from 0 on, in place of the
+            sources' weights. A source without a weight in a stage gives nothing there.
+        epoch_tokens, epoch_samples: size of an epoch of "repeat". An epoch of tokens ends with the sample that fills
+            it.
 
     Raises:
-        TypeError, ValueError: what is no source, weight or stage, by its name.
+        TypeError, ValueError: an invalid source, weight or stage; names it.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class Mixture:
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise ValueError(
-                f"od.Mixture takes names and their od.Source, as in {{'web': od.Source(...)}}: {sources!r}"
+                f"od.Mixture takes names and their od.Source, as in {{'web': od.Source(...)}}, got {sources!r}"
             )
         for name, source in sources.items():
             if not isinstance(name, str) or not name or "/" in name:
-                raise ValueError(f"a source is called by a word without '/', which joins names, got {name!r}")
+                raise ValueError(f"the name of a source is a string without '/', which joins names, got {name!r}")
             if not isinstance(source, Source):
                 raise TypeError(f"source {name!r} must be an od.Source, got {type(source).__name__}")
         for option, value, known in (("by", by, get_args(By)), ("stop", stop, get_args(Stop))):
@@ -115,7 +116,7 @@ class Mixture:
         return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
 
     def quantised(self) -> tuple[Stage, ...]:
-        """Stages, with integer periods of the leaves. Raises ValueError for weights too far apart."""
+        """Return the stages with integer periods of the leaves. Raises ValueError for weights too far apart."""
         given = self.stages or ((0, {name: self._weight_of(name) for name in self.sources}),)
         return tuple(Stage(bound, self._periods(weights)) for bound, weights in given)
 
@@ -125,8 +126,8 @@ class Mixture:
         for leaf, share in zip(self.leaves, shares, strict=True):
             if share and most / share > _FURTHEST:
                 raise ValueError(
-                    f"source {leaf.name!r} has {share / most:.1e} of the weight of the heaviest one: it would hardly "
-                    "ever come; leave it out, or raise its weight"
+                    f"source {leaf.name!r} has {share / most:.1e} of the weight of the heaviest one: its samples would "
+                    "almost never come; leave it out, or raise its weight"
                 )
         return tuple(round(_UNIT * (most / share)) if share else 0 for share in shares)
 
@@ -150,15 +151,15 @@ class Mixture:
                 yield Leaf(f"{name}/{leaf.name}", leaf.dataset, name, share, loss_weight * leaf.loss_weight)
 
     def _check_inner(self, name: str, inner: Mixture) -> None:
-        """Only weights of a mixture inside another one mean anything."""
+        """Raise ValueError for options of an inner mixture that would have no effect: all except its weights."""
         if inner.stages is not None:
-            raise ValueError(f"source {name!r} is a mixture with stages: the outermost mixture has those of all")
+            raise ValueError(f"source {name!r} is a mixture with stages: only the outermost mixture may have stages")
         for option, default in (("by", "tokens"), ("stop", "first")):
             value = getattr(inner, option)
             if value not in (default, getattr(self, option)):
                 raise ValueError(
                     f"source {name!r} is a mixture with {option}={value!r}, and the one around it has "
-                    f"{option}={getattr(self, option)!r}, which holds for both: give {option} to the outermost alone"
+                    f"{option}={getattr(self, option)!r}, which applies to both: pass {option} only to the outermost"
                 )
 
 
@@ -177,24 +178,24 @@ def _epoch_size(stop: Stop, epoch_tokens: int | None, epoch_samples: int | None)
     if stop != "repeat":
         if sizes:
             raise ValueError(
-                f"epoch_{sizes[0][0]} is for stop='repeat': by stop={stop!r} an epoch ends with its sources"
+                f"epoch_{sizes[0][0]} is for stop='repeat': with stop={stop!r} an epoch ends with its sources"
             )
         return None
     if len(sizes) != 1:
-        raise ValueError("stop='repeat' never ends by itself: give one of epoch_tokens and epoch_samples")
+        raise ValueError("stop='repeat' never ends by itself: pass one of epoch_tokens and epoch_samples")
     return sizes[0]
 
 
 def _checked_stages(stages: Any, sources: Mapping[str, Source]) -> tuple[tuple[int, dict[str, float]], ...]:
-    how = "(tokens or samples of training from which on it holds, {name: weight}) pairs, ascending from 0"
+    how = "(training tokens or samples from which it applies, {name: weight}) pairs, ascending from 0"
     if not isinstance(stages, list | tuple) or not stages:
         raise ValueError(f"stages are {how}, got {stages!r}")
-    found: list[tuple[int, dict[str, float]]] = []
+    checked: list[tuple[int, dict[str, float]]] = []
     for stage in stages:
         if not isinstance(stage, list | tuple) or len(stage) != 2 or not isinstance(stage[1], Mapping):
             raise ValueError(f"stages are {how}, got {stage!r}")
         bound, weights = checked_count(stage[0], "the bound of a stage", 0), dict(stage[1])
-        if bound != 0 if not found else bound <= found[-1][0]:
+        if bound != 0 if not checked else bound <= checked[-1][0]:
             raise ValueError(f"stages are {how}; one begins at {bound}")
         for name, weight in weights.items():
             if name not in sources:
@@ -203,5 +204,5 @@ def _checked_stages(stages: Any, sources: Mapping[str, Source]) -> tuple[tuple[i
                 raise ValueError(f"the weight of {name!r} from {bound} on must be a number of at least 0: {weight!r}")
         if not any(weights.values()):
             raise ValueError(f"no source has a weight in the stage from {bound}")
-        found.append((bound, {name: float(weight) for name, weight in weights.items()}))
-    return tuple(found)
+        checked.append((bound, {name: float(weight) for name, weight in weights.items()}))
+    return tuple(checked)

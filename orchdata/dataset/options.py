@@ -1,4 +1,4 @@
-"""The arguments of a DataLoader, checked, and what is made of them whatever the data set: a PreparedDataset."""
+"""The arguments of a DataLoader, checked, and the value that is built from them for any data set: a PreparedDataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
-from orchdata.dataset.mixed_state import tell_place
+from orchdata.dataset.mixed_state import dump_mixture
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.mixture import MixtureOrder
@@ -30,7 +30,7 @@ IndexUse = Literal["build", "require"]
 
 
 class _NotGiven(int):
-    """An integer that was not passed: reads like any other, in `help()` too, and is told from it by identity."""
+    """An integer that was not passed: it looks like any other, also in `help()`, and differs only by identity."""
 
 
 DEFAULT_BATCH_SIZE: Final = _NotGiven(1)
@@ -38,14 +38,14 @@ DEFAULT_BATCH_SIZE: Final = _NotGiven(1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBudgets:
-    """`global_batch_tokens`, checked: see `TokenBatches`, which it is once the order is known."""
+    """`global_batch_tokens`, checked. It becomes a `TokenBatches` once the order is known."""
 
     budgets: tuple[tuple[int, int], ...]
     drop_last: bool
 
     @property
     def smallest(self) -> int:
-        """No sample may have more tokens."""
+        """The most tokens that a sample may have."""
         return min(tokens for _, tokens in self.budgets)
 
     def over(self, sums: Sums) -> TokenBatches:
@@ -57,11 +57,11 @@ class LoaderOptions:
     """The arguments of a DataLoader that concern its steps, checked.
 
     Attributes:
-        seed: of an order of our own.
-        listed: rows of shards in an order of the user's own, int64 (num_samples,).
-        index: what several ranks do where there is no index.
-        drawn: whether torch's generator, or the one given, shuffles map-style data: `shuffle=True` and no seed.
-        is_inline: whether the thread that iterates builds each step when it is asked for.
+        seed: seed of the loader's own order.
+        listed: rows of shards in the user's own order, int64 (num_samples,).
+        index: what several ranks do if there is no index.
+        drawn: whether torch's generator, or `generator`, shuffles map-style data: `shuffle=True` and no seed.
+        is_inline: whether the iterating thread builds each step when it is requested.
     """
 
     rank: Rank
@@ -81,12 +81,12 @@ class LoaderOptions:
 
     @property
     def sample_batches(self) -> GlobalBatches:
-        """Raises ValueError for steps measured in tokens."""
+        """Batches in samples. Raises ValueError for steps measured in tokens."""
         if isinstance(self.batches, GlobalBatches):
             return self.batches
         raise ValueError(
-            "global_batch_tokens counts the LLM tokens that an index knows before anything is loaded, and this data "
-            "set has none: give batch_size or global_batch_size, or make it an od.ShardDataset"
+            "global_batch_tokens counts LLM tokens, which must be in an index before anything is loaded, and this data "
+            "set has no index: pass batch_size or global_batch_size, or use an od.ShardDataset"
         )
 
     def build_spec(self, costs: SampleCosts, order: SampleOrder, batches: Batches, content: Content) -> BuildSpec:
@@ -102,7 +102,7 @@ class LoaderOptions:
 
     @property
     def _ranks_per_node(self) -> int | None:
-        """Of plans that depend on it: else ranks on nodes of different sizes would differ for nothing."""
+        """Ranks per node, only for plans that depend on it: ranks on nodes of different sizes need not agree on it."""
         node = self.rank.ranks_per_node
         if self.balance.assignment != "per_phase" or node is None or self.rank.size % node:
             return None
@@ -114,15 +114,14 @@ class PreparedDataset:
     """A data set, ready to be planned and read.
 
     Attributes:
-        spec: all that a step depends on, but its task.
+        spec: everything on which a step depends, except its task.
         fingerprint: what a state must agree with, JSON-safe.
-        failures: samples known to be bad before anything is decoded; they are out of the order.
-        num_indexed: samples of the data set, bad ones included.
-        num_lost: samples of damaged shards that are not even indexed, as far as can be told.
-        steps: which steps an epoch has.
+        failures: samples known to be bad before anything is decoded; the order does not contain them.
+        num_indexed: samples of the data set, including bad ones.
+        num_lost: estimated samples of damaged shards that are not even indexed.
+        steps: the steps of an epoch.
         is_torchs: whether torch's own loader reads the data set, and no step is planned.
-        sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for an order, or a layout, of our
-            own.
+        sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
     """
 
     spec: BuildSpec
@@ -147,7 +146,7 @@ class PreparedDataset:
         return self.spec.plan.order.num_samples
 
     def with_order(self, order: MixtureOrder) -> PreparedDataset:
-        """The same mixture in another order of its own."""
+        """Return the same mixture with another order."""
         batches = self.spec.plan.batches
         if isinstance(batches, TokenBatches):
             batches = replace(batches, sums=order)
@@ -155,11 +154,11 @@ class PreparedDataset:
         return replace(self, spec=spec, steps=OrderedSteps(batches=batches, length=order.length))
 
     def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a state that stands somewhere tells of the order, next to the fingerprint."""
+        """Return what a state with this position stores of the order, besides the fingerprint."""
         order = self.spec.plan.order
         if not isinstance(order, MixtureOrder):
             return {}
-        return tell_place(order, state["epoch"], state["position"])
+        return dump_mixture(order, state["epoch"], state["position"])
 
 
 def batch_sizes(
@@ -172,8 +171,8 @@ def batch_sizes(
     has_batch_sampler: bool,
     drop_last: bool,
 ) -> tuple[int | None, GlobalBatches | TokenBudgets]:
-    """Samples per rank and step, None where that is not what was given, and the global batches (with a batch sampler:
-    of one of its batches each).
+    """Return the samples per rank and step, None if another size was given, and the global batches. With a batch
+    sampler, each global batch is one of its batches.
 
     Raises ValueError for several sizes, for one outside its range, and for shards without a size.
     """
@@ -197,7 +196,7 @@ def batch_sizes(
         if in_shards:
             raise ValueError(
                 "batch_size=None takes a map-style data set's samples one by one; steps of a ShardDataset have sizes: "
-                "give batch_size=1, or global_batch_size"
+                "pass batch_size=1, or global_batch_size"
             )
         return None, GlobalBatches(size=num_ranks, drop_last=drop_last)
     batch_size = checked_count(batch_size, "batch_size")
@@ -205,17 +204,17 @@ def batch_sizes(
 
 
 def checked_index(use: IndexUse) -> IndexUse:
-    """The `index=` argument of a DataLoader."""
+    """Check the `index=` argument of a DataLoader."""
     if use not in get_args(IndexUse):
         raise ValueError(f"index must be one of {', '.join(map(repr, get_args(IndexUse)))}, got {use!r}")
     return use
 
 
 def _checked_budgets(given: int | Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """`global_batch_tokens` as (tokens of training before, tokens of a step) pairs."""
+    """Return `global_batch_tokens` as (training tokens before, tokens of a step) pairs."""
     if not isinstance(given, (list, tuple)):
         return ((0, checked_count(cast("int", given), "global_batch_tokens")),)
-    how = "a list of (tokens of training from which on it holds, tokens of a step), ascending from 0"
+    how = "a list of (training tokens from which it applies, tokens of a step), ascending from 0"
     if not given or any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in given):
         raise ValueError(f"global_batch_tokens is a number or {how}, got {given!r}")
     budgets = tuple(
@@ -233,13 +232,13 @@ def check_functions(**functions: Any) -> None:
     for name, given in functions.items():
         known = given is None or layout_of(given) is not None or callable(given)
         if isinstance(given, type) and (given in (Packed, Padded) or hasattr(given, "layout")):
-            raise TypeError(f"{name} got the class {given.__name__}: make one, as in {given.__name__}(...)")
+            raise TypeError(f"{name} got the class {given.__name__}: create one, as in {given.__name__}(...)")
         if not known:
             raise TypeError(f"{name} must be callable, got {given!r}")
 
 
 def chosen_seed(seed: int | None, generator: torch.Generator | None) -> int:
-    """The seed of an order of our own."""
+    """Return the seed of the loader's own order."""
     if generator is None:
         if isinstance(seed, bool) or not (seed is None or hasattr(seed, "__index__")):
             raise ValueError(f"seed must be an integer, got {seed!r}")
@@ -252,23 +251,21 @@ def chosen_seed(seed: int | None, generator: torch.Generator | None) -> int:
 
 
 def listed_rows(shuffle: Any, *, in_shards: bool) -> NDArray[np.int64] | None:
-    """`shuffle=` where it is an array of rows, else None. Raises ValueError for what is none of distinct rows."""
+    """Return `shuffle=` if it is an array of rows, else None. Raises ValueError for an array without distinct rows."""
     if not isinstance(shuffle, np.ndarray):
         return None
     if not in_shards:
-        raise ValueError(
-            "shuffle= takes an array of rows for an od.ShardDataset; for map-style data it is the sampler="
-        )
+        raise ValueError("shuffle= takes an array of rows for an od.ShardDataset; for map-style data use sampler=")
     if shuffle.ndim != 1 or shuffle.dtype.kind not in "iu" or len(np.unique(shuffle)) != len(shuffle):
         raise ValueError(
             f"shuffle= as an array has distinct rows, integers (num_samples,), got {shuffle.dtype} {shuffle.shape}; "
-            "samples come again in an od.Mixture(stop='repeat')"
+            "to repeat samples use od.Mixture(stop='repeat')"
         )
     return shuffle.astype(np.int64)
 
 
 def as_shuffle(shuffle: bool | Shuffle | NDArray[Any] | None) -> Shuffle | None:
-    """The `shuffle=` argument of a DataLoader; None for an order of the user's own, see `listed_rows`."""
+    """Return the `shuffle=` argument of a DataLoader; None for the user's own order, see `listed_rows`."""
     if isinstance(shuffle, Shuffle):
         return shuffle
     if isinstance(shuffle, np.ndarray):
@@ -280,20 +277,20 @@ def as_shuffle(shuffle: bool | Shuffle | NDArray[Any] | None) -> Shuffle | None:
 
 
 def rank_balance(balance: str | Balance, rank: Rank, *, equal_count: bool) -> Balance:
-    """The `balance=` argument of a DataLoader; groups are nodes where their size is not given."""
-    found = as_balance(balance, equal_count=equal_count)
-    if found.scope not in ("grouped", "grid") or found.group_size is not None:
-        return found
+    """Return the `balance=` argument of a DataLoader; groups are nodes if their size is not given."""
+    given = as_balance(balance, equal_count=equal_count)
+    if given.scope not in ("grouped", "grid") or given.group_size is not None:
+        return given
     if rank.ranks_per_node is None:
         raise ValueError(
-            f"balance={found.scope!r} needs a group size: od.Balance(scope={found.scope!r}, group_size=...),"
+            f"balance={given.scope!r} needs a group size: od.Balance(scope={given.scope!r}, group_size=...),"
             " od.DataParallel(mesh, ranks_per_node=...), or LOCAL_WORLD_SIZE, which torchrun sets"
         )
-    return replace(found, group_size=rank.ranks_per_node)
+    return replace(given, group_size=rank.ranks_per_node)
 
 
 def refuse_parts(balance: Balance, reason: str) -> None:
-    """Raise ValueError where parts of samples are to be assigned, and only whole samples can be."""
+    """Raise ValueError if parts of samples are to be assigned, and only whole samples can be."""
     if balance.assignment == "per_phase":
         raise ValueError(
             f"Balance.assignment='per_phase' gives ranks parts of samples, but {reason}: it needs an od.ShardDataset "

@@ -12,7 +12,7 @@ from orchdata.dataset.shards import prepare_shards
 
 
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
-    """Look at the data set, and leave out what cannot be used. Raises as DataLoader says."""
+    """Prepare the data set without unusable samples. Raises as DataLoader documents."""
     dataset, sampler, batch_sampler = arguments.dataset, arguments.sampler, arguments.batch_sampler
     if not arguments.in_shards:
         if arguments.quarantine is not None:
@@ -22,5 +22,5 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
             return prepare_iterable(dataset, options)
         return prepare_map_style(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
     if sampler is not None or batch_sampler is not None:
-        raise ValueError(f"a {type(dataset).__name__} has an order of its own: use shuffle= in place of a sampler")
+        raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     return prepare_shards(dataset, options, arguments.quarantine)

@@ -1,14 +1,15 @@
-"""Which samples of a data set are meant: by what the index says of them, or by a hash of their keys.
+"""Selections of samples: by columns of the index, or by a hash of their keys.
 
     "image_tokens < 4096 and not bad" --parsed--> pyarrow expression --over columns of the index--> rows
     split("train", 0.99)              --hash of the key < 0.99--> rows
 
-Both are values and pure functions of the index: the same rows on every rank, whatever order they come in.
+Both are values and pure functions of the index: the same rows on every rank, in any order.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import operator
 import re
@@ -37,11 +38,11 @@ class Selection(Protocol):
     """A choice of rows."""
 
     def describe(self) -> dict[str, Any]:
-        """JSON-safe: equal for choices that are."""
+        """Return a JSON-safe description, equal for equal selections."""
         ...
 
     def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the rows from start to stop, of whole samples, are chosen: bool (stop - start,), the same for all
+        """Return which of the rows [start, stop), of whole samples, are chosen: bool (stop - start,), equal for all
         pieces of a sample.
         """
         ...
@@ -49,11 +50,11 @@ class Selection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Rows of which an expression over columns of the index is true.
+    """The rows for which an expression over columns of the index is true.
 
     Attributes:
-        text: the expression, as it is shown.
-        digest: of one of pyarrow's, whose text leaves out the middle of long lists; empty for a string.
+        text: the expression, as text.
+        digest: digest of a pyarrow expression, as its text leaves out the middle of long lists; empty for a string.
     """
 
     text: str
@@ -62,7 +63,7 @@ class Filter:
 
     @classmethod
     def of(cls, given: str | pc.Expression) -> Filter:
-        """Raises ValueError for a string that is no expression, naming what is not understood."""
+        """Build it from text or a pyarrow expression. Raises ValueError, naming the wrong part, for invalid text."""
         import pyarrow.compute as pc
 
         if isinstance(given, pc.Expression):
@@ -93,12 +94,12 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Rows by a hash of their keys: the same samples whatever shards they lie in, on any machine.
+    """The rows with a hash of the key on one side of a bound: the same samples in any shards, on any machine.
 
     Attributes:
         part: "train": those below `fraction`; "test": the others.
-        fraction: of the samples that are "train", in either part.
-        seed: other halves of the same data.
+        fraction: fraction of the samples that are "train", for both parts.
+        seed: another seed splits the same data differently.
     """
 
     part: Literal["train", "test"]
@@ -109,7 +110,7 @@ class Split:
         if self.part not in _PARTS:
             raise ValueError(f"split: the parts are {' and '.join(map(repr, _PARTS))}, got {self.part!r}")
         if not 0 < self.fraction < 1:
-            raise ValueError(f"split: fraction is that of 'train', between 0 and 1, got {self.fraction!r}")
+            raise ValueError(f"split: fraction is that of 'train' and between 0 and 1, got {self.fraction!r}")
         object.__setattr__(self, "seed", operator.index(self.seed))
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"split: seed must be between 0 and 2**63 - 1, got {self.seed!r}")
@@ -123,41 +124,40 @@ class Split:
         hash_keys(np.ascontiguousarray(offsets), np.array(data), np.uint64(self.seed), hashes)
         bound = np.uint64(round(self.fraction * (1 << _HASH_BITS)))
         is_train = (hashes >> np.uint64(64 - _HASH_BITS)) < bound
-        is_mine = is_train if self.part == "train" else ~is_train
-        is_mine |= np.diff(offsets) == 0  # a shard that cannot be read has a row without a key: in every part
-        found: NDArray[np.bool_] = is_mine
-        return found
+        is_mine: NDArray[np.bool_] = is_train if self.part == "train" else ~is_train
+        is_mine |= np.diff(offsets) == 0  # a shard that cannot be read has a row without a key: it is in both parts
+        return is_mine
 
 
 def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
-    """Rows that not all selections choose, ascending, int64. Raises ValueError as they do."""
+    """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do."""
     if not selections:
         return np.zeros(0, np.int64)
-    found: list[Rows] = []
+    rows: list[Rows] = []
     for start, stop in stretches(index):
         kept = np.ones(stop - start, bool)
         for selection in selections:
             kept &= selection.keeps(index, start, stop)
-        found.append(start + np.flatnonzero(~kept))
-    return np.concatenate(found).astype(np.int64)
+        rows.append(start + np.flatnonzero(~kept))
+    return np.concatenate(rows).astype(np.int64)
 
 
 def stretches(index: Index) -> Iterator[tuple[int, int]]:
-    """Stretches of rows that end where a sample does."""
+    """Yield stretches of rows [start, stop) of whole samples."""
     start, stop = 0, 0
     while stop < index.num_rows:
         start, stop = stop, index.rows_of_sample(min(stop + _CHUNK_ROWS, index.num_rows) - 1).stop
         yield start, stop
     if not stop:
-        yield 0, 0  # what a selection refuses, it refuses of no rows too
+        yield 0, 0  # a selection is also checked if there are no rows
 
 
 def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
-    """What a filter may speak of: name -> a function of (start, stop) that makes the column of those rows, which are of
-    whole samples. Each row has what its sample has: sums over its pieces.
+    """Return the columns for filters: name -> a function of (start, stop) that computes the column of these rows, which
+    are of whole samples. Each row has the value of its sample: the sum over its pieces.
 
     `tokens` of the LLM, `loss_tokens`, `text_tokens`, `bytes` of its members, `bad`, `key`, `shard` (its last
-    component); of each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
+    component); for each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
     """
 
     def part_sum(column: NDArray[Any] | None, code: int | None) -> Callable[[int, int], Any]:
@@ -204,57 +204,53 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
 
     media_tokens = part_sum(index.part_tokens, None)
     tokens = over_pieces(index.llm_tokens)
-    found: dict[str, Callable[[int, int], Any]] = {
+    columns: dict[str, Callable[[int, int], Any]] = {
         "tokens": tokens,
         "loss_tokens": over_pieces(index.loss_tokens),
         "text_tokens": lambda start, stop: tokens(start, stop) - media_tokens(start, stop),
     }
     for code, name in enumerate(index.modalities[1:], 1):
-        found[f"{name}_tokens"] = part_sum(index.part_tokens, code)
-        found[f"{name}_positions"] = part_sum(index.part_positions, code)
-        found[f"{name}_parts"] = part_sum(None, code)
-    return found | {"bytes": num_bytes, "bad": is_bad, "key": keys, "shard": shards}
+        columns[f"{name}_tokens"] = part_sum(index.part_tokens, code)
+        columns[f"{name}_positions"] = part_sum(index.part_positions, code)
+        columns[f"{name}_parts"] = part_sum(None, code)
+    return columns | {"bytes": num_bytes, "bad": is_bad, "key": keys, "shard": shards}
 
 
 def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sums of stretches of values that follow each other."""
+    """Return the sums of consecutive stretches of values."""
     running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
-    found: NDArray[np.int64] = running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
-    return found
+    sums: NDArray[np.int64] = np.diff(running[offsets - offsets[0]])
+    return sums
 
 
 def _digest(expression: pc.Expression) -> str:
-    """Of what pyarrow would pickle of it."""
-    content = expression.__reduce__()[1][0]
+    content = expression.__reduce__()[1][0]  # the bytes that pyarrow pickles
     return hashlib.blake2b(memoryview(content), digest_size=8).hexdigest()
 
 
 class _Parser:
-    """Python's syntax -> an expression: columns, numbers, strings, comparisons, arithmetic, and, or, not, in."""
+    """Converts Python syntax to an expression: columns, numbers, strings, comparisons, arithmetic, and, or, not, in."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def expression(self) -> pc.Expression:
-
         if len(self._text) > _EXPRESSION_CHARACTERS:
-            raise ValueError(f"a filter of {len(self._text)} characters, above {_EXPRESSION_CHARACTERS}")
+            raise ValueError(f"the filter has {len(self._text)} characters, above {_EXPRESSION_CHARACTERS}")
         try:
             return self._of(ast.parse(self._text.strip(), mode="eval").body)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"filter {self._text!r}: not an expression: {error}") from None
         except UnicodeEncodeError as error:
-            raise ValueError(f"filter {self._text!r}: a string that is no valid Unicode: {error.reason}") from None
+            raise ValueError(f"filter {self._text!r}: a string is not valid Unicode: {error.reason}") from None
 
     def _of(self, node: ast.expr) -> Any:
         import pyarrow.compute as pc
 
         match node:
             case ast.BoolOp(op=op, values=values):
-                found = self._of(values[0])
-                for value in values[1:]:
-                    found = found & self._of(value) if isinstance(op, ast.And) else found | self._of(value)
-                return found
+                join = operator.and_ if isinstance(op, ast.And) else operator.or_
+                return functools.reduce(join, map(self._of, values))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._of(operand)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
@@ -262,10 +258,7 @@ class _Parser:
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 sides = [left, *comparators]
                 links = [self._compared(sides[i], op, sides[i + 1], node) for i, op in enumerate(ops)]
-                found = links[0]
-                for link in links[1:]:
-                    found = found & link
-                return found
+                return functools.reduce(operator.and_, links)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return self._of(left) + self._of(right)
             case ast.BinOp(left=left, op=ast.Sub(), right=right):
@@ -292,23 +285,12 @@ class _Parser:
                 raise self._not_understood(node)
             for value in values:
                 self._of(ast.Constant(value))
-            found = self._of(left).isin(values)
-            return ~found if isinstance(op, ast.NotIn) else found
+            is_in = self._of(left).isin(values)
+            return ~is_in if isinstance(op, ast.NotIn) else is_in
         one, other = self._of(left), self._of(right)
-        match op:
-            case ast.Lt():
-                return one < other
-            case ast.LtE():
-                return one <= other
-            case ast.Gt():
-                return one > other
-            case ast.GtE():
-                return one >= other
-            case ast.Eq():
-                return one == other
-            case ast.NotEq():
-                return one != other
-        raise self._not_understood(node)
+        if type(op) not in _COMPARISONS:
+            raise self._not_understood(node)
+        return _COMPARISONS[type(op)](one, other)
 
     def _number(self, value: float) -> Any:
         import pyarrow.compute as pc
@@ -316,13 +298,22 @@ class _Parser:
         if isinstance(value, float):
             return pc.scalar(value)
         if not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"filter {self._text!r}: {value} is beyond the integers of 64 bits that columns hold")
-        return pc.scalar(value).cast(
-            "int64"
-        )  # pyarrow takes a bare one for as few bits as it needs: 1024 * 1024 overflows
+            raise ValueError(f"filter {self._text!r}: {value} does not fit the 64-bit integers of columns")
+        # Without the cast pyarrow gives it as few bits as it needs: 1024 * 1024 overflows.
+        return pc.scalar(value).cast("int64")
 
     def _not_understood(self, node: ast.expr) -> ValueError:
         return ValueError(
             f"filter {self._text!r}: {ast.unparse(node)[:60]!r} is not understood; known are columns, numbers, "
             "strings, comparisons, + - * /, and, or, not, in (...)"
         )
+
+
+_COMPARISONS: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}

@@ -1,6 +1,6 @@
-"""ShardDataset: which shards, which of their samples, and under which recipe. Opens nothing until it is asked.
+"""ShardDataset: shards, a selection of their samples, and a recipe. Opens nothing until it is used.
 
-What is open (the index, shards that single samples were read from) is beside the values, and stays in its process.
+Open files (the index, shards from which single samples were read) are kept apart from the values, in each process.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
 class ShardDataset:
-    """Samples of images, audio and text, seen through a recipe.
+    """Samples of images, audio and text, under a recipe.
 
-    `len(dataset)` and `dataset[i]` are of the good samples that `filter` and `split` leave, in the order of the shards;
-    they need the index, and make it where there is none. `dataset.num_rows` counts the pieces of samples that
-    `TextPreprocessor.overflow` splits, which a loader draws one by one.
+    `len(dataset)` and `dataset[i]` count the good samples that `filter` and `split` keep, in the order of the shards.
+    They need the index, and build it if there is none. `dataset.num_rows` counts pieces: `TextPreprocessor.overflow`
+    may split a sample into pieces, which a loader draws one by one.
 
     Args:
-        paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv), data sets of Hugging
-            Face on disk (the folder, or its .arrow files), folders of media with metadata.jsonl or metadata.csv; as a
+        paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv), Hugging Face data
+            sets on disk (the folder, or its .arrow files), folders of media with metadata.jsonl or metadata.csv; as a
             path, a brace expression (`train-{000000..000127}.tar`), a glob, or a list of these.
         recipe: how samples become tokens; default `Recipe()`.
-        media_root: folder below which the files lie that records name. None: they name none, but for the table of a
-            folder of media, whose names are relative to that folder. One that is given holds for such tables too.
+        media_root: folder of the files that records name. None: records name no files, except in the table of a folder
+            of media, where names are relative to that folder. If given, it applies to such tables too.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
-        ValueError: a suffix that no reader knows, a shard named twice, or a media_root that is no folder.
+        ValueError: a suffix that no reader knows, a shard named twice, or a media_root that is not a folder.
     """
 
     selections: tuple[Selection, ...] = ()
@@ -73,29 +73,30 @@ class ShardDataset:
         self._opened = _Opened()
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
-        """The samples of which an expression over columns of the index is true; one that is split counts as a whole.
+        """Return the data set with only the samples for which an expression over columns of the index is true. A split
+        sample counts as a whole.
 
-        Columns are `tokens` (of the LLM), `loss_tokens`, `text_tokens`, `bytes`, `bad`, `key`, `shard`, and of each
-        modality `<name>_tokens`, `<name>_positions` and `<name>_parts`. Part of what states and ranks compare.
+        Columns are `tokens` (of the LLM), `loss_tokens`, `text_tokens`, `bytes`, `bad`, `key`, `shard`, and for each
+        modality `<name>_tokens`, `<name>_positions` and `<name>_parts`. States and ranks compare the filter.
 
         Args:
-            expression: as "image_tokens < 4096 and not bad", or of pyarrow.
+            expression: a string such as "image_tokens < 4096 and not bad", or a pyarrow expression.
 
         Raises:
-            ValueError: a string that is no such expression; columns that do not exist are named when the index is read.
+            ValueError: the string is not such an expression. An unknown column raises when the index is read.
         """
         return self._with(Filter.of(expression))
 
     def split(self, part: Literal["train", "test"], fraction: float, *, seed: int = 0) -> ShardDataset:
-        """One side of a held-out split by a hash of the samples' keys: "train" and "test" share nothing.
+        """Return one side of a held-out split by a hash of the samples' keys: "train" and "test" share nothing.
 
-        A sample is on the same side whatever shards, machine or order of files it comes from. Samples that are named by
-        their number in a file (records without an id) go by that.
+        A sample is on the same side in any shards, on any machine and in any order of files. For records without an id
+        the key is the number of the record in its file.
 
         Args:
-            part: which side.
-            fraction: of the samples that are "train", about; the same for both sides.
-            seed: another one splits differently, as to split one side again.
+            part: the side to return.
+            fraction: approximate fraction of the samples that are "train"; pass the same for both sides.
+            seed: another seed splits differently, for example to split one side again.
         """
         return self._with(Split(part=part, fraction=float(fraction), seed=seed))
 
@@ -108,32 +109,32 @@ class ShardDataset:
         check: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Index:
-        """The index of these shards under this recipe, memory-mapped; of all their samples, chosen or not.
+        """Return the index of these shards under this recipe, memory-mapped. It has all samples, selected or not.
 
-        One process builds it where it is missing. Several ranks build it together, each another part of the shards,
-        where each says which it is: those with one cache folder share the work, and one that is lost is made up for.
+        One process builds it if it is missing. Several ranks build it together, each for different shards, if each
+        passes its `rank`: ranks with one cache folder share the work, and the others do the part of a lost rank.
         Local shards that changed since they were indexed are measured again, with a warning.
 
         Args:
-            num_ranks: ranks that will use it.
-            rank: this one; None for a rank that is not to build.
-            rebuild: look at every shard again, and index those that changed, and those with files that changed.
-            check: look at the size and time of change of every local shard (0.3 seconds for 100,000), on one rank of a
-                job, once. Not where several ranks are not to build.
-            progress: called with (shards done, shards in all).
+            num_ranks: number of ranks that will use it.
+            rank: number of this rank; None for a rank that must not build.
+            rebuild: check every shard again, and index those that changed, and those with files that changed.
+            check: compare the size and time of change of every local shard (0.3 seconds for 100,000), once, on one rank
+                of a job. Ignored if several ranks must not build.
+            progress: called with (shards done, shards in total).
 
         Raises:
             MissingIndexError: it is missing or damaged, num_ranks is above 1, and `rank` is None.
         """
         builds = num_ranks == 1 or rank is not None
-        found = self._index(num_ranks, rank, rebuild, progress)
-        if not rebuild and check and builds and self._has_changed(found, warns=not rank):
-            found = self._index(num_ranks, rank, True, progress)
-        self._opened.note(found)
-        return found
+        index = self._index(num_ranks, rank, rebuild, progress)
+        if not rebuild and check and builds and self._has_changed(index, warns=not rank):
+            index = self._index(num_ranks, rank, True, progress)
+        self._opened.note(index)
+        return index
 
     def _has_changed(self, index: Index, *, warns: bool) -> bool:
-        """Whether local shards must be measured again; with a warning that names them."""
+        """Return whether local shards must be measured again, and warn about them."""
 
         def find() -> list[Any]:
             limits = self.recipe.limits
@@ -144,11 +145,11 @@ class ShardDataset:
         number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
         if number and warns:
             others = f" and {number - 1} others" if number > 1 else ""
-            warn_user(f"{first[0]}{others} changed since the index was made: measured again")
+            warn_user(f"{first[0]}{others} changed since the index was built: measured again")
         if unsure and warns:
             warn_user(
-                f"{unsure} shards have the size that they had when they were indexed, and another time of change, as "
-                "copies have. Each is compared when it is opened; `orchdata index` compares all of them now"
+                f"{unsure} shards have the same size as when they were indexed, but another time of change, like "
+                "copies. Each is compared when it is opened; `orchdata index` compares all of them now"
             )
         return bool(number)
 
@@ -156,51 +157,50 @@ class ShardDataset:
         self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[int, int], None] | None
     ) -> Index:
         if not rebuild:
-            found = f"no index for these {len(self.urls)} shards under this recipe"
+            problem = f"no index for these {len(self.urls)} shards under this recipe"
             try:
                 index = open_index(self.urls, self.recipe, media_root=self.media_root)
             except DamagedIndexError as error:
-                found = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
+                problem = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
                 index = None
             if index is not None:
                 return index
             if is_outdated(self.urls, self.recipe, media_root=self.media_root):
-                found = f"the index of these {len(self.urls)} shards is of an earlier format"
+                problem = f"the index of these {len(self.urls)} shards has an earlier format"
             if num_ranks > 1 and rank is None:
                 raise MissingIndexError(
-                    f"{found}, and {num_ranks} ranks need one; "
-                    "have them build it together, index='build' under torch.distributed, or build it once, before "
-                    f"training: orchdata index {self._as_arguments()} --recipe MODULE:NAME "
-                    "(no --recipe for the default one)"
+                    f"{problem}, and {num_ranks} ranks need one; let them build it together (index='build' under "
+                    "torch.distributed), or build it once before training: "
+                    f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
                 )
-        told = None if progress is None else _shards_done(progress)
+        done = None if progress is None else _shards_done(progress)
         share = rank or 0, num_ranks
-        return build_index(self.urls, self.recipe, media_root=self.media_root, share=share, progress=told)
+        return build_index(self.urls, self.recipe, media_root=self.media_root, share=share, progress=done)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
-        """Rows of its index that `filter` and `split` leave out, ascending, int64. Raises ValueError as they do."""
+        """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
         return left_out(index, self.selections)
 
     @property
     def num_rows(self) -> int:
-        """What a loader draws in an epoch: samples, and in place of those that are split their pieces."""
+        """Number of rows that a loader draws in an epoch: samples, or the pieces of split samples."""
         return len(self._chosen().rows)
 
     def __len__(self) -> int:
         return len(self._chosen().first_rows)
 
-    def __getitem__(self, place: int) -> Sample:
-        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, TypeError for what is no
-        integer, or DataError where it cannot be.
+    def __getitem__(self, number: int) -> Sample:
+        """Return a decoded sample; a split sample with all of its text. Raises IndexError, TypeError for a number that
+        is not an integer, or DataError if the sample cannot be decoded.
         """
-        if not hasattr(place, "__index__"):
+        if not hasattr(number, "__index__"):
             raise TypeError(
-                f"dataset[place] takes one integer, got {place!r}; dataset.find(key) tells the place of a key"
+                f"dataset[number] takes one integer, got {number!r}; dataset.find(key) returns the number of a key"
             )
         rows = self._chosen().first_rows
-        if not -len(rows) <= place < len(rows):
-            raise IndexError(f"place {place} of {len(rows)} samples")
-        row = int(rows[place])  # negative places count from the end
+        if not -len(rows) <= number < len(rows):
+            raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
+        row = int(rows[number])  # negative numbers count from the end
         index, shards = self._opened.index, self._opened.open(self.recipe)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
@@ -210,34 +210,35 @@ class ShardDataset:
             raise error.at(stored.shard, stored.key) from error.__cause__
 
     def find(self, key: str, shard: str | None = None) -> int | None:
-        """Where the sample of that key is: `dataset[place]`; None where none is, or it is bad or left out.
+        """Return the number of the sample with this key, for `dataset[number]`; None if there is none, or it is bad or
+        left out.
 
         Args:
-            key: of the sample.
-            shard: its path or the last component of it; None: any.
+            key: key of the sample.
+            shard: path of its shard, or the last component of it; None: any shard.
 
         Raises:
-            TypeError: the key is no string.
+            TypeError: the key is not a string.
             ValueError: several samples have the key.
         """
         if not isinstance(key, str):
-            raise TypeError(f"keys are strings, those made of numbers too: find({str(key)!r}), got {key!r}")
+            raise TypeError(f"keys are strings, also those that are numbers: find({str(key)!r}), got {key!r}")
         key = printable(key)
         if shard is not None and os.sep in shard:
             shard = absolute(shard)
         rows = self._chosen().first_rows
         assert self._opened.index is not None
-        found = np.array(self._opened.index.find_all(shard, key), np.int64)
-        found = found[np.isin(found, rows)]
-        if len(found) > 1:
-            shards = ", ".join(sorted({self._opened.index.shard_of(int(row)).url for row in found[:3]}))
+        matches = np.array(self._opened.index.find_all(shard, key), np.int64)
+        matches = matches[np.isin(matches, rows)]
+        if len(matches) > 1:
+            shards = ", ".join(sorted({self._opened.index.shard_of(int(row)).url for row in matches[:3]}))
             raise ValueError(
-                f"{len(found)} samples have the key {key!r} (in {shards}): give shard=, or keys of their own"
+                f"{len(matches)} samples have the key {key!r} (in {shards}): pass shard=, or use unique keys"
             )
-        return int(np.searchsorted(rows, found[0])) if len(found) else None
+        return int(np.searchsorted(rows, matches[0])) if len(matches) else None
 
     def _chosen(self) -> _Chosen:
-        """The rows of the samples."""
+        """Return the rows of the samples."""
         opened = self._opened
         with opened.lock:
             index = opened.index or self.index()
@@ -284,10 +285,10 @@ class _Chosen(NamedTuple):
 
 
 class _Opened:
-    """What a data set has open in this process.
+    """The open files of a data set in this process.
 
     Attributes:
-        index: once it was asked for.
+        index: the index, once it was requested.
         chosen: the rows of its samples.
     """
 
@@ -298,7 +299,7 @@ class _Opened:
         self._shards: OpenShards | None = None
 
     def note(self, index: Index) -> None:
-        """Another index takes the place of the one there was."""
+        """Use this index from now on."""
         with self.lock:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
@@ -312,12 +313,12 @@ class _Opened:
 
 
 def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
-    """As an absolute path. Raises ValueError where it is no folder, StorageError where it cannot be looked at now."""
+    """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
     if media_root is None:
         return None
     root = os.path.abspath(fspath(media_root))
     if not is_folder(root):
-        raise ValueError(f"media_root {root!r} is no folder")
+        raise ValueError(f"media_root {root!r} is not a folder")
     return root
 
 

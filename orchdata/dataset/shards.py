@@ -1,4 +1,4 @@
-"""Shards, prepared: open the index, leave out what cannot be used."""
+"""Shards, prepared: open the index, leave out unusable samples."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 def prepare_shards(
     dataset: ShardDataset | Mixture, options: LoaderOptions, quarantine: Quarantine | None
 ) -> PreparedDataset:
-    """Open the index and leave out what cannot be used. Raises as DataLoader says."""
+    """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)
-    recipes = (
-        [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in dataset.leaves]
-    )
+    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
+    recipes = [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in leaves]
     index = _open_index(dataset, options)
     costs = layout_costs(index, options.cost, layout)
     options = replace(options, balance=layout_balance(options.balance, layout, recipes[0], costs.phases[:-1]))
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
+    # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
     without = np.union1d(_quarantined_rows(index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
@@ -78,10 +78,11 @@ def prepare_shards(
     if options.balance.caps and options.balance.oversize != "own":
         above = oversize_rows(costs, options.balance, excluded)
         excluded = np.union1d(excluded, np.concatenate(list(above.values())))
-    # Padding to the longest of a microbatch is not known before there is one.
+    # Padding to the longest sample of a microbatch is not known before planning.
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
     if isinstance(options.batches, TokenBudgets):
         excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
+    # The order, and what a state must agree with.
     order: Order | MixtureOrder
     if options.listed is not None:
         _check_listed(options.listed, dataset, index)
@@ -101,12 +102,13 @@ def prepare_shards(
             "order": order.describe(),
             **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
         }
+    # The steps.
     batches: Batches | TokenBudgets = options.batches
     measure = {}
     if isinstance(batches, TokenBudgets):
         batches = batches.over(order if isinstance(order, MixtureOrder) else TokenSums(order, counts))
         measure = {"tokens_multiple_of": counts.multiple_of}
-        _say_better(batches, fixed_length(layout), options.rank.size)
+        _warn_better(batches, fixed_length(layout), options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
     spec = options.build_spec(costs, order, batches, _content(recipes, options, index, costs.phases[:-1]))
@@ -121,7 +123,7 @@ def prepare_shards(
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
-    """Rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
+    """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
     if isinstance(dataset, ShardDataset):
         return dataset.left_out(index)
     assert isinstance(index, JoinedIndex)
@@ -129,8 +131,8 @@ def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
     return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in parts])
 
 
-def _say_better(batches: TokenBatches, length: int | None, num_ranks: int) -> None:
-    """A word where the last budget leaves microbatches of one length rather empty."""
+def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int) -> None:
+    """Warn if the last budget leaves microbatches of a fixed length rather empty."""
     budget = batches.budgets[-1][1]
     better = None if length is None else better_budget(budget, length, num_ranks)
     if better is not None:
@@ -150,7 +152,7 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
         check, number = options.index == "build", rank.rank if together else None
         index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
         if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
-            # It will be refused, unless shards were mended since: look at them again.
+            # It will raise, unless shards were repaired since: check them again.
             index = dataset.index(rebuild=True, progress=progress)
     return index
 
@@ -166,7 +168,7 @@ def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> 
 
 def _content(recipes: Sequence[Recipe], options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
     if options.balance.assignment == "per_phase":
-        _refuse_placeless(recipes[0], encoders)
+        _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
     shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=of_sources)
     if not callable(options.collate_fn):
@@ -175,13 +177,13 @@ def _content(recipes: Sequence[Recipe], options: LoaderOptions, index: Index, en
     return SampleContent(shards=shards, collate_fn=options.collate_fn)
 
 
-def _refuse_placeless(recipe: Recipe, encoders: tuple[str, ...]) -> None:
-    """Features travel by their tokens in the sequence, and some modalities have none there."""
+def _check_llm_tokens(recipe: Recipe, encoders: tuple[str, ...]) -> None:
+    """Raise ValueError if a modality has no tokens in the LLM's sequence: features are sent to their tokens there."""
     for name in encoders:
         if name in recipe.modalities and not recipe.modalities[name].places:
             raise ValueError(
-                f"Balance.assignment='per_phase' sends features to the places of their tokens, and {name} has none "
-                "(places=False), as beside an encoder-decoder's text: use assignment='joint'"
+                f"Balance.assignment='per_phase' sends features to their tokens in the sequence, and {name} has none "
+                "there (places=False), as with an encoder-decoder: use assignment='joint'"
             )
 
 
@@ -190,7 +192,7 @@ def _layout(options: LoaderOptions) -> Layout:
 
 
 class _Failures(Sequence[DataError]):
-    """The failures of bad rows, made one at a time."""
+    """The failures of bad rows, created one at a time."""
 
     def __init__(self, index: Index, rows: Ints) -> None:
         self._index = index
@@ -199,17 +201,17 @@ class _Failures(Sequence[DataError]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return _Failures(self._index, self._rows[place])
-        return self._index.failure(int(self._rows[place]))
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return _Failures(self._index, self._rows[number])
+        return self._index.failure(int(self._rows[number]))
 
     def __iter__(self) -> Iterator[DataError]:
         return (self._index.failure(int(row)) for row in self._rows)
 
 
 def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
-    """Under "raise", do not begin with bad samples in the data set."""
+    """Under "raise", raise DataError if the data set has bad samples."""
     if not len(bad) or policy.action == "skip":
         return
     first = index.failure(int(bad[0]))
@@ -218,40 +220,42 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         first.key,
         first.field,
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
-        "names samples to leave out; after mending shards, run `orchdata index` again)",
+        "names samples to leave out; after repairing shards, run `orchdata index` again)",
     )
 
 
 def _warn_of_lost(index: Index) -> int:
-    """How many samples damaged shards hide. A warning where there are such shards: no failure is listed for each."""
+    """Return the number of samples lost in damaged shards, and warn if there are such shards: not every lost sample has
+    a listed failure.
+    """
     lost = index.lost_samples()
     damaged = [number for number, shard in enumerate(index.shards) if shard.lost_bytes]
     if damaged:
         first = damaged[0]
         bad = np.intersect1d(index.bad_rows(), index.rows_of(first))
         if not bad.size:
-            raise index.damaged(f"{index.shards[first].url} is said to be damaged, and none of its samples is bad")
+            raise index.damaged(f"{index.shards[first].url} is marked as damaged, and none of its samples is bad")
         reason = index.failure(int(bad[-1])).reason
         warnings.warn(
             f"{len(damaged)} of {len(index.shards)} shards are damaged, and about {int(lost.sum())} of their samples "
-            f"lost beside those listed; the first is {index.shards[first].url}: {reason}",
+            f"lost besides those listed; the first is {index.shards[first].url}: {reason}",
             stacklevel=2,
         )
     return int(lost.sum())
 
 
 def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:
-    """Costs of samples in batches of this layout."""
+    """Return the costs of samples in batches of this layout."""
     return IndexCosts(
         index, model, layout.multiple_of, rectangular=isinstance(layout, Padded), length=fixed_length(layout)
     )
 
 
 def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: Sequence[str]) -> Balance:
-    """With the caps that fixed lengths are: that of `llm` leaves places for the dummies of all modalities.
+    """Return the balance with fixed lengths as caps: that of `llm` has room for the dummies of all modalities.
 
     Raises:
-        ValueError: a length of a modality that does not say what its padding is, or without a place for the dummies.
+        ValueError: a length for a modality that does not define its padding, or without room for the dummies.
     """
     caps = dict(balance.caps)
     for name in encoders:
@@ -260,13 +264,13 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
         modality = recipe.modalities[name]
         if modality.padding(modality.dummy().positions) is None:
             raise ValueError(
-                f"Packed.encoder_lengths names {name}, and {type(modality).__name__} does not say what its padding is: "
+                f"Packed.encoder_lengths names {name}, and {type(modality).__name__} does not define its padding: "
                 "define its padding(positions), or leave it out"
             )
         unit = modality.dummy().positions
         if wrong := [length for length in lengths if length % unit]:
             raise ValueError(
-                f"Packed.encoder_lengths of {name} has {wrong[0]}, and parts have multiples of {unit} positions: take "
+                f"Packed.encoder_lengths of {name} has {wrong[0]}, and parts have multiples of {unit} positions: use "
                 f"{max(1, wrong[0] // unit) * unit}"
             )
         caps[name] = min(lengths[-1], caps.get(name, lengths[-1]))
@@ -276,15 +280,15 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
         room = length - -(-dummies // layout.multiple_of) * layout.multiple_of
         if room < 1:
             raise ValueError(
-                f"Packed.length={length} has no place for samples beside {dummies} tokens of dummies: raise it"
+                f"Packed.length={length} has no room for samples next to {dummies} tokens of dummies: raise it"
             )
         caps["llm"] = room
     return replace(balance, max_tokens=caps) if caps else balance
 
 
 def check_layout(balance: Balance, layout: Layout) -> None:
-    """The plan knows how many positions an encoder gets, not how large the rectangle around its items is. Under a fixed
-    length that is the cap, which no sample may exceed.
+    """Raise ValueError for caps that the layout would exceed: a plan has the positions of an encoder, but not the size
+    of the rectangle around its items. A fixed length is a cap, which no sample may exceed.
     """
     length = fixed_length(layout)
     if length is not None and balance.caps.get("llm", length) != length:
@@ -294,14 +298,14 @@ def check_layout(balance: Balance, layout: Layout) -> None:
         )
     if (length is not None or (isinstance(layout, Packed) and layout.encoder_lengths)) and balance.oversize == "own":
         raise ValueError(
-            "Balance.oversize='own' gives a sample above the caps a microbatch of its own, which Packed(length=..., "
-            "encoder_lengths=...) makes no longer: use oversize='drop', a larger length, or shorter samples"
+            "Balance.oversize='own' gives a sample above the caps a separate microbatch, which Packed(length=..., "
+            "encoder_lengths=...) does not make longer: use oversize='drop', a larger length, or shorter samples"
         )
     capped = [phase for phase in balance.caps if phase != "llm"]
     if capped and padded_encoders(layout):
         raise ValueError(
             f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
-            "padding is not planned; use encoders='packed', or cap llm alone"
+            "padding is not planned; use encoders='packed', or cap only llm"
         )
 
 
@@ -318,14 +322,14 @@ def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
 
 
 def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
-    """All rows of the names; where some of those of one name are bad, these alone."""
+    """Return all rows with these names; if some rows of a name are bad, only these."""
     rows: list[int] = []
     bad = set(index.bad_rows().tolist()) if quarantine else set()
     for shard, key in quarantine:
-        found = index.find_all(shard, key)
-        if not found:
+        matches = index.find_all(shard, key)
+        if not matches:
             raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
-        rows.extend([row for row in found if row in bad] or found)
+        rows.extend([row for row in matches if row in bad] or matches)
     return np.unique(np.array(rows, np.int64))
 
 
@@ -338,32 +342,32 @@ def check_caps(balance: Balance, index: Index) -> None:
 
 
 def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
-    """Rows above each cap, by phase, ascending; without those that are excluded already.
+    """Return the rows above each cap, by phase, ascending, without those that are already excluded.
 
     Raises:
         ValueError: there is one under oversize="error".
     """
-    found = {}
+    by_phase = {}
     for phase, cap in balance.caps.items():
         above = _rows_above(costs.index, partial(costs.positions, phase), cap, excluded)
-        found[phase] = above.rows
+        by_phase[phase] = above.rows
         if len(above.rows) and balance.oversize == "error":
             out = "raise it, or use Balance(oversize='own') or 'drop'"
             if costs.length is not None:
                 out = "raise Packed.length or the cap, or use Balance(oversize='drop')"
                 if phase == "llm" and cap < costs.length:
-                    out = f"length={costs.length}, less the places of dummies; {out}"
+                    out = f"length={costs.length}, minus the positions of dummies; {out}"
             if phase == "llm":
                 out += _OR_CUT
             raise ValueError(
                 f"{above.worst} has {above.largest} {phase} positions, max_tokens allows {cap} (the largest of "
                 f"{len(above.rows)} samples above it); {out}"
             )
-    return found
+    return by_phase
 
 
 def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:
-    """Rows that no step measured in tokens can hold, ascending; without those that are excluded already.
+    """Return the rows that do not fit a step measured in tokens, ascending, without those that are already excluded.
 
     Raises:
         ValueError: there is one, and `balance.oversize` is not "drop".
@@ -387,13 +391,13 @@ class _Above(NamedTuple):
 
 
 def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) -> _Above:
-    found, largest, worst = [np.zeros(0, np.int64)], 0, -1
+    above, largest, worst = [np.zeros(0, np.int64)], 0, -1
     for start in range(0, index.num_rows, 1 << 20):
         row = np.arange(start, min(start + (1 << 20), index.num_rows))
         row = row[~np.isin(row, excluded)]
         sizes = size_of(row)
-        found.append(row[sizes > limit])
+        above.append(row[sizes > limit])
         if len(row) and int(sizes.max()) > largest:
             largest, worst = int(sizes.max()), int(row[sizes.argmax()])
     name = "" if worst < 0 else f"{index.shard_of(worst).url}: {index.called(worst)}"
-    return _Above(np.concatenate(found), largest, name)
+    return _Above(np.concatenate(above), largest, name)

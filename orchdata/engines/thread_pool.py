@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
-from orchdata.held_threads import hold
+from orchdata.stuck_threads import pause
 
 CLOSE_SECONDS = 2.0
 END_SECONDS = 2.0
@@ -155,7 +155,7 @@ def _end_threads() -> None:
         _join_those_at_work(running, END_SECONDS / 2)
     finally:  # Ctrl-C included
         if left := [thread for thread in running if thread.is_alive()]:
-            hold(left)
+            pause(left)
             _end_without_destructors()
 
 

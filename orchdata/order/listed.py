@@ -1,4 +1,4 @@
-"""An order of the user's own: rows of a data set, in the sequence of an array."""
+"""The user's own order: rows of a data set, in the sequence of an array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchdata.order.order import Order
 
 
 class ListedOrder(Order):
-    """The same rows in the same sequence in every epoch. It pickles; the rows as a mapped file.
+    """The same rows in the same sequence in every epoch. It pickles, with the rows as a mapped file.
 
     Args:
         rows: distinct, int64 (num_samples,).
@@ -24,8 +24,8 @@ class ListedOrder(Order):
         self._digest = hashlib.blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        source, places = super().located(samples)
-        return source, self._rows.array[places]
+        source, indices = super().located(samples)
+        return source, self._rows.array[indices]
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"rows": self._digest}

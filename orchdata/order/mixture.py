@@ -1,9 +1,9 @@
-"""The order of a mixture: sources merged at their shares, found at any position without a buffer.
+"""The order of a mixture: sources merged at their shares, computed at any position without a buffer.
 
-    position --search (order.merge)--> how many samples each source has given --their own orders--> rows
+    position --search (order.merge)--> number of samples that each source has given --their own orders--> rows
 
-A lap is what goes through each source once, an epoch of "first" and "all"; of "repeat" it is the whole run, in which a
-source begins its next pass by itself. Inside a lap sources go on over stages with what they are due (`due.py`).
+For "first" and "all", an epoch is one pass through each source. For "repeat", the whole run is one `SourcePass`, in
+which each source begins its next pass alone. Inside it, amounts due are carried over from stage to stage (`due.py`).
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, Lap, MixedSource, Place, Reached, Samples, Stage, Stop
+from orchdata.order.merge import By, MixedSource, Samples, SourcePass, SourceProgress, Stage, Stop, StretchStart
 
 Ints = NDArray[np.int64]
 
 _EPOCHS_KEPT = 4
 
 
-class Resumed(NamedTuple):
-    """Where a run goes on: what its stages alone do not tell, or would tell only after a search through all of them.
+class ResumePoint(NamedTuple):
+    """Where a run continues: what does not follow from its stages, or only after a search through all of them.
 
     Attributes:
-        epoch: the one that it goes on in.
-        begun: samples and tokens of the epochs before; of "repeat" none.
-        start: of "repeat", where the epoch begins.
-        reached: where its last stretch begins; None in the first one of an epoch, or of a run.
-        is_changed: whether stages do not tell what came before: other weights, or another rule.
+        epoch: the epoch in which it continues.
+        given_before: samples and tokens of the epochs before; (0, 0) for "repeat".
+        start: for "repeat", the start of the epoch.
+        stretch_start: the start of the current stretch; None in the first stretch of an epoch, or of a run.
+        is_changed: whether what came before does not follow from the stages: other weights, or another version.
     """
 
     epoch: int
-    begun: tuple[int, int]
-    start: Place
-    reached: Reached | None
+    given_before: tuple[int, int]
+    start: SourceProgress
+    stretch_start: StretchStart | None
     is_changed: bool = False
 
 
 class MixtureOrder:
     """The sequence of samples of every epoch of a mixture, and the tokens along it: `SampleOrder` and `Sums` in one.
 
-    Rows are those of all sources behind one another, `source` is the number of the source. It pickles.
+    Rows of all sources are numbered one source after the other; `source` is the number of the source. It pickles.
 
     Args:
         sources: sorted by name; none is empty.
-        stages: ascending from 0; each with a source that gives something.
-        by: what shares and the bounds of stages are measured in.
-        stop: where an epoch ends: with the last sample of the first source that has no more, of all of them, or
-            ("repeat") where it has `epoch_size` tokens or samples.
+        stages: ascending from 0; each has a source that gives something.
+        by: unit of the shares and of the bounds of stages.
+        stop: where an epoch ends: "first": when the first source is exhausted; "all": when all are; "repeat": after
+            `epoch_size` tokens or samples.
         epoch_size: with "repeat" only. An epoch of tokens ends with the sample that fills it.
-        resumed: where a run goes on that had other weights or another rule before, or that went through many stages.
+        resumed: where a run continues that had other weights or another version before, or that has many stages.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MixtureOrder:
         by: By = "tokens",
         stop: Stop = "first",
         epoch_size: tuple[By, int] | None = None,
-        resumed: Resumed | None = None,
+        resumed: ResumePoint | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.stages = self._staged(stages)
@@ -71,48 +71,47 @@ class MixtureOrder:
         self.stop: Stop = stop
         self.epoch_size = epoch_size
         self.resumed = resumed
-        self._run = self._lap(0, 0) if stop == "repeat" else None
-        self._begun = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.begun})
+        self._run = self._source_pass(0, 0) if stop == "repeat" else None
+        self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
         self._epochs: dict[int, _Epoch] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size, self.resumed)
 
-    def restaged(self, stages: Sequence[Stage], resumed: Resumed | None = None) -> MixtureOrder:
-        """The same mixture with other stages, from a place on where one is given."""
+    def restaged(self, stages: Sequence[Stage], resumed: ResumePoint | None = None) -> MixtureOrder:
+        """Return the same mixture with other stages, from `resumed` on if it is given."""
         return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
 
     @staticmethod
     def _staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """Weights that are set again are the same stage."""
         return joined_stages(stages)
 
     @property
     def streams(self) -> int:
-        """Of each source."""
+        """Streams of each source."""
         return self.sources[0].order.streams
 
     @property
     def num_samples(self) -> int:
-        """Of all sources, each counted once."""
+        """Samples of all sources, each counted once."""
         return sum(source.order.num_samples for source in self.sources)
 
     def length(self, epoch: int) -> int:
-        """Samples of an epoch."""
-        found = self._epoch(epoch)
-        return found.stop.position - found.start.position
+        """Return the samples of an epoch."""
+        bounds = self._epoch(epoch)
+        return bounds.stop.position - bounds.start.position
 
     def of_epoch(self, epoch: int) -> int:
-        """Tokens of an epoch."""
-        found = self._epoch(epoch)
-        return found.stop.tokens - found.start.tokens
+        """Return the tokens of an epoch."""
+        bounds = self._epoch(epoch)
+        return bounds.stop.tokens - bounds.start.tokens
 
     def of_epochs_before(self, epoch: int) -> int:
-        """Tokens of all epochs before one."""
+        """Return the tokens of all epochs before this one."""
         return self._epoch(epoch).start.tokens if self._run is not None else self._begins(epoch)[1]
 
     def amount(self, epoch: int, position: int) -> int:
-        """What the run has given before a position of an epoch, in what stages are bounded by."""
+        """Return what the run has given before a position of an epoch, in the unit of the bounds of stages."""
         tokens = self.by == "tokens"
         if self._run is not None:
             start = self._epoch(epoch).start
@@ -121,37 +120,37 @@ class MixtureOrder:
         return given + self.before(epoch, position) if tokens else samples + position
 
     def before(self, epoch: int, position: int) -> int:
-        """Tokens of the samples before a position, from 0 to the epoch's length. Raises ValueError elsewhere."""
+        """Return the tokens of the samples before a position of the epoch. Raises ValueError outside the epoch."""
         if not position:
             return 0
-        found = self._epoch(epoch)
+        bounds = self._epoch(epoch)
         if not 0 <= position <= self.length(epoch):
             raise ValueError(f"position {position} is not within epoch {epoch}, of {self.length(epoch)} samples")
-        return found.lap.place(found.start.position + position).tokens - found.start.tokens
+        return self.progress_at(epoch, position).tokens - bounds.start.tokens
 
     def position(self, epoch: int, tokens: int) -> int:
-        """How many samples end within so many tokens from the epoch's start."""
-        found = self._epoch(epoch)
-        wanted = found.start.tokens + tokens
-        if wanted >= found.stop.tokens:
+        """Return how many samples end within the first `tokens` tokens of the epoch."""
+        bounds = self._epoch(epoch)
+        wanted = bounds.start.tokens + tokens
+        if wanted >= bounds.stop.tokens:
             return self.length(epoch)
-        return found.lap.ending_within(wanted) - found.start.position
+        return bounds.source_pass.ending_within(wanted) - bounds.start.position
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        """The samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
+        """Return the samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
 
         Raises:
             ValueError: positions outside the epoch, or a negative epoch.
         """
-        found = self._samples(epoch, start, stop)
-        return found.source, found.row
+        samples = self._samples(epoch, start, stop)
+        return samples.source, samples.row
 
     def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
-        """Which pass through its source each of these samples is of, from 0: int32 (stop - start,)."""
+        """Return for each of these samples the number of the pass of its source, from 0: int32 (stop - start,)."""
         return self._samples(epoch, start, stop).passes
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
-        """The stream of its source that each of these samples is drawn from: int64 (stop - start,)."""
+        """Return for each of these samples the stream of its source: int64 (stop - start,)."""
         return self._samples(epoch, start, stop).stream
 
     def _samples(self, epoch: int, start: int, stop: int) -> Samples:
@@ -161,52 +160,53 @@ class MixtureOrder:
             raise ValueError(
                 f"positions [{start}, {stop}) are not within epoch {epoch}, of {self.length(epoch)} samples"
             )
-        found = self._epoch(epoch)
-        return found.lap.samples(found.start.position + start, found.start.position + stop)
+        bounds = self._epoch(epoch)
+        return bounds.source_pass.samples(bounds.start.position + start, bounds.start.position + stop)
 
     def given(self, epoch: int) -> list[tuple[int, int]]:
-        """Samples and tokens that each source gives in an epoch."""
+        """Return the samples and tokens that each source gives in an epoch."""
         _, start, stop = self._epoch(epoch)
         ends = zip(start.counts, stop.counts, start.given, stop.given, strict=True)
         return [(last - first, until - since) for first, last, since, until in ends]
 
-    def place(self, epoch: int, position: int) -> Place:
-        """How many samples each source has given before a position of an epoch, and their tokens; since the epoch's
-        start, of "repeat" since the run's.
+    def progress_at(self, epoch: int, position: int) -> SourceProgress:
+        """Return how many samples each source has given before a position of an epoch, and their tokens, since the
+        start of the epoch; for "repeat" since the start of the run.
         """
-        found = self._epoch(epoch)
-        return found.lap.place(found.start.position + position)
+        bounds = self._epoch(epoch)
+        return bounds.source_pass.progress_at(bounds.start.position + position)
 
-    def resumed_at(self, epoch: int, place: Place) -> Resumed:
-        """What a loader needs to go on in an epoch from a place of it."""
-        found = self._epoch(epoch)
-        begun = (0, 0) if self._run is not None else self._begins(epoch)
+    def resumed_at(self, epoch: int, progress: SourceProgress) -> ResumePoint:
+        """Return what a loader needs to continue from this progress in an epoch."""
+        bounds = self._epoch(epoch)
+        given_before = (0, 0) if self._run is not None else self._begins(epoch)
         resumed = self.resumed
         if resumed is None or not resumed.is_changed:
-            return Resumed(epoch, begun, found.start, found.lap.last_change(place))
-        # No later place: steps of the epoch are cut from its start, or from where the weights changed in it.
-        reached = resumed.reached if epoch == resumed.epoch else found.lap.last_change(found.start)
-        return Resumed(epoch, begun, found.start, reached, is_changed=True)
+            return ResumePoint(epoch, given_before, bounds.start, bounds.source_pass.last_change(progress))
+        # No later start: steps of the epoch are cut from its start, or from where the weights changed in it.
+        is_resumed = epoch == resumed.epoch
+        stretch_start = resumed.stretch_start if is_resumed else bounds.source_pass.last_change(bounds.start)
+        return ResumePoint(epoch, given_before, bounds.start, stretch_start, is_changed=True)
 
-    def due(self, epoch: int, place: Place) -> tuple[int, ...]:
-        """What each source is due at a place, in units of 2**-DUE_BITS."""
-        return self._epoch(epoch).lap.due(place)
+    def due(self, epoch: int, progress: SourceProgress) -> tuple[int, ...]:
+        """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
+        return self._epoch(epoch).source_pass.due(progress)
 
-    def periods(self, epoch: int, place: Place) -> tuple[int, ...]:
-        """Of the last sample before a place; at a lap's begin of the first."""
-        return self._epoch(epoch).lap.periods(place)
+    def periods(self, epoch: int, progress: SourceProgress) -> tuple[int, ...]:
+        """Return the periods of the last sample before; at the start of a pass, of its first sample."""
+        return self._epoch(epoch).source_pass.periods(progress)
 
-    def told_stages(self) -> list[list[Any]]:
-        """The stages, JSON-safe: of each its bound, and name -> period."""
+    def describe_stages(self) -> list[list[Any]]:
+        """Return the stages, JSON-safe: for each its bound, and name -> period."""
         names = [source.name for source in self.sources]
         return [[stage.bound, dict(zip(names, stage.periods, strict=True))] for stage in self.stages]
 
-    def told_weights(self) -> Any:
-        """What tells the stages from others, JSON-safe: one stage itself, of several a digest."""
-        return self.told_stages() if len(self.stages) == 1 else _digest(self.stages)
+    def describe_weights(self) -> Any:
+        """Return what identifies the stages, JSON-safe: one stage itself, or a digest of several."""
+        return self.describe_stages() if len(self.stages) == 1 else _digest(self.stages)
 
     def describe(self) -> dict[str, object]:
-        """What the sequence depends on beside the stages, JSON-safe."""
+        """Return what the sequence depends on besides the stages, JSON-safe."""
         return {
             "by": self.by,
             "stop": self.stop,
@@ -214,90 +214,92 @@ class MixtureOrder:
             "sources": {source.name: source.order.describe() for source in self.sources},
         }
 
-    def _lap(self, number: int, begun: int) -> Lap:
-        resumed, reached = self.resumed, None
+    def _source_pass(self, number: int, given_before: int) -> SourcePass:
+        resumed, stretch_start = self.resumed, None
         if resumed is not None and (self.stop == "repeat" or number == resumed.epoch):
-            reached = resumed.reached
-        changed = resumed is not None and resumed.is_changed
-        arguments = {"number": number, "begun": begun, "reached": reached, "is_changed": changed}
-        return Lap(self.sources, self.stages, self.by, self.stop, **arguments)  # type: ignore[arg-type]
+            stretch_start = resumed.stretch_start
+        return SourcePass(
+            self.sources,
+            self.stages,
+            self.by,
+            self.stop,
+            number=number,
+            given_before=given_before,
+            stretch_start=stretch_start,
+            is_changed=resumed is not None and resumed.is_changed,
+        )
 
     def _epoch(self, epoch: int) -> _Epoch:
         if self.resumed is not None and self.resumed.is_changed and epoch < self.resumed.epoch:
             raise IndexError(
-                f"epoch {epoch} is before the place where the weights of the mixture changed: ask a loader with the "
-                "weights of then, and a state from before"
+                f"epoch {epoch} is before the position where the weights of the mixture changed: use a loader with the "
+                "former weights, and a state from before the change"
             )
         kept = self._epochs.get(epoch)
         if kept is None:
-            kept = self._whole_lap(epoch) if self._run is None else self._stretch_of_run(self._run, epoch)
+            kept = self._one_pass(epoch) if self._run is None else self._part_of_run(self._run, epoch)
             self._epochs = dict([*self._epochs.items(), (epoch, kept)][-_EPOCHS_KEPT:])
         return kept
 
-    def _whole_lap(self, epoch: int) -> _Epoch:
-        # What came before matters to stages only.
-        begun = self._begins(epoch)[self.by == "tokens"] if len(self.stages) > 1 else 0
-        lap = self._lap(epoch, begun)
-        return _Epoch(lap, lap.start, lap.end())
+    def _one_pass(self, epoch: int) -> _Epoch:
+        # Only stages depend on what came before.
+        given_before = self._begins(epoch)[self.by == "tokens"] if len(self.stages) > 1 else 0
+        source_pass = self._source_pass(epoch, given_before)
+        return _Epoch(source_pass, source_pass.start, source_pass.end())
 
-    def _stretch_of_run(self, run: Lap, epoch: int) -> _Epoch:
+    def _part_of_run(self, run: SourcePass, epoch: int) -> _Epoch:
         assert self.epoch_size is not None
         unit, size = self.epoch_size
-        stop = run.place(run.filled_by(unit, (epoch + 1) * size))
+        stop = run.progress_at(run.filled_by(unit, (epoch + 1) * size))
         if self.resumed is not None and epoch == self.resumed.epoch:
             return _Epoch(run, self.resumed.start, stop)
-        return _Epoch(run, run.place(run.filled_by(unit, epoch * size)), stop)
+        return _Epoch(run, run.progress_at(run.filled_by(unit, epoch * size)), stop)
 
     def _begins(self, epoch: int) -> tuple[int, int]:
-        """Samples and tokens of the epochs before one, each of which is a lap."""
-        begun = self._begun
-        known = max((number for number in begun if number <= epoch), default=0)
-        for number in range(known, epoch):
-            samples, tokens = begun[number]
-            end = self._lap(number, tokens if self.by == "tokens" else samples).end()
-            begun = begun | {number + 1: (samples + end.position, tokens + end.tokens)}
-        self._begun = begun
-        return begun[epoch]
+        """Return the samples and tokens of the epochs before this one, each of which is one pass."""
+        known = self._given_before
+        for number in range(max((number for number in known if number <= epoch), default=0), epoch):
+            samples, tokens = known[number]
+            end = self._source_pass(number, tokens if self.by == "tokens" else samples).end()
+            known = known | {number + 1: (samples + end.position, tokens + end.tokens)}
+        self._given_before = known
+        return known[epoch]
 
 
 def _digest(stages: Sequence[Stage]) -> dict[str, object]:
-    """Of several stages, which may be thousands."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return the number and a digest of several stages, which may be thousands."""
+    digest = hashlib.blake2b(digest_size=16)
     for bound, periods in stages:
-        found.update(np.array([bound, *periods], "<i8").tobytes())
-    return {"stages": len(stages), "digest": found.hexdigest()}
+        digest.update(np.array([bound, *periods], "<i8").tobytes())
+    return {"stages": len(stages), "digest": digest.hexdigest()}
 
 
-def weights_of(told: Any) -> Any:
-    """What `MixtureOrder.told_weights` says of stages that `told_stages` says, as states of before hold them."""
+def weights_of(described: Any) -> Any:
+    """Return what `describe_weights` returns for stages as `describe_stages` returns them: older states have those."""
     try:
-        names = sorted(told[0][1])
-        stages = joined_stages([Stage(bound, tuple(periods[name] for name in names)) for bound, periods in told])
+        names = sorted(described[0][1])
+        stages = joined_stages([Stage(bound, tuple(periods[name] for name in names)) for bound, periods in described])
         if len(stages) > 1:
             return _digest(stages)
         return [[stages[0].bound, dict(zip(names, stages[0].periods, strict=True))]]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return told
+        return described
 
 
 def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Stages without those that set the weights again that hold already."""
-    found: list[Stage] = []
-    for stage in stages:
-        if not found or stage.periods != found[-1].periods:
-            found.append(stage)
-    return tuple(found)
+    """Return the stages without those that set the current weights again."""
+    return tuple(stage for n, stage in enumerate(stages) if not n or stage.periods != stages[n - 1].periods)
 
 
 def _mixture_order(
-    sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: Resumed | None
+    sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: ResumePoint | None
 ) -> MixtureOrder:
     return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size, resumed=resumed)
 
 
 class _Epoch(NamedTuple):
-    """An epoch: its lap, and from where to where of it."""
+    """An epoch: its pass, and its start and end there."""
 
-    lap: Lap
-    start: Place
-    stop: Place
+    source_pass: SourcePass
+    start: SourceProgress
+    stop: SourceProgress

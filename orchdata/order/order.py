@@ -2,8 +2,8 @@
 
     position --stream, window, block (native.permutation)--> k-th usable sample --skip the excluded--> index row
 
-Any position is computed alone, so resuming costs nothing and every rank finds the same samples without asking. The
-order depends on the number of samples, what is excluded, `Shuffle`, seed and epoch only.
+Any position is computed independently, so resuming costs nothing, and all ranks compute the same samples without
+communication. The order depends only on the number of samples, the excluded rows, `Shuffle`, seed and epoch.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LARGEST = {"window": 1 << 31, "streams": 1 << 16}
 class Shuffle:
     """How far samples are shuffled, and from how many streams they are drawn.
 
-    Blocks of 256 consecutive samples (the last one of what is left) are permuted over the whole stream; then the
+    Blocks of 256 consecutive samples (the last block may be smaller) are permuted over the whole stream. Then the
     samples of `window` neighbouring blocks are permuted among themselves. A stream of up to `window * 256` samples is
-    thus one uniform permutation; a larger one has, at any time, samples of at most `window` blocks in the air, so that
-    reads stay near each other.
+    thus one uniform permutation. A larger one is shuffled within a window of `window` blocks, so that reads stay close
+    to each other.
 
     Attributes:
-        window: blocks that are mixed together; a larger one shuffles better and reads more widely.
-        streams: contiguous ranges of the samples, equal in number give or take one. Position p is drawn from stream
-            p % streams, so each global batch's shares of the streams differ by at most one; in a mixture each source
-            has its own, and shares differ by at most one a source.
+        window: number of blocks that are shuffled together; a larger window shuffles better and reads more widely.
+        streams: number of contiguous ranges of the samples; their sizes differ by at most one. Position p is drawn from
+            stream p % streams, so the shares of the streams in a global batch differ by at most one. In a mixture each
+            source has its own streams, and shares differ by at most one per source.
     """
 
     window: int = _WINDOW
@@ -51,30 +51,30 @@ class Shuffle:
 
 
 class SampleOrder(Protocol):
-    """The seeded sequence of an epoch's samples, with O(1) access to any place of it."""
+    """The seeded sequence of an epoch's samples, with O(1) access to any position."""
 
     @property
     def num_samples(self) -> int:
         """Usable samples of the data set."""
 
     def length(self, epoch: int) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The stream that each of these samples is drawn from: int64 (stop - start,)."""
+        """Return the stream that each of these samples is drawn from: int64 (stop - start,)."""
 
 
 class Order:
-    """The sequence of samples of every epoch over one dataset. It pickles; what is excluded as a mapped file.
+    """The sequence of samples of every epoch over one dataset. It pickles, with excluded rows as a mapped file.
 
     Args:
         num_samples: rows of the dataset.
         shuffle: None for the order of the dataset itself.
-        seed: any integer; another seed is another sequence.
-        excluded: rows to leave out, sorted and distinct, int64 (num_excluded,). They are out before shuffling.
-        source: what `rows` reports for every sample; mixtures tell their datasets apart by it.
+        seed: any integer; another seed gives another sequence.
+        excluded: rows to leave out, sorted and distinct, int64 (num_excluded,). They are removed before shuffling.
+        source: number of the dataset in a mixture; `rows` returns it for every sample.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Order:
         self.seed = seed
         self.source = source
         self._excluded_digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-        # Usable samples that come before each excluded row: sample k lies behind every one with at most k before it.
+        # Usable samples before each excluded row: sample k comes after every excluded row with at most k before it.
         self._before = MappedArray(rows - np.arange(rows.size))
 
     @property
@@ -106,13 +106,13 @@ class Order:
         return 1 if self.shuffle is None else self.shuffle.streams
 
     def length(self, epoch: int) -> int:
-        """Samples of an epoch: of each as many."""
+        """Return the samples of an epoch, equal for all epochs."""
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
+        """Return the samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
 
-        Work and memory are O(stop - start), wherever the positions lie.
+        Work and memory are O(stop - start), for any start.
 
         Raises:
             ValueError: positions outside [0, num_samples], or a negative epoch.
@@ -125,32 +125,32 @@ class Order:
         return self.located(self._samples(epoch, start, stop))
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The stream that each of these samples is drawn from: int64 (stop - start,)."""
+        """Return the stream that each of these samples is drawn from: int64 (stop - start,)."""
         return np.arange(start, stop) % self.streams
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """(source, row) of usable samples by their number, from 0 to num_samples; `samples` is changed."""
+        """Return (source, row) of usable samples, given by number in [0, num_samples). Overwrites `samples`."""
         before = self._before.array
         if before.size:
             samples += np.searchsorted(before, samples, side="right")
         return np.full(len(samples), self.source, np.int32), samples
 
     def streams_of(self) -> list[tuple[int, int]]:
-        """Of each stream, its usable samples [start, stop), by number."""
+        """Return the usable samples [start, stop) of each stream, by number."""
         num_streams = self.streams
         size, extra = divmod(self.num_samples, num_streams)
         starts = [number * size + min(number, extra) for number in range(num_streams + 1)]
         return list(itertools.pairwise(starts))
 
     def windows(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How the blocks of a stream follow each other in an epoch.
+        """Return the sequence of the blocks of a stream in an epoch.
 
-        Block b of a stream has its samples from 256 b on, the last one those that are left. All samples of one window
+        Block b of a stream begins with its sample 256 b; the last block may be smaller. All samples of one window
         come before all of the next.
 
         Returns:
-            The blocks in turn, int64 (num_blocks,), and where among them each window begins, int64 (num_windows + 1,),
-            the end of the last behind it.
+            The blocks in sequence, int64 (num_blocks,), and the index there of the first block of each window, followed
+            by the end of the last window, int64 (num_windows + 1,).
         """
         start, stop = self.streams_of()[stream]
         whole, rest = divmod(stop - start, BLOCK)
@@ -180,7 +180,7 @@ class Order:
         return out.view(np.int64)
 
     def describe(self) -> dict[str, object]:
-        """What the sequence depends on, JSON-safe: two orders with equal descriptions are the same."""
+        """Return what the sequence depends on, JSON-safe: two orders with equal descriptions are equal."""
         shuffle = None if self.shuffle is None else {"window": self.shuffle.window, "streams": self.shuffle.streams}
         return {
             "format": FORMAT,
@@ -196,8 +196,8 @@ class ShuffleQuality(NamedTuple):
     """How well an epoch is shuffled.
 
     Attributes:
-        mean_displacement: mean distance between a sample's place in the dataset and in the epoch, as a fraction of the
-            number of samples; 0 without shuffling, 1/3 for a uniform permutation.
+        mean_displacement: mean distance between a sample's index in the dataset and its position in the epoch, as a
+            fraction of the number of samples; 0 without shuffling, 1/3 for a uniform permutation.
         sources_per_batch: mean number of distinct sources in a batch.
     """
 
@@ -211,11 +211,11 @@ def shuffle_quality(
     """Measure an epoch's shuffle on up to `max_batches` batches spread evenly over it.
 
     Args:
-        order: what to measure.
-        epoch: of which epoch.
+        order: the order to measure.
+        epoch: the epoch to measure.
         batch_size: samples of one global batch.
         source: the source of each row (num_rows,), such as `Index.shard`; default: blocks of 256 consecutive rows.
-        max_batches: how many to look at.
+        max_batches: number of batches to measure.
     """
     if order.num_samples == 0:
         return ShuffleQuality(0.0, 0.0)

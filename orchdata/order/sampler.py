@@ -2,8 +2,8 @@
 
     draw() -> what the epoch depends on -> tasks(...) -> StepTask, StepTask, ... until the sampler ends
 
-A draw is JSON-safe: rank 0 sends it to the others, and states store it. So an epoch is the same on every rank, and
-after a restart.
+A draw is JSON-safe: rank 0 sends it to the others, and states store it. So an epoch is the same on every rank and after
+a restart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orchdata.order.steps import Draw, GlobalBatches, StepTask
 ENDED: Final = "ended"
 """Key in a sampler's state: whether it had ended when the state was taken."""
 _MOST_STATE_BYTES: Final = 64 << 10
-"""Of a generator's state, and of its text; torch's CPU generator has 5,056 bytes."""
+"""Limit for a generator's state, and for its text; the state of torch's CPU generator has 5,056 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class SamplerOrder:
 
     Attributes:
         sampler: name of its class.
-        num_samples: items of an epoch (indices, or whole batches of them) when the loader was made; `sys.maxsize`
-            if only the end of an epoch will tell.
+        num_samples: items of an epoch (indices, or whole batches of them) when the loader was created; `sys.maxsize`
+            if they are known only at the end of an epoch.
     """
 
     sampler: str
@@ -48,7 +48,7 @@ class SamplerOrder:
 
     @classmethod
     def of(cls, sampler: Any, num_samples: Any) -> SamplerOrder:
-        """Of a sampler, and something that has its length, if it has one."""
+        """Build it from a sampler, and from an object that has its length, if it has one."""
         try:
             length = len(num_samples)
         except (TypeError, NotImplementedError):
@@ -76,10 +76,10 @@ class Source(Protocol):
     def sampler(self) -> Any: ...
 
     def __len__(self) -> int:
-        """Items of an epoch. Raises TypeError if only its end will tell."""
+        """Items of an epoch. Raises TypeError if they are known only at its end."""
 
     def draw(self) -> Draw | None:
-        """Draw what the next epoch depends on, from the generator that the sampler uses. None for nothing."""
+        """Draw the random inputs of the next epoch, from the generator that the sampler uses. None if it has none."""
 
     def items(self, draw: Draw | None, *, again: bool) -> Iterator[Any]:
         """Iterate the sampler lazily; `again=True` replays an earlier draw."""
@@ -88,19 +88,19 @@ class Source(Protocol):
         """The sampler's own state after the items drawn so far; None if it has none."""
 
     def items_after(self, state: Any, *, is_over: bool) -> Iterator[Any]:
-        """The items after the one at which `state` was taken.
+        """Iterate the items after the one at which `state` was taken.
 
         Args:
-            state: of `state()`, with `ENDED` if the sampler had ended already.
+            state: result of `state()`, with `ENDED` if the sampler had already ended.
             is_over: whether that was the last item of its epoch: the items are then those of the next epoch.
         """
 
     @property
     def batch_size(self) -> int | None:
-        """Items of each batch but the last, if the sampler's items are batches that torch makes; else None."""
+        """Items of each batch but the last, if the sampler's items are batches that torch builds; else None."""
 
     def replays(self, draw: Draw | None) -> bool:
-        """Whether `items` can replay a draw and leaves every generator as it is."""
+        """Whether `items` can replay a draw without a change to any generator."""
 
 
 class TorchSampler:
@@ -159,7 +159,7 @@ class TorchSampler:
             generator.set_state(generator_state(draw["state"]))
         except (ValueError, RuntimeError) as error:
             raise StateError(
-                f"the state says that its epoch was drawn from no state of a generator: {error}"
+                f"the state is damaged: the generator state from which its epoch was drawn is invalid: {error}"
             ) from error
         return self._iterate() if generator is self._generator else self._drawn_from(generator)
 
@@ -182,14 +182,14 @@ class TorchSampler:
         return self._is_plain if draw is None else self._takes_seed and "seed" in draw
 
     def _iterate(self) -> Iterator[Any]:
-        """One pass of the sampler. A sampler of the user's may have iterators with a state: they are kept in reach."""
+        """Begin a pass of the sampler. A user's sampler may have iterators with a state: `_Batches` exposes them."""
         sampler, inner = self.sampler, self._inner
         if type(sampler) is BatchSampler and sampler.sampler is inner and not _is_torchs(inner):
             return _Batches(sampler)
         return iter(sampler)
 
     def _drawn_from(self, generator: torch.Generator) -> Iterator[Any]:
-        """One pass as if torch's default generator were this one. Samplers use it at their first item at the latest."""
+        """Iterate a pass with this as torch's default generator. Samplers use it at their first item at the latest."""
         items = self._iterate()
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator.get_state())
@@ -207,7 +207,7 @@ class TorchSampler:
 
 
 class _Batches:
-    """The batches of a torch BatchSampler, with the iterator of its sampler in reach."""
+    """The batches of a torch BatchSampler, with access to the iterator of its sampler."""
 
     def __init__(self, batch_sampler: BatchSampler) -> None:
         self._batch_sampler = batch_sampler
@@ -226,15 +226,15 @@ class _Batches:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Whether its iterator surely has no state."""
+    """Return whether its iterator certainly has no state."""
     return type(sampler) in (list, tuple, range) or type(sampler).__module__.partition(".")[0] == "torch"
 
 
-class TakenOver:
-    """A DistributedSampler whose ranks are this loader's: its permutation, which the loader shares out over ranks.
+class AllRanksSampler:
+    """The permutation of a DistributedSampler over this loader's ranks; the loader splits it over ranks itself.
 
     It yields the samples of all ranks in the permutation's order, without those that a DistributedSampler repeats to
-    make shares equal, and without the remainder that it drops.
+    equalize shares, and without the remainder that it drops.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
@@ -267,13 +267,13 @@ class TakenOver:
 
 
 class SamplerSteps:
-    """The steps of a sampler: as many as it yields items for. They have a length only if the sampler has one.
+    """The steps of a sampler, until it ends. They have a length only if the sampler has one.
 
     Args:
         source: the sampler.
         batched: whether each item is the batch of a step; otherwise a step takes as many items as a global batch has.
-        batches: of the loader.
-        usable: rows that the items are indices into, int64 (num_usable,); None if items are rows.
+        batches: the loader's global batches.
+        usable: rows, int64 (num_usable,), with the items as indices into them; None if items are rows.
         integers: whether items must be integers, as costs require.
     """
 
@@ -293,7 +293,7 @@ class SamplerSteps:
         self._integers = integers
 
     def follow(self, sampler: Any) -> None:
-        """Draw from this sampler from now on, where the user has replaced the loader's."""
+        """Draw from this sampler from now on, if the user has replaced the loader's."""
         if isinstance(self._source, TorchSampler) and sampler is not self._source.sampler:
             self._source = TorchSampler(sampler)
 
@@ -309,9 +309,9 @@ class SamplerSteps:
     def items(
         self, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
     ) -> tuple[Iterator[list[Any]], Iterator[Any]]:
-        """Items of each step from step `first` on, and the sampler's iterator that they come from.
+        """Return the items of each step from step `first` on, and the sampler's iterator that yields them.
 
-        Arguments as of `Steps.tasks`.
+        For the arguments see `Steps.tasks`.
         """
         if sampler_state is None:
             items, skipped = self._source.items(draw, again=again), first
@@ -326,11 +326,11 @@ class SamplerSteps:
         return islice(batches, skipped, None) if skipped else iter(batches), items
 
     def state(self, items: Iterator[Any], num_items: int) -> Any:
-        """The sampler's state after a step of `num_items` items was taken from its iterator `items`."""
+        """Return the sampler's state after a step of `num_items` items was taken from its iterator `items`."""
         state = self._source.state(items)
         full = self._source.batch_size if self._batched else self._batches.size
         if state is not None and full is not None and num_items < full:
-            state[ENDED] = True  # the sampler was asked for one more item and has none
+            state[ENDED] = True  # one more item was requested, and the sampler had none
         return state
 
     def tasks(
@@ -346,7 +346,7 @@ class SamplerSteps:
             sampler = self._source.sampler
             sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
             raise ValueError(
-                f"what {type(sampler).__name__} gave in epoch {epoch} is not known: give a seed, as "
+                f"the items of {type(sampler).__name__} in epoch {epoch} are not known: pass a seed, as in "
                 "DataLoader(shuffle=True, seed=0), or load a state of that epoch, which stores the seed of a "
                 "RandomSampler"
             )
@@ -371,7 +371,7 @@ def _index(item: Any) -> int:
         return operator.index(item)
     except TypeError:
         raise TypeError(
-            "samples with costs, or shared over ranks, are integers from 0 to len(dataset) - 1; the sampler gave "
+            "samples with costs, or split over ranks, must be integers from 0 to len(dataset) - 1; the sampler gave "
             f"{item!r}"
         ) from None
 
@@ -381,7 +381,7 @@ def _text(state: torch.Tensor) -> str:
 
 
 def generator_state(text: str) -> torch.Tensor:
-    """The state of a generator, from its text in a draw. Raises ValueError for any other text."""
+    """Return the state of a generator from its text in a draw. Raises ValueError for any other text."""
     try:
         inflating = zlib.decompressobj()
         state = inflating.decompress(base64.b85decode(text[:_MOST_STATE_BYTES]), _MOST_STATE_BYTES)

@@ -1,6 +1,6 @@
-"""The sources of a mixture, and what one of them has given after so many samples or tokens.
+"""The sources of a mixture: the samples in an amount of tokens of each, and the tokens of an amount of samples.
 
-MixedSource, the pass it is in --TokenSums--> samples in so many tokens, tokens of so many samples
+MixedSource, number of its pass --TokenSums--> samples within n tokens, tokens of n samples
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class MixedSource(NamedTuple):
     """One source of a mixture.
 
     Attributes:
-        order: of its own rows; a pass is one of its epochs.
+        order: order of its own rows; a pass is one epoch of it.
         counts: tokens of its own rows.
-        sums: of `counts` along `order`.
-        first_row: where its rows begin among those of all sources.
-        loss_weight: what a loss token of it counts.
+        sums: sums of `counts` along `order`.
+        first_row: index of its first row among the rows of all sources.
+        loss_weight: weight of each of its loss tokens.
     """
 
     name: str
@@ -39,14 +39,14 @@ class MixedSource(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """From so many tokens or samples of the run on, each source's period; 0 for one that gives nothing."""
+    """The period of each source from `bound` tokens or samples of the run on; 0 for a source that gives nothing."""
 
     bound: int
     periods: tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """A place of a lap: how many samples each source has given, and their tokens."""
+class SourceProgress(NamedTuple):
+    """The number of samples that each source has given in a pass, and their tokens."""
 
     counts: tuple[int, ...]
     given: tuple[int, ...]
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples in turn: source and pass, int32, row, tokens and stream of the source, int64, each (n,)."""
+    """Samples in sequence: source and pass, int32; row, tokens and stream of the source, int64; each (n,)."""
 
     source: NDArray[np.int32]
     passes: NDArray[np.int32]
@@ -76,14 +76,14 @@ class Samples(NamedTuple):
     stream: Ints
 
     def cut(self, start: int, stop: int) -> Samples:
-        return self.taken(slice(start, stop))
+        return self.take(slice(start, stop))
 
-    def taken(self, places: slice | Ints) -> Samples:
+    def take(self, indices: slice | Ints) -> Samples:
         source, passes, row, tokens, stream = self
-        return Samples(source[places], passes[places], row[places], tokens[places], stream[places])
+        return Samples(source[indices], passes[indices], row[indices], tokens[indices], stream[indices])
 
     @staticmethod
-    def joined(parts: Sequence[Samples]) -> Samples:
+    def concatenate(parts: Sequence[Samples]) -> Samples:
         if not parts:
             empty = np.zeros(0, np.int64)
             return Samples(empty.astype(np.int32), empty.astype(np.int32), empty, empty, empty)
@@ -91,10 +91,10 @@ class Samples(NamedTuple):
 
 
 class Supply:
-    """What each source of a lap has.
+    """The samples and tokens of each source in a pass.
 
     Args:
-        number: the pass that each source is in; of "repeat" its first.
+        number: number of the pass of each source; for "repeat" of its first.
     """
 
     def __init__(self, sources: Sequence[MixedSource], by: By, stop: Stop, number: int) -> None:
@@ -106,15 +106,15 @@ class Supply:
         self._number = number
 
     def limit(self, source: int) -> int:
-        """Samples of a pass."""
+        """Return the samples of a source's pass."""
         return self._sources[source].order.num_samples
 
     def total(self, source: int) -> int:
-        """Tokens of a pass."""
+        """Return the tokens of a source's pass."""
         return self._sources[source].sums.total
 
     def tokens_of(self, source: int, count: int) -> int:
-        """Tokens of the first samples of a source."""
+        """Return the tokens of the first `count` samples of a source."""
         sums = self._sources[source].sums
         if not self.endless:
             return sums.total if count == self.limit(source) else sums.before(self._number, count)
@@ -122,7 +122,7 @@ class Supply:
         return number * sums.total + sums.before(number, rest)
 
     def count_of(self, source: int, tokens: int) -> int:
-        """Samples of a source that end within so many of its tokens."""
+        """Return how many samples of a source end within its first `tokens` tokens."""
         sums = self._sources[source].sums
         if not self.endless:
             return self.limit(source) if tokens >= sums.total else sums.position(self._number, tokens)
@@ -130,22 +130,22 @@ class Supply:
         return number * self.limit(source) + sums.position(number, rest)
 
     def given(self, source: int, start: int, stop: int) -> Samples:
-        """Samples [start, stop) of a source."""
-        mine, size, found = self._sources[source], self.limit(source), []
+        """Return samples [start, stop) of a source."""
+        mine, size, parts = self._sources[source], self.limit(source), []
         while start < stop:
             number, at = divmod(start, size) if self.endless else (self._number, start)
             end = min(at + stop - start, size)
             numbers, row = mine.order.rows(number, at, end)
             passes = np.full(len(row), number, np.int32)
             tokens, stream = mine.counts(row), mine.order.drawn_from(number, at, end)
-            found.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
+            parts.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
             start += end - at
-        return Samples.joined(found)
+        return Samples.concatenate(parts)
 
     def whole(self, source: int) -> int:
-        """Tokens, or samples, of a pass."""
+        """Return the tokens, or samples, of a source's pass."""
         return self.total(source) if self.by == "tokens" else self.limit(source)
 
     def mean(self, source: int) -> int:
-        """Tokens of a mean sample; by samples 1."""
+        """Return the tokens of a mean sample; 1 if shares are in samples."""
         return max(1, self.total(source) // self.limit(source)) if self.by == "tokens" else 1

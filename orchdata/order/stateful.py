@@ -10,12 +10,12 @@ StateGetter = Callable[[], dict[str, Any]]
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether a data set, a sampler, or an iterator of one has a state."""
+    """Return whether a data set, a sampler, or an iterator of one has a state."""
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
 def states_of(**owners: Any) -> dict[str, Any]:
-    """Name -> state of each owner that has one."""
+    """Return name -> state of each owner that has one."""
     return {name: owner.state_dict() for name, owner in owners.items() if is_stateful(owner)}
 
 
@@ -34,5 +34,5 @@ def exhaust(items: Iterator[Any]) -> None:
 
 
 def has_own_state(state: Any) -> bool:
-    """Whether a data set's state holds more than how far it was iterated."""
+    """Return whether a data set's state contains more than how far it was iterated."""
     return bool(state.keys() - {"epoch", "steps", "ended"})

@@ -1,4 +1,4 @@
-"""The steps of an epoch: how many samples each takes from the order, and the value that asks for one."""
+"""The steps of an epoch: how many samples of the order each takes, and the value that describes one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 Draw = Mapping[str, Any]
-"""What the samples of an epoch depend on besides its number, such as a seed: JSON-safe."""
+"""Inputs of an epoch besides its number, such as a seed: JSON-safe."""
 
 
 class StepTask(NamedTuple):
-    """One optimizer step to plan and build; pickles, and says all that a `BuildSpec` leaves open.
+    """One optimizer step to plan and build; pickles, and has everything that a `BuildSpec` leaves open.
 
     Attributes:
-        epoch, step: which.
-        rows: its samples, where a torch sampler drew them, (num_samples,): int64, or the objects that a sampler of
-            other indices gave. None where the order finds them.
-        begin: where cuts of this size began, in an epoch that had another before; None for its start.
+        epoch, step: numbers of the step.
+        rows: its samples, (num_samples,), if a torch sampler drew them: int64, or the objects of a sampler with other
+            indices. None if the order computes them.
+        begin: the first step of the present size, in an epoch that had another size before; None for its start.
         sampler_state: the sampler's state after it drew them; it is not sent to worker processes.
     """
 
@@ -48,21 +48,21 @@ class Batches(Protocol):
     def drop_last(self) -> bool: ...
 
     def count(self, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> int:
-        """Optimizer steps of an epoch of so many samples, those before `begin` among them."""
+        """Return the optimizer steps of an epoch of `num_positions` samples, including those before `begin`."""
 
     def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
-        """First position of a step, and the one behind its last. Raises IndexError outside the epoch."""
+        """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
 
     def describe(self) -> dict[str, Any]:
-        """The argument of a DataLoader that it is made of, JSON-safe."""
+        """Return the argument of a DataLoader that it was built from, JSON-safe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatches:
-    """An epoch cut into global batches of so many samples.
+    """An epoch cut into global batches of `size` samples.
 
     Attributes:
-        size: positions of the order in each, over all ranks.
+        size: samples of a global batch, over all ranks.
         drop_last: whether the remainder of an epoch is dropped; else the last global batch is smaller.
     """
 
@@ -98,15 +98,15 @@ class Sums(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatches:
-    """An epoch cut into global batches of so many tokens.
+    """An epoch cut into global batches by tokens.
 
     With E(p) the tokens of the samples up to and with position p, and a budget of B, the sample at p belongs to step
-    (E(p) - 1) // B: no step is empty, since no sample is above the budget.
+    (E(p) - 1) // B: no step is empty, because no sample is above the budget.
 
     Attributes:
-        sums: of the order that is cut.
-        budgets: tokens of a step, each with how many tokens of training come before it holds; the first from 0 on. A
-            new one holds from the first cut on that is not before its bound.
+        sums: token sums of the order that is cut.
+        budgets: pairs (training tokens from which it applies, tokens of a step); the first from 0 on. A budget applies
+            from the first step on that begins at or after its bound.
         drop_last: see `GlobalBatches`.
     """
 
@@ -135,31 +135,32 @@ class TokenBatches:
         return {"global_batch_tokens": [list(bound) for bound in self.budgets] if later else first}
 
     def _stretches(self, epoch: int, begin: Begin | None) -> list[tuple[int, int, int]]:
-        """Steps of one budget each: the first of them, tokens of the epoch before it, and the budget. Those looked at
-        last are kept: to look where an epoch was cut anew would leave the place where its steps are.
+        """Return the stretches of steps with one budget each: first step, tokens of the epoch before it, budget.
+
+        The last ones are kept: computing them again would move the token sums away from the current step.
         """
-        found = self._cut.get((epoch, begin))
-        if found is None:
-            found = self._cut_into(epoch, begin)
+        stretches = self._cut.get((epoch, begin))
+        if stretches is None:
+            stretches = self._cut_into(epoch, begin)
             if len(self._cut) >= _EPOCHS_KEPT:
                 self._cut.clear()
-            self._cut[epoch, begin] = found
-        return found
+            self._cut[epoch, begin] = stretches
+        return stretches
 
     def _cut_into(self, epoch: int, begin: Begin | None) -> list[tuple[int, int, int]]:
         step, position = begin or _START
-        total, cut, found = self.sums.of_epoch(epoch), self.sums.before(epoch, position), []
+        total, cut, stretches = self.sums.of_epoch(epoch), self.sums.before(epoch, position), []
         if len(self.budgets) == 1:
             return [(step, cut, self.budgets[0][1])]
         before = self.sums.of_epochs_before(epoch)
         while True:
             done = before + cut
             budget = next(size for bound, size in reversed(self.budgets) if bound <= done)
-            found.append((step, cut, budget))
+            stretches.append((step, cut, budget))
             later = [bound - done for bound, _ in self.budgets if bound > done]
             steps = -(-later[0] // budget) if later else 0
             if not later or cut + steps * budget >= total:
-                return found
+                return stretches
             step, cut = step + steps, cut + steps * budget
 
 
@@ -168,8 +169,8 @@ def _check_step(step: int, first: int, count: int) -> None:
         raise IndexError(f"step {step} is outside the epoch of {count} steps")
     if step < first:
         raise IndexError(
-            f"step {step} is one of those before step {first}, which were cut in another way: ask a loader with the "
-            "size and weights of then, and a state from before"
+            f"step {step} is before step {first}, and those steps were cut in another way: use a loader with the "
+            "former size and weights, and a state from before the change"
         )
 
 
@@ -177,41 +178,41 @@ class Steps(Protocol):
     """The steps of each epoch."""
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
-        """Number of steps of an epoch, as far as it is known now. Raises TypeError if only its end will tell."""
+        """Return the number of steps of an epoch, as known now. Raises TypeError if it is known only at its end."""
 
     def draw(self) -> Draw | None:
-        """Draw what the next epoch's samples depend on: rank 0 sends it to the others, and states store it.
+        """Draw the random inputs of the next epoch: rank 0 sends them to the others, and states store them.
 
-        None if they depend on nothing random.
+        None if its samples depend on nothing random.
         """
 
     def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
-        """Where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise.
+        """Return where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise.
 
-        `step` may be the number of steps, for the end of the epoch. Empty where samples cannot be counted.
+        `step` may be the number of steps, for the end of the epoch. Empty if samples cannot be counted.
         """
 
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
     ) -> Iterator[StepTask]:
-        """The steps of an epoch from step `first` on, computed as they are asked for.
+        """Iterate the steps of an epoch from step `first` on lazily.
 
         Args:
-            draw: what `draw()` returned.
+            draw: result of `draw()`.
             again: whether it was drawn on another rank or in another iteration, and is now replayed.
             sampler_state: the sampler's state after step `first - 1`; after the epoch before if `first` is 0.
         """
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
-        """One step of an epoch with a known draw. Draws nothing and changes nothing.
+        """Return one step of an epoch with a known draw. Draws nothing and changes nothing.
 
-        Raises IndexError outside the epoch, and ValueError where steps can only be found in turn.
+        Raises IndexError outside the epoch, and ValueError if steps can only be read in sequence.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedSteps:
-    """Steps of an order that computes the samples at any position alone.
+    """Steps of an order that computes the samples at any position independently.
 
     Attributes:
         batches: how an epoch is cut into steps.
@@ -236,7 +237,7 @@ class OrderedSteps:
         return {"position": position, "tokens": self.batches.sums.before(epoch, position)}
 
     def bounds(self, step: int, length: int, epoch: int, draw: Draw | None) -> tuple[int, int]:
-        """First position of a step, and the one after its last; `length` is that of the epoch."""
+        """Return the positions [start, stop) of a step; `length` is that of the epoch."""
         return self.batches.bounds(step, length, epoch, _begin_of(draw))
 
     def draw(self) -> Draw | None:
@@ -259,12 +260,12 @@ class OrderedSteps:
 
 
 def draw_of_cut(begin: Begin) -> Draw:
-    """What a state stores of an epoch that is cut in another way from its middle on."""
+    """Return what a state stores of an epoch that is cut in another way from its middle on."""
     return {"cut": list(begin)}
 
 
 def is_begin(value: Any) -> bool:
-    """Whether it can be the value of a `draw_of_cut`."""
+    """Return whether it can be the value of a `draw_of_cut`."""
     return (
         isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is int and item >= 0 for item in value)
     )
@@ -276,12 +277,12 @@ def _begin_of(draw: Draw | None) -> Begin | None:
 
 @dataclass(kw_only=True)
 class StreamSteps:
-    """Steps of a data set that is iterated: they end where it ends.
+    """Steps of an IterableDataset: they end when it ends.
 
     Attributes:
         length: returns the data set's length, at each call of `count`; raises TypeError if it has none.
         batches: how an epoch is cut into steps.
-        asked_length: number of steps that the user was given as the length; None if it was not asked for.
+        asked_length: number of steps that `len()` returned to the user; None if it was not called.
     """
 
     length: Callable[[], int]
@@ -303,4 +304,4 @@ class StreamSteps:
         raise ValueError("an IterableDataset is iterated: its steps are not planned")
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
-        raise ValueError("an IterableDataset yields its samples in turn, so that no step of it can be found alone")
+        raise ValueError("an IterableDataset yields its samples in sequence, so no single step of it can be built")

@@ -1,10 +1,10 @@
 """Tokens of an epoch up to any position, and the position up to any number of tokens.
 
     tokens of each block (a fact of the data set) --the epoch's windows of blocks--> tokens up to each window
-                                                  --one window a stream, looked at--> tokens up to a position
+                                                  --one window per stream------------> tokens up to a position
 
-The shuffle moves whole blocks into windows, whatever the seed, so that an epoch costs one addition a block, and a
-look-up the samples of a window of each stream. What was looked at last is kept, since the next step begins there.
+With any seed, the shuffle moves whole blocks into windows. So an epoch costs one addition per block, and a look-up the
+samples of one window per stream. The last span is kept, because the next step begins there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _EPOCHS_KEPT = 2
 
 
 class TokenCounts(Protocol):
-    """Tokens of samples: int32 (n,), int64 (n,) -> int64 (n,), of each at least 1."""
+    """Tokens of samples: rows, int64 (n,) -> tokens, int64 (n,), each at least 1."""
 
     def __call__(self, row: Ints) -> Ints: ...
 
 
 class TokenSums:
-    """Sums of tokens along an order. Pickles; its blocks as a mapped file.
+    """Sums of tokens along an order. Pickles, with its blocks as a mapped file.
 
     Args:
-        order: of the samples.
-        counts: tokens of each.
-        blocks: tokens of every block, those of one stream after those of another; by default they are added up.
+        order: order of the samples.
+        counts: tokens of each sample.
+        blocks: tokens of every block, stream after stream; by default they are computed.
 
     Attributes:
         total: tokens of an epoch.
@@ -54,52 +54,52 @@ class TokenSums:
         return TokenSums, (self._order, self._counts, self._blocks)
 
     def of_epoch(self, epoch: int) -> int:
-        """Tokens of an epoch: of each as many."""
+        """Return the tokens of an epoch, equal for all epochs."""
         return self.total
 
     def of_epochs_before(self, epoch: int) -> int:
-        """Tokens of all epochs before one."""
+        """Return the tokens of all epochs before this one."""
         return epoch * self.total
 
     def before(self, epoch: int, position: int) -> int:
-        """Tokens of the samples before a position, from 0 to num_samples."""
+        """Return the tokens of the samples before a position, from 0 to num_samples."""
         if position == 0:
             return 0
         span, number = self._span_of(epoch), position - 1
         if span is None or not span.first <= number < span.first + len(span.ends):
             grid = self._epoch(epoch).grid
             low = int(np.searchsorted(grid, number // self._order.streams, side="right")) - 1
-            span = self._look(epoch, low, low + 1)
+            span = self._compute_span(epoch, low, low + 1)
         return int(span.ends[number - span.first])
 
     def position(self, epoch: int, tokens: int) -> int:
-        """How many samples end within so many tokens from the epoch's start."""
+        """Return how many samples end within the first `tokens` tokens of the epoch."""
         span = self._span_of(epoch)
         if span is None or not span.base <= tokens < span.ends[-1]:
-            found = self._epoch(epoch)
-            # Between the last point that is certainly not beyond, and the first that certainly is.
-            low = max(0, int(np.searchsorted(found.most, tokens, side="right")) - 1)
-            high = int(np.searchsorted(found.least, tokens, side="right"))
-            span = self._look(epoch, min(low, len(found.grid) - 2), min(max(high, low + 1), len(found.grid) - 1))
+            _, _, grid, least, most = self._epoch(epoch)
+            # From the last grid point that is certainly not beyond, to the first that certainly is.
+            low = max(0, int(np.searchsorted(most, tokens, side="right")) - 1)
+            high = int(np.searchsorted(least, tokens, side="right"))
+            span = self._compute_span(epoch, min(low, len(grid) - 2), min(max(high, low + 1), len(grid) - 1))
         return span.first + int(np.searchsorted(span.ends, tokens, side="right"))
 
     def _span_of(self, epoch: int) -> _Span | None:
         kept = self._span
         return kept[1] if kept is not None and kept[0] == epoch else None
 
-    def _look(self, epoch: int, low: int, high: int) -> _Span:
-        """The sums between two points of the grid."""
-        order, found = self._order, self._epoch(epoch)
+    def _compute_span(self, epoch: int, low: int, high: int) -> _Span:
+        """Compute the sums between two points of the grid."""
+        order, kept = self._order, self._epoch(epoch)
         streams = order.streams
-        first, last = int(found.grid[low]), int(found.grid[high])
-        windows = [int(np.searchsorted(starts, first, side="right")) - 1 for starts in found.starts]
-        begins = np.array([starts[window] for starts, window in zip(found.starts, windows, strict=True)])
-        base = sum(int(sums[window]) for sums, window in zip(found.sums, windows, strict=True))
+        first, last = int(kept.grid[low]), int(kept.grid[high])
+        windows = [int(np.searchsorted(starts, first, side="right")) - 1 for starts in kept.starts]
+        begins = np.array([starts[window] for starts, window in zip(kept.starts, windows, strict=True)])
+        base = sum(int(sums[window]) for sums, window in zip(kept.sums, windows, strict=True))
         start, stop = int(begins.min()) * streams, min(last * streams, order.num_samples)
         tokens = self._counts(order.rows(epoch, start, stop)[1])
-        head = first * streams - start  # of it what comes before the first point
-        place = np.arange(start, start + head)
-        base += int(tokens[:head][place // streams >= begins[place % streams]].sum())
+        head = first * streams - start  # samples before the first grid point
+        position = np.arange(start, start + head)
+        base += int(tokens[:head][position // streams >= begins[position % streams]].sum())
         span = _Span(first * streams, base, base + np.cumsum(tokens[head:]))
         self._span = epoch, span
         return span
@@ -113,7 +113,7 @@ class TokenSums:
 
 
 class _Span(NamedTuple):
-    """Positions looked at: `ends` are the tokens up to and with each from `first` on, `base` those before it."""
+    """Computed positions: `ends` has the tokens up to and with each from `first` on, `base` is those before it."""
 
     first: int
     base: int
@@ -124,10 +124,10 @@ class _Epoch(NamedTuple):
     """Sums over windows.
 
     Attributes:
-        starts: of each stream, how many of its samples come before each of its windows, and at the end.
-        sums: of each stream, their tokens.
+        starts: for each stream, the number of its samples before each of its windows, and the number of all.
+        sums: for each stream, the tokens of these samples.
         grid: samples of each stream before some points of the epoch.
-        least, most: bounds on the tokens of all streams before them.
+        least, most: bounds on the tokens of all streams before these points.
     """
 
     starts: list[Ints]
@@ -157,11 +157,11 @@ def _epoch_of(order: Order, blocks: Ints, epoch: int) -> _Epoch:
 
 def _add_up(order: Order, counts: TokenCounts) -> Ints:
     bounds = np.concatenate([np.arange(start, stop, BLOCK) for start, stop in order.streams_of()])
-    found = np.zeros(len(bounds), np.int64)
+    sums = np.zeros(len(bounds), np.int64)
     for first in range(0, len(bounds), _BLOCKS_AT_ONCE):
         mine = bounds[first : first + _BLOCKS_AT_ONCE]
         after = first + _BLOCKS_AT_ONCE
         stop = int(bounds[after]) if after < len(bounds) else order.num_samples
         tokens = counts(order.located(np.arange(mine[0], stop))[1])
-        found[first : first + len(mine)] = np.add.reduceat(tokens, mine - mine[0])
-    return found
+        sums[first : first + len(mine)] = np.add.reduceat(tokens, mine - mine[0])
+    return sums

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from orchdata.held_threads import hold_at_end
+from orchdata.stuck_threads import pause_at_exit
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class JobStore:
 
         limit = self.timeout if seconds is None else seconds
         asking = Thread(target=run, daemon=True, name="orchdata-store")
-        hold_at_end(asking)
+        pause_at_exit(asking)
         asking.start()
         try:
             return answer.result(limit)

@@ -55,20 +55,20 @@ def run(folder: Path, *cases: tuple[str, str, str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(found: dict[str, Any], *, indexed: bool = False, loaded: bool = False) -> None:
+def check(outcome: dict[str, Any], *, indexed: bool = False, loaded: bool = False) -> None:
     """Each attempt names the package and the cause, no sample is blamed, and the index is sound afterwards."""
-    package, error, _ = found["case"]
+    package, error, _ = outcome["case"]
 
-    def is_named(told: Any) -> bool:
-        return told[0] == "PackageError" and f"'{package}'" in told[1] and f"({REASONS[error]}): " in told[1]
+    def is_named(value: Any) -> bool:
+        return value[0] == "PackageError" and f"'{package}'" in value[1] and f"({REASONS[error]}): " in value[1]
 
-    assert found["index"] == "built" if indexed else is_named(found["index"]), found
-    attempts = {name: told for name, told in found["load"].items() if name != "verify"}
+    assert outcome["index"] == "built" if indexed else is_named(outcome["index"]), outcome
+    attempts = {name: value for name, value in outcome["load"].items() if name != "verify"}
     assert len(attempts) == 6
-    for name, told in attempts.items():
-        assert told == HEALTHY if loaded else is_named(told) and told[2] == 0, (name, told)
-    assert found["load"]["verify"] == [] if loaded else is_named(found["load"]["verify"]), found
-    assert found["after"] == HEALTHY
+    for name, value in attempts.items():
+        assert value == HEALTHY if loaded else is_named(value) and value[2] == 0, (name, value)
+    assert outcome["load"]["verify"] == [] if loaded else is_named(outcome["load"]["verify"]), outcome
+    assert outcome["after"] == HEALTHY
 
 
 def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None
 @pytest.mark.parametrize("error", REASONS)
 def test_each_package_broken_in_each_way(tmp_path: Path, error: str) -> None:
     cases = [(package, error, recipe) for package, recipe in PACKAGES.items()]
-    for found in run(tmp_path, *cases, ("planted_helper", error, SAID)):
-        check(found)
+    for outcome in run(tmp_path, *cases, ("planted_helper", error, SAID)):
+        check(outcome)
     late, wrapped, without = run(
         tmp_path / "more",
         ("planted_helper", error, LATE),

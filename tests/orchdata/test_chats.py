@@ -33,14 +33,14 @@ def recipe_of(template: str) -> od.Recipe:
 def arrived(urls: str, recipe: od.Recipe) -> dict[str, tuple[list[int], list[int]]]:
     """key -> ids and loss of each sample of an epoch."""
     loader = od.DataLoader(od.ShardDataset(urls, recipe=recipe), batch_size=4, shuffle=True, drop_last=False, dp=(0, 1))
-    found = {}
+    by_key = {}
     for batch in loader:
         bounds = batch.llm.cu_seqlens.tolist()
         for (_, key), (start, stop) in zip(batch.keys, pairwise(bounds), strict=True):
             ids, labels = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
             assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
-            found[key] = ids, [int(label != -100) for label in labels]
-    return found
+            by_key[key] = ids, [int(label != -100) for label in labels]
+    return by_key
 
 
 def test_rows_with_tools_and_reasoning(tmp_path):

@@ -109,7 +109,7 @@ def test_index_lists_bad_samples_and_still_succeeds(mixed: Path) -> None:
 
 def test_index_fails_when_a_whole_shard_does(mixed: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.tar"
-    broken.write_bytes(b"this is no tar, although its name says" * 100)
+    broken.write_bytes(b"this is not a tar, in spite of its name" * 100)
     result = run("index", mixed, broken, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -124,21 +124,21 @@ def test_index_expands_braces(tmp_path: Path) -> None:
 
 
 def test_profile_json_has_what_was_asked_for(mixed: Path) -> None:
-    found = run_json("profile", mixed, "--ranks", "1,4", "--batch-size", "2")
-    assert (found["samples"], found["bad"]) == (2, 1)
-    assert [scale["ranks"] for scale in found["scales"]] == [1, 4]
-    assert [scale["global_batch_size"] for scale in found["scales"]] == [2, 8]
-    assert [scale["with_replacement"] for scale in found["scales"]] == [False, True]
+    profiled = run_json("profile", mixed, "--ranks", "1,4", "--batch-size", "2")
+    assert (profiled["samples"], profiled["bad"]) == (2, 1)
+    assert [scale["ranks"] for scale in profiled["scales"]] == [1, 4]
+    assert [scale["global_batch_size"] for scale in profiled["scales"]] == [2, 8]
+    assert [scale["with_replacement"] for scale in profiled["scales"]] == [False, True]
 
 
 def test_profile_takes_what_training_takes(mixed: Path) -> None:
     arguments = ("--ranks", "2", "--batch-size", "1", "--max-tokens", "2", "--max-tokens", "image=4096")
     options = ("--oversize", "own", "--objective", "sum", "--model-parallel", "4", "--multiple-of", "2")
-    found = run_json("profile", mixed, *arguments, *options)
-    assert found["caps"]["max_tokens"] == {"llm": 2, "image": 4096}
-    assert (found["caps"]["oversize"], found["objective"]) == ("own", "sum")
-    assert found["caps"]["above"]["image"] == 0 < found["caps"]["samples"]
-    assert found["scales"][0]["gpus"] == 8
+    profiled = run_json("profile", mixed, *arguments, *options)
+    assert profiled["caps"]["max_tokens"] == {"llm": 2, "image": 4096}
+    assert (profiled["caps"]["oversize"], profiled["objective"]) == ("own", "sum")
+    assert profiled["caps"]["above"]["image"] == 0 < profiled["caps"]["samples"]
+    assert profiled["scales"][0]["gpus"] == 8
     out = run("profile", mixed, *arguments, *options, "--padded").stdout
     for words in ("GPUs", "micro-steps", "samples above it get a microbatch each", "at its end only", "padded"):
         assert words in out
@@ -173,9 +173,9 @@ def test_recipe_and_cost_are_found_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ("--recipe", "my_training:recipe", "--cost", "my_training:cost", "--ranks", "1", "--batch-size", "1")
-    found = run_json("profile", mixed, *arguments)
-    assert found["has_cost_model"]
-    assert found["bad"] == 0  # without images the image that is none is not asked for
+    profiled = run_json("profile", mixed, *arguments)
+    assert profiled["has_cost_model"]
+    assert profiled["bad"] == 0  # without images the image that is none is not asked for
 
 
 def test_what_user_code_prints_does_not_end_up_in_the_json(
@@ -227,8 +227,8 @@ def test_an_error_is_one_line_that_names_the_value(
 def test_synth_writes_what_index_reads(tmp_path: Path) -> None:
     report = run_json("synth", DESCRIPTION, tmp_path / "out", "--samples", "12")
     assert report["samples"] == 12
-    found = run_json("index", *report["paths"])
-    assert (found["samples"], found["bad"]) == (12, 0)
+    profiled = run_json("index", *report["paths"])
+    assert (profiled["samples"], profiled["bad"]) == (12, 0)
 
 
 def test_synth_refuses_no_samples(tmp_path: Path) -> None:

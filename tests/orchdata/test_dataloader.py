@@ -398,8 +398,8 @@ def test_merge_puts_features_in_place_and_checks_them(dataset: od.ShardDataset) 
 
 
 def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
-    with pytest.raises(ValueError, match="quarantine names sample 'nobody'"):
-        loader(dataset, quarantine=[(dataset.urls[0], "nobody")])
+    with pytest.raises(ValueError, match="quarantine names sample 'no-key'"):
+        loader(dataset, quarantine=[(dataset.urls[0], "no-key")])
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"balance": "sideways"}, "balance must be one of"),
         ({"on_error": "ignore"}, "on_error must be"),
         ({"dp": (2, 2)}, "dp rank must be in 0..1, got 2"),
-        ({"sampler": [1, 2]}, "order of its own"),
+        ({"sampler": [1, 2]}, "its own order"),
         ({"cost": lambda sample: 1}, "od.CostModel"),
         ({"batch_size": 2.5, "global_batch_size": None}, "batch_size must be an integer of at least 1, got 2.5"),
         ({"global_batch_size": "24"}, "global_batch_size must be an integer of at least 1, got '24'"),
@@ -443,8 +443,8 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"timeout": None}, "timeout is a number of seconds"),
         ({"batch_size": None, "global_batch_size": None}, "give batch_size=1, or global_batch_size"),
-        ({"worker_init_fn": print}, "it would seed the training process's random state"),
-        ({"multiprocessing_context": "spawn"}, "leave it out, or pass num_workers"),
+        ({"worker_init_fn": print}, "random state it would seed .*: leave it out, or (give|pass) num_workers"),
+        ({"multiprocessing_context": "spawn"}, "leave it out, or give num_workers"),
         ({"num_threads": 0, "timeout": 5}, "timeout needs threads or workers"),
         ({"num_threads": 0, "prefetch_factor": 2}, "prefetch_factor needs threads or workers"),
         ({"num_threads": 0, "persistent_workers": True}, "persistent_workers needs threads or workers"),

@@ -21,16 +21,16 @@ def run(*arguments: str) -> Any:
 
 def findings() -> tuple[int, dict[tuple[str, str], dict[str, str]]]:
     result = run("--json")
-    found = json.loads(result.stdout)["findings"]
-    return result.exit_code, {(each["about"], each["name"]): each for each in found}
+    by_name = json.loads(result.stdout)["findings"]
+    return result.exit_code, {(each["about"], each["name"]): each for each in by_name}
 
 
 def test_a_machine_that_works(private_cache: Path) -> None:
-    code, found = findings()
+    code, by_name = findings()
     assert code == 0
-    assert found["versions", "numpy"]["found"] == version("numpy")
-    assert found["cache", "folder"]["found"].startswith(f"{private_cache}: ")
-    assert not [each for each in found.values() if each["verdict"] == "broken"]
+    assert by_name["versions", "numpy"]["found"] == version("numpy")
+    assert by_name["cache", "folder"]["found"].startswith(f"{private_cache}: ")
+    assert not [each for each in by_name.values() if each["verdict"] == "broken"]
     lines = run().stdout.splitlines()
     assert lines[-1] == "all that loading needs is here"
     assert "\x1b" not in run().stdout
@@ -39,10 +39,10 @@ def test_a_machine_that_works(private_cache: Path) -> None:
 def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
-    code, found = findings()
+    code, by_name = findings()
     assert code == 1
-    assert found["cache", "folder"]["verdict"] == "broken"
-    assert "ORCHDATA_CACHE" in found["cache", "folder"]["hint"]
+    assert by_name["cache", "folder"]["verdict"] == "broken"
+    assert "ORCHDATA_CACHE" in by_name["cache", "folder"]["hint"]
     assert run().stdout.splitlines()[-1] == "1 broken"
 
 
@@ -53,12 +53,12 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         return version(name)
 
     monkeypatch.setattr(doctor, "version", without)
-    code, found = findings()
+    code, by_name = findings()
     assert code == 1
-    assert found["versions", "pyarrow"]["verdict"] == "broken"
-    assert "pip install 'pyarrow" in found["versions", "pyarrow"]["hint"]
-    assert found["features", "transformers"]["verdict"] == "missing"
-    assert "orchdata[hf]" in found["features", "transformers"]["hint"]
+    assert by_name["versions", "pyarrow"]["verdict"] == "broken"
+    assert "pip install 'pyarrow" in by_name["versions", "pyarrow"]["hint"]
+    assert by_name["features", "transformers"]["verdict"] == "missing"
+    assert "orchdata[hf]" in by_name["features", "transformers"]["hint"]
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
         return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
-    code, found = findings()
+    code, by_name = findings()
     assert code == 0
-    assert found["features", package]["verdict"] == "missing"
-    assert said in found["features", package]["found"]
-    assert found["features", package]["hint"].startswith("pip install")
+    assert by_name["features", package]["verdict"] == "missing"
+    assert said in by_name["features", package]["found"]
+    assert by_name["features", package]["hint"].startswith("pip install")
     if package == "av":
-        assert "video" in found["features", "av"]["found"]
-        assert found["media", "FFmpeg"]["verdict"] == "missing"
-        assert found["media", "audio"]["verdict"] == "good"
+        assert "video" in by_name["features", "av"]["found"]
+        assert by_name["media", "FFmpeg"]["verdict"] == "missing"
+        assert by_name["media", "audio"]["verdict"] == "good"
 
 
 @pytest.mark.parametrize("error", [OSError("libcudart.so.13"), RuntimeError("two versions of CUDA")])
@@ -102,11 +102,11 @@ def test_without_torchaudio_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, 
         return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
-    code, found = findings()
-    told = found["versions", "torchaudio"]
-    assert (code, told["verdict"]) == (0, "note")
-    assert told["found"] == f"{type(error).__name__}: {error}"
-    assert told["hint"].startswith("nothing to do: clips are resampled in torch")
+    code, by_name = findings()
+    finding = by_name["versions", "torchaudio"]
+    assert (code, finding["verdict"]) == (0, "note")
+    assert finding["found"] == f"{type(error).__name__}: {error}"
+    assert finding["hint"].startswith("nothing to do: clips are resampled in torch")
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,19 @@ def test_the_advice_for_a_package_that_is_needed_changes_something(
         return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
-    code, found = findings()
-    assert (code, found["versions", "soundfile"]["verdict"]) == (1, "broken")
-    assert found["versions", "soundfile"]["hint"].startswith(hint)
+    code, by_name = findings()
+    assert (code, by_name["versions", "soundfile"]["verdict"]) == (1, "broken")
+    assert by_name["versions", "soundfile"]["hint"].startswith(hint)
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "is_good"),
+    ("package", "installed", "is_good"),
     [("numpy", "1.25.9", False), ("numpy", "2.0", True), ("pillow", "14.0.0", False), ("torch", "2.6.0a0+nv", True)],
 )
 def test_versions_outside_what_is_required(
-    monkeypatch: pytest.MonkeyPatch, package: str, found: str, is_good: bool
+    monkeypatch: pytest.MonkeyPatch, package: str, installed: str, is_good: bool
 ) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: found if name == package else version(name))
+    monkeypatch.setattr(doctor, "version", lambda name: installed if name == package else version(name))
     code, seen = findings()
     assert (code, seen["versions", package]["verdict"]) == ((0, "good") if is_good else (1, "broken"))
     assert ("is required" in seen["versions", package]["found"]) is not is_good
@@ -159,9 +159,9 @@ def test_files_of_the_cache_that_cannot_be_looked_at(private_cache: Path, monkey
         return asked(path, **options)
 
     monkeypatch.setattr(Path, "stat", refusing)
-    _, found = findings()
-    assert found["cache", "folder"]["verdict"] != "broken"
-    assert "2.0 KiB used" in found["cache", "folder"]["found"]
+    _, by_name = findings()
+    assert by_name["cache", "folder"]["verdict"] != "broken"
+    assert "2.0 KiB held" in by_name["cache", "folder"]["found"]
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -178,8 +178,8 @@ def test_the_resizer_is_held_against_torchvisions(monkeypatch: pytest.MonkeyPatc
             import torch
 
             pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-            found = resized(pixels, (size[1], size[0]), "torchvision", "bicubic")
-            return torch.from_numpy(found if same else found ^ 1).permute(2, 0, 1)
+            pixels_out = resized(pixels, (size[1], size[0]), "torchvision", "bicubic")
+            return torch.from_numpy(pixels_out if same else pixels_out ^ 1).permute(2, 0, 1)
 
     wanted = doctor.importlib.import_module
 
@@ -187,9 +187,9 @@ def test_the_resizer_is_held_against_torchvisions(monkeypatch: pytest.MonkeyPatc
         return Theirs if name.startswith("torchvision") else wanted(name)
 
     monkeypatch.setattr(doctor.importlib, "import_module", imported)
-    code, found = findings()
+    code, by_name = findings()
     assert code == (0 if same else 1)
-    assert found["resizer", "torchvision's"]["verdict"] == ("good" if same else "broken")
+    assert by_name["resizer", "torchvision's"]["verdict"] == ("good" if same else "broken")
 
 
 def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +198,6 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
         yield
 
     monkeypatch.setattr(doctor, "_LOOKS", (_broken,))
-    code, found = findings()
+    code, by_name = findings()
     assert code == 1
-    assert "RuntimeError: no such thing" in found["broken", "this look"]["found"]
+    assert "RuntimeError: no such thing" in by_name["broken", "this look"]["found"]

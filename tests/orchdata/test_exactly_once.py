@@ -1,7 +1,7 @@
 """An epoch is each sample once and the same global batches, bit for bit, whoever builds them and however it is cut.
 
 A run is a sequence of stretches: so many steps on so many ranks by some engine, then the state is saved and loaded by
-the next, which may have other ranks and another engine. What arrives is held against one rank that builds inline,
+the next, which may have other ranks and another engine. Batches are compared with those of one rank that builds inline,
 undisturbed; and the keys of all that arrives against those that lie in the shards.
 """
 
@@ -102,12 +102,12 @@ def run(dataset: od.ShardDataset, stretches: Sequence[Stretch], epochs: int = 1,
 
 @pytest.fixture(scope="module")
 def expected(dataset: od.ShardDataset, module_cache: Path) -> dict[str, list[str]]:
-    """By balance: digests of two epochs that nobody disturbs. They do not depend on it."""
+    """By balance: digests of two undisturbed epochs. They do not depend on the balance."""
     alone = [Stretch(1, ENGINES[0], 0)]
-    found = {name: run(dataset, alone, 2, **options) for name, options in BALANCES.items()}
-    assert all(each == found["global"] for each in found.values())
-    assert len(set(found["global"])) == 2 * STEPS
-    return found
+    by_balance = {name: run(dataset, alone, 2, **options) for name, options in BALANCES.items()}
+    assert all(each == by_balance["global"] for each in by_balance.values())
+    assert len(set(by_balance["global"])) == 2 * STEPS
+    return by_balance
 
 
 @pytest.mark.parametrize("balance", BALANCES)

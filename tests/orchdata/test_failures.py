@@ -61,7 +61,7 @@ def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int)
     assert failures["count"] == 3 == len(handled)
     assert {row["key"] for row in failures["samples"]} == {"cut", "lie", "missing"}
     assert all(row["shard"].endswith("bad.tar") and row["reason"] for row in failures["samples"])
-    assert "not audio: starts with '...'" in failures["by_reason"]  # by kind, whatever each sample starts with
+    assert "not audio: starts with '...'" in failures["by_reason"]  # by kind, with any first bytes
 
 
 def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_failures_are_gathered_over_ranks(tmp_path: Path, distributed: bool) -> 
 
 
 def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> od.DataLoader:
-    """Of an image whose decoder raises `error`, and a text."""
+    """Samples: an image with a decoder that raises `error`, and a text."""
 
     def fail(*_: object) -> None:
         raise error

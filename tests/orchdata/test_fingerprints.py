@@ -35,8 +35,8 @@ def test_subclasses_are_obeyed(tmp_path: Path) -> None:
     sample = {"jpg": jpeg(64, 32), "wav": audio(0.3), "json": chat("<image> and <audio> SO", "Be it")}
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", **sample}])
 
-    def only(**held: Any) -> od.Batch:
-        (batch,) = loader(shard, recipe=od.Recipe(**BASES | held), cost=None)
+    def only(**changed: Any) -> od.Batch:
+        (batch,) = loader(shard, recipe=od.Recipe(**BASES | changed), cost=None)
         return batch
 
     plain = only()
@@ -57,7 +57,7 @@ def test_subclasses_are_obeyed(tmp_path: Path) -> None:
 
 
 def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
-    recipes = {name: od.Recipe(**BASES | held) for name, held in SUBCLASSES.items()}
+    recipes = {name: od.Recipe(**BASES | changed) for name, changed in SUBCLASSES.items()}
     recipes |= {
         "none": od.Recipe(**BASES),
         "image, other parameter": od.Recipe(image=Cropped(half=False, **IMAGE)),  # type: ignore[arg-type]
@@ -73,10 +73,10 @@ def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
     assert len(set(prints.values())) == len(prints)
     program = "import pickle, sys; print(*[recipe.fingerprint() for recipe in pickle.load(sys.stdin.buffer)])"
     code = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; {program}"
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(list(recipes.values())), capture_output=True, check=True
     )
-    assert told.stdout.decode().split() == list(prints.values())
+    assert finished.stdout.decode().split() == list(prints.values())
 
 
 @pytest.mark.parametrize(

@@ -72,17 +72,17 @@ def test_each_sample_once_and_the_same_batches_on_any_ranks(shards: list[str], d
         assert epoch(shards, num_ranks, drop_last=drop_last) == alone
 
 
-def found(fixtures_dir: Path, *patterns: str) -> list[Path]:
+def matching(fixtures_dir: Path, *patterns: str) -> list[Path]:
     return sorted(path for pattern in patterns for path in fixtures_dir.glob(pattern))
 
 
 def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
-    paths = found(fixtures_dir, "wds/**/*.tar", "wds/**/*.tgz", "multimodal/**/*.parquet")
+    paths = matching(fixtures_dir, "wds/**/*.tar", "wds/**/*.tgz", "multimodal/**/*.parquet")
     assert len(paths) >= 9
     delivered: dict[str, int] = {}
     for path in paths:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "no step to make")  # of two shards nothing can be read
+            warnings.filterwarnings("ignore", "the loader has no steps")  # of two shards nothing can be read
             loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error="skip", num_threads=2)
         count = sum(len(batch.keys) for batch in loader)
         failures = loader.stats()["failures"]["samples"]

@@ -45,7 +45,7 @@ loaders: required
 loaders: shards
 loaders: samples
 loaders: index
-orchdata: progress notices held_threads quarantine yaml_file
+orchdata: progress notices stuck_threads quarantine yaml_file
 orchdata: order
 orchdata: planning
 orchdata: ranks
@@ -105,15 +105,15 @@ def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 @cache
 def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
-    found = set()
+    imported = set()
     for node in _nodes(ast.parse(path.read_text()), typing=typing):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in full}
-    return frozenset(found)
+            imported |= {name if name in modules else str(node.module) for name in full}
+    return imported
 
 
 MODULES = _modules()
@@ -147,7 +147,7 @@ def test_rooms_are_small_enough_to_be_seen_at_once() -> None:
 
 
 def test_no_public_name_is_that_of_a_unit() -> None:
-    # Importing orchdata.name.file would put the room in the place of the function or class.
+    # Importing orchdata.name.file would replace the function or class with the subpackage.
     import orchdata
 
     assert {unit for folder, unit in LAYER_OF if folder == "orchdata"}.isdisjoint(orchdata.__all__)

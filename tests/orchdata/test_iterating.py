@@ -1,4 +1,4 @@
-"""Where iterations begin: after an epoch, a break, an error, a state, and beside one another."""
+"""Where iterations begin: after an epoch, a break, an error, a state, and at the same time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keys(one: od.DataLoader) -> list[tuple[str, str]]:
     return [key for batch in one for key in batch.keys]
 
 
-def place(batch: od.Batch) -> tuple[int, int]:
+def position_of(batch: od.Batch) -> tuple[int, int]:
     return batch.plan.epoch, batch.step
 
 
@@ -57,7 +57,7 @@ def test_an_iteration_after_break_begins_the_next_epoch(
 ) -> None:
     one = loader(dataset, persistent_workers=persistent)
     limited = [
-        [place(batch) for batch in itertools.islice(_batches(one, steps), 2)] for _ in range(3)
+        [position_of(batch) for batch in itertools.islice(_batches(one, steps), 2)] for _ in range(3)
     ]  # as a trainer that limits its batches does
     assert limited == [[(epoch, 0), (epoch, 1)] for epoch in range(3)]
     assert one.state_dict()["epoch"] == 2 and one.state_dict()["step"] == 2  # what was delivered, not what comes next
@@ -82,14 +82,14 @@ def test_an_error_in_the_body_of_the_loop_is_a_break(dataset: od.ShardDataset) -
         for batch in one:
             _ = 1 // (1 - batch.step)
     assert one.state_dict()["step"] == 2
-    assert place(next(iter(one))) == (1, 0)
+    assert position_of(next(iter(one))) == (1, 0)
 
 
 def test_an_iteration_that_delivered_nothing_has_not_begun_its_epoch(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
     iter(one)
     iter(one.steps())
-    assert place(next(iter(one))) == (0, 0)
+    assert position_of(next(iter(one))) == (0, 0)
 
 
 @pytest.mark.parametrize("delivered", [0, 3])
@@ -121,7 +121,7 @@ def test_going_on_after_an_error_keeps_to_what_a_random_sampler_drew() -> None:
     seen += [number for batch in one for number in batch["number"].tolist()]
     assert sorted(seen) == list(range(40))
     following = [number for batch in one for number in batch["number"].tolist()]
-    assert sorted(following) == list(range(40)) and following != seen  # drawn anew
+    assert sorted(following) == list(range(40)) and following != seen  # drawn again
 
 
 def test_set_epoch_keeps_a_restored_position_until_a_step_is_delivered(dataset: od.ShardDataset) -> None:
@@ -132,25 +132,25 @@ def test_set_epoch_keeps_a_restored_position_until_a_step_is_delivered(dataset: 
     resumed.load_state_dict(one.state_dict())
     for _ in range(2):
         resumed.set_epoch(0)
-    assert place(next(iter(resumed))) == (0, 1)
+    assert position_of(next(iter(resumed))) == (0, 1)
     resumed.set_epoch(0)
-    assert place(next(iter(resumed))) == (0, 0)
+    assert position_of(next(iter(resumed))) == (0, 0)
 
 
 def test_set_epoch_begins_an_epoch_at_its_start(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
     for epoch in (0, 1, 1, 4):
         one.set_epoch(epoch)
-        assert place(next(iter(one))) == (epoch, 0)
+        assert position_of(next(iter(one))) == (epoch, 0)
 
 
 def test_set_epoch_inside_an_iteration_holds_for_the_next(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
     for step, batch in enumerate(one):
         one.set_epoch(7)
-        assert place(batch) == (0, step)
+        assert position_of(batch) == (0, step)
     assert one.state_dict()["epoch"] == 7
-    assert place(next(iter(one))) == (7, 0)
+    assert position_of(next(iter(one))) == (7, 0)
 
 
 def test_a_state_taken_after_break_goes_on_inside_the_epoch(dataset: od.ShardDataset) -> None:
@@ -160,14 +160,14 @@ def test_a_state_taken_after_break_goes_on_inside_the_epoch(dataset: od.ShardDat
             break
     resumed = loader(dataset)
     resumed.load_state_dict(one.state_dict())
-    assert [place(batch) for batch in resumed] == [(0, step) for step in range(3, STEPS)]
+    assert [position_of(batch) for batch in resumed] == [(0, step) for step in range(3, STEPS)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persistent: bool) -> None:
     one = loader(dataset, persistent_workers=persistent)
     for step, (left, right) in enumerate(zip(one, one, strict=True)):
-        assert place(left) == place(right) == (0, step)
+        assert position_of(left) == position_of(right) == (0, step)
         assert left.keys == right.keys
         assert one.state_dict()["step"] == step + 1
     assert one.state_dict()["epoch"] == 1
@@ -181,10 +181,10 @@ def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persis
 def test_a_look_at_another_epoch_leaves_the_loop_around_it_alone(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
     for step, batch in enumerate(one):
-        assert place(batch) == (0, step)
+        assert position_of(batch) == (0, step)
         assert one.state_dict()["step"] == step + 1  # the step delivered last
         if step == 2:
-            assert place(next(iter(one))) == (1, 0)
+            assert position_of(next(iter(one))) == (1, 0)
             assert one.state_dict()["epoch"] == 1
     assert one.state_dict()["epoch"] == 2  # epoch 1 was begun, inside
 
@@ -202,9 +202,9 @@ def test_two_iterations_over_a_random_sampler_see_every_sample_once() -> None:
 def test_len_under_max_tokens_says_once_that_it_counts_steps(
     dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchdata.notices._said", set())
+    monkeypatch.setattr("orchdata.notices._warned", set())
     one = loader(dataset, balance=od.Balance(max_tokens=500, oversize="own"))
-    assert len(list(one)) > STEPS  # says nothing: nobody asked
+    assert len(list(one)) > STEPS  # no warning without a call of len()
     with pytest.warns(UserWarning, match=rf"{STEPS}; iterating gives microbatches.*loader\.steps\(\)") as said:
         assert len(one) == STEPS
     assert said[0].filename == __file__

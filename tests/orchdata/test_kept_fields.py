@@ -71,8 +71,8 @@ def test_kept_columns_of_parquet(tmp_path: Path) -> None:
 
 def test_keeping_changes_nothing_else(shard: str) -> None:
     keeping = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN, keep=("json", "track", "npy"))
-    found = delivered([list(loader(shard, recipe=keeping, balance=od.Balance(assignment="per_phase")))])
-    assert differ(found, EXPECTED, mrope=False) == []
+    received = delivered([list(loader(shard, recipe=keeping, balance=od.Balance(assignment="per_phase")))])
+    assert differ(received, EXPECTED, mrope=False) == []
     plain, kept = (od.ShardDataset(shard, recipe=recipe).index() for recipe in (RECIPE, keeping))
     assert plain.totals["modalities"] == kept.totals["modalities"] and plain.fingerprint != kept.fingerprint
     parts = [sample.parts for batch in loader(shard, recipe=keeping, collate_fn=list) for sample in batch]

@@ -37,8 +37,8 @@ def script() -> Iterator[ModuleType]:
 def report(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("gpu") / "gpu.json"
     script.main(["--tiny", "--out", str(path)])
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    parsed: dict[str, Any] = json.loads(path.read_text())
+    return parsed
 
 
 def steps_of(entry: dict[str, Any], lane: str) -> list[dict[str, dict[str, np.ndarray]]]:

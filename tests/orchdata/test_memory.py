@@ -32,7 +32,7 @@ def heard(*command: Any) -> Any:
     ids=["default", "persistent threads", "persistent workers"],
 )
 def test_memory_is_flat_over_epochs(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the process and all below it: what an epoch would leave behind shows as a slope."""
+    """Memory of the process and its children: memory that an epoch leaks shows as a slope."""
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
     omni_shards(tmp_path, shards=3, samples=40)
     used = heard(memory_job.__file__, tmp_path, EPOCHS, json.dumps(options))
@@ -44,11 +44,11 @@ def test_memory_is_flat_over_epochs(tmp_path: Path, options: dict[str, Any], mon
 @pytest.mark.slow
 def test_memory_does_not_follow_the_index_and_resuming_late_is_no_slower(tmp_path: Path) -> None:
     """What a process has allocated after a loader planned its first step; the index itself is mapped."""
-    found = []
+    figures = []
     for samples in (100_000, 1_000_000):
         path = tmp_path / f"{samples}.index"
         synthetic_index(path, samples, 0)
-        found.append(heard("-m", "benchmarks.start_one", path, 256, 16))
-    few, many = found
+        figures.append(heard("-m", "benchmarks.start_one", path, 256, 16))
+    few, many = figures
     assert many["anonymous_bytes"] - few["anonymous_bytes"] < 20 * MIB  # 22 bytes a sample would be more
     assert many["late_seconds"] < 10 * many["first_seconds"]  # to walk there would take a hundred times as long

@@ -41,16 +41,16 @@ def data(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> dict[s
     pq.write_table(pa.table({"text": ["x" * (1 + 7 * number % 90) for number in range(25)]}), folder / "rows.parquet")
     tar = [{"__key__": f"t{number}", "txt": b"y" * (1 + 5 * number % 60)} for number in range(30)]
     lines = od.ShardDataset(folder / "lines.jsonl", RECIPE)
-    found = {
+    datasets = {
         "tar": od.ShardDataset(write_shard(folder / "texts.tar", tar), RECIPE).split("train", 0.8),
         "rows": od.ShardDataset(folder / "rows.parquet", RECIPE),
         "lines": lines.filter("tokens < 80"),
         "held": lines.filter("tokens >= 80"),
         "omni": od.ShardDataset(omni_shards(folder, shards=2, samples=10), RECIPE),
     }
-    for dataset in found.values():
+    for dataset in datasets.values():
         dataset.index()
-    return found
+    return datasets
 
 
 def mixture(
@@ -85,7 +85,7 @@ def taken(plan: Plan) -> Taken:
 
 def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[tuple[int, int, Taken]]:
     """(epoch, step, samples) of two epochs, the stretches in turn; the last one goes to the end."""
-    found: list[tuple[int, int, Taken]] = []
+    all_steps: list[tuple[int, int, Taken]] = []
     state: Any = None
     for number, stretch in enumerate(stretches):
         rank = stretch.rank % stretch.ranks
@@ -96,11 +96,11 @@ def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[t
         while left and loader.state_dict()["epoch"] < EPOCHS:
             epoch, steps = loader.state_dict()["epoch"], iter(loader.steps())
             for step in itertools.islice(steps, left):
-                found.append((epoch, step[0].step, taken(step[0].plan)))
+                all_steps.append((epoch, step[0].step, taken(step[0].plan)))
                 left -= 1
             steps.close()  # type: ignore[attr-defined]
         state = loader.state_dict()
-    return found
+    return all_steps
 
 
 stretches = st.lists(
@@ -176,7 +176,7 @@ def test_a_resume_at_every_step_and_a_second_one(data: dict[str, od.ShardDataset
 @pytest.mark.parametrize("stop", ["all", "repeat"])
 def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.ShardDataset], stop: str) -> None:
     mixed = mixture(data, stop=stop, by="tokens", staged=stop == "repeat", weights=(3, 1, 4, 1, 5))
-    held = []
+    contents = []
     for ranks in (1, 2, 3, 8):
         balance = od.Balance(scope="grid" if ranks == 8 else "global", group_size=2 if ranks == 8 else None)
         ours = [
@@ -186,10 +186,10 @@ def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.Shard
             for rank in range(ranks)
         ]
         steps = zip(*(loader.steps() for loader in ours), strict=True)
-        found = [[content(share) for share in step] for step in steps]
-        held.append([[sorted(each for share in step for each in share[kind]) for kind in (0, 1)] for step in found])
-    assert len(held[0]) > 4
-    assert held[1:] == held[:1] * 3
+        shares = [[content(share) for share in step] for step in steps]
+        contents.append([[sorted(x for share in step for x in share[kind]) for kind in (0, 1)] for step in shares])
+    assert len(contents[0]) > 4
+    assert contents[1:] == contents[:1] * 3
 
 
 def plans_of(loader: od.DataLoader, epoch: int = 0) -> list[Plan]:

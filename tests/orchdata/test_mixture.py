@@ -61,8 +61,8 @@ def test_each_source_is_read_by_its_own_recipe(data: dict[str, od.ShardDataset])
         for batch in loader:
             bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
             for key, (start, stop) in zip(batch.keys, bounds, strict=False):
-                held = batch.llm.input_ids[start:stop], batch.llm.labels[start:stop]
-                seen.setdefault(name, {})[key] = b"".join(each.numpy().tobytes() for each in held)
+                arrays = batch.llm.input_ids[start:stop], batch.llm.labels[start:stop]
+                seen.setdefault(name, {})[key] = b"".join(each.numpy().tobytes() for each in arrays)
     apart = seen["omni"] | seen["chat"] | seen["text"]
     assert len(apart) == 30 + 20 + 9
     assert seen["mixed"] == apart
@@ -104,12 +104,12 @@ def test_mixtures_in_mixtures_share_out_a_weight(data: dict[str, od.ShardDataset
     (loader,) = loaders(nested, 1, num_workers=1, num_threads=1)
     for _ in loader.steps():
         pass
-    found = loader.stats()["sources"]
-    total = sum(counts["tokens"] for counts in found.values())
+    by_source = loader.stats()["sources"]
+    total = sum(counts["tokens"] for counts in by_source.values())
     longest = max(int(dataset.index().llm_tokens.max()) for dataset in data.values())
     for name, share in {"omni": 1 / 3, "words/chat": 1 / 2, "words/text": 1 / 6}.items():
-        assert abs(found[name]["tokens"] / total - share) <= max(0.005, 2 * longest / total)
-    assert found["words/text"]["passes"] > found["omni"]["passes"] > 1
+        assert abs(by_source[name]["tokens"] / total - share) <= max(0.005, 2 * longest / total)
+    assert by_source["words/text"]["passes"] > by_source["omni"]["passes"] > 1
 
 
 def test_per_phase_and_padded_batches_tell_their_sources(data: dict[str, od.ShardDataset]) -> None:
@@ -232,8 +232,8 @@ def test_stages_follow_each_other(data: dict[str, od.ShardDataset]) -> None:
         for source, tokens in zip(plan.source.tolist(), plan.llm_positions.tolist(), strict=True):
             seen.append((at, plan.sources[source]))
             at += tokens
-    for place, name in seen:
-        assert name in next(weights for bound, weights in reversed(stages) if bound <= place)
+    for position, name in seen:
+        assert name in next(weights for bound, weights in reversed(stages) if bound <= position)
 
 
 def test_loss_weights_are_planned_into_the_denominator(data: dict[str, od.ShardDataset]) -> None:
@@ -343,7 +343,7 @@ def test_states_of_other_mixtures_and_broken_ones_are_refused(data: dict[str, od
     with pytest.raises(od.StateError, match="mixture.by is 'tokens' in the state and 'samples' here"):
         loaders(mixture(data, by="samples"), 1, state)
     for stages in ([], None, [[0, {"omni": "1", "chat": 1, "text": 1}]], [[5, {"omni": 1, "chat": 1, "text": 1}]]):
-        with pytest.raises(od.StateError, match="which are none"):
+        with pytest.raises(od.StateError, match="invalid stages"):
             loaders(mixture(data), 1, state | {"stages": stages})
     again = loaders(mixture(data), 1, state)[0].state_dict()
     assert again == state

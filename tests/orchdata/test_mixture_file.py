@@ -60,12 +60,12 @@ def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
 def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     result = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2,8", "--json", *size])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["samples"] == 20 + 9 + 7
-    shares = {name: source["share"] for name, source in found["sources"].items()}
+    report = json.loads(result.stdout)
+    assert report["samples"] == 20 + 9 + 7
+    shares = {name: source["share"] for name, source in report["sources"].items()}
     assert shares["omni"] == pytest.approx(0.75, abs=0.05)
     assert shares["words/chat"] == pytest.approx(1 / 6, abs=0.05)
-    assert found["sources"]["words/text"]["passes"] > 2
+    assert report["sources"]["words/text"]["passes"] > 2
     table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2", *size])
     assert "What sources give in an epoch" in table.stdout
 
@@ -73,11 +73,11 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
 def test_a_source_may_be_filtered(folder: Path) -> None:
     file = folder / "mix.yaml"
     file.write_text(MIX.replace("weight: 3", 'filter: "image_parts > 0"', 1))
-    found = json.loads(CliRunner().invoke(app, ["profile", str(file), ALLOW, "--ranks", "2", "--json"]).stdout)
+    report = json.loads(CliRunner().invoke(app, ["profile", str(file), ALLOW, "--ranks", "2", "--json"]).stdout)
     (omni,) = [leaf.dataset for leaf in read_mixture(file, RECIPE, allow_recipes=True).leaves if leaf.name == "omni"]
-    assert found["sources"]["omni"]["usable"] == len(omni) == 12  # three kinds of five have images
-    assert (found["samples"], found["unchosen"]) == (12 + 9 + 7, 8)
-    assert found["modalities"]["image"]["samples"] == 12
+    assert report["sources"]["omni"]["usable"] == len(omni) == 12  # three kinds of five have images
+    assert (report["samples"], report["unchosen"]) == (12 + 9 + 7, 8)
+    assert report["modalities"]["image"]["samples"] == 12
     refused = CliRunner().invoke(app, ["profile", str(file), "--filter", "tokens < 9"])
     assert refused.exit_code == 1
     assert "give the sources in" in refused.output
@@ -106,7 +106,7 @@ def test_a_source_of_records_names_the_folder_of_its_media(folder: Path, images:
 def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module beside the working directory may be anybody's, as a file that came with a data set is."""
+    """A module next to the working directory may be anyone's, like a file that came with a data set."""
     monkeypatch.chdir(folder)
     lines = ("import pathlib", "pathlib.Path('was here').touch()", "from shard_factory import RECIPE as R")
     (folder / "planted.py").write_text("\n".join(lines))
@@ -144,7 +144,7 @@ def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
         ("weight: 3", "weight: 3, weight: 4", "'weight' comes twice"),
         ("weight: 2", "weight: -2", "sources.words.sources.chat: Source.weight must be a number of at least 0, got -2"),
         ("weight: 3", "media_root: 5", "sources.omni.media_root must be a folder, got 5"),
-        ("weight: 3", "media_root: nowhere", "nowhere' is no folder"),
+        ("weight: 3", "media_root: nowhere", "nowhere' is not a folder"),
         (
             '"shard_factory:RECIPE"',
             "5",

@@ -19,7 +19,7 @@ from shard_factory import RECIPE, chat, omni_samples, write_shard
 import orchdata as od
 
 TOLERANCE = 1e-12  # relative, by norm of each parameter
-Found = dict[Case, dict[str, Any]]
+Outcomes = dict[Case, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def suite(request: pytest.FixtureRequest) -> Suite:
 
 
 @pytest.fixture(scope="module")
-def found(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def outcomes(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     name = next(name for name, each in SUITES.items() if each is suite)
     results, *_ = run_ranks(
         JOB,
@@ -61,33 +61,33 @@ def found(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def of_steps(seen: list[dict[str, Any]]) -> dict[int, list[str]]:
     """The keys of each step."""
-    found: dict[int, list[str]] = defaultdict(list)
+    digests: dict[int, list[str]] = defaultdict(list)
     for batch in seen:
-        found[batch["step"]] += batch["samples"]
-    return {step: sorted(keys) for step, keys in found.items()}
+        digests[batch["step"]] += batch["samples"]
+    return {step: sorted(keys) for step, keys in digests.items()}
 
 
-def test_training_ends_where_one_process_does(found: Found) -> None:
-    apart = {str(case): of["from_reference"] for case, of in found.items() if case.loss == "global"}
+def test_training_ends_where_one_process_does(outcomes: Outcomes) -> None:
+    apart = {str(case): of["from_reference"] for case, of in outcomes.items() if case.loss == "global"}
     assert {case: difference for case, difference in apart.items() if not difference < TOLERANCE} == {}
-    assert all(of["moved"] > 1e-2 for of in found.values())  # or the comparison would say nothing
+    assert all(of["moved"] > 1e-2 for of in outcomes.values())  # or the comparison would say nothing
 
 
-def test_sums_and_denominators_that_are_wrong_do_not_pass(found: Found, suite: Suite) -> None:
+def test_sums_and_denominators_that_are_wrong_do_not_pass(outcomes: Outcomes, suite: Suite) -> None:
     """Without the weights of tokens, with denominators without them, and with means of each rank."""
-    wrong = {str(case): of["from_reference"] for case, of in found.items() if case.loss != "global"}
+    wrong = {str(case): of["from_reference"] for case, of in outcomes.items() if case.loss != "global"}
     assert len(wrong) == 4
     assert {case: difference for case, difference in wrong.items() if not difference > 1e-3} == {}
 
 
-def test_steps_are_those_of_one_process(found: Found) -> None:
-    for of in found.values():
+def test_steps_are_those_of_one_process(outcomes: Outcomes) -> None:
+    for of in outcomes.values():
         assert of_steps([batch for rank in of["seen"] for batch in rank]) == of_steps(of["alone"])
 
 
-def test_the_cases_were_what_they_say(found: Found, suite: Suite) -> None:
+def test_the_cases_were_what_they_say(outcomes: Outcomes, suite: Suite) -> None:
     """Guards the data: several microbatches, sources of unlike weight in a step, parts encoded away from home."""
-    for case, of in found.items():
+    for case, of in outcomes.items():
         batches = [batch for rank in of["seen"] for batch in rank]
         is_short = case.layout == "packed to lengths" and suite.num_ranks * LENGTH < BUDGET
         if case.capped or (is_short and case.measure == "tokens"):

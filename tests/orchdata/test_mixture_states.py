@@ -1,4 +1,4 @@
-"""States of mixtures: those of before are translated, and their size does not grow with the number of stages."""
+"""States of mixtures: older ones are translated, and their size does not grow with the number of stages."""
 
 # ruff: noqa: F811 (a fixture is imported)
 
@@ -17,7 +17,7 @@ from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, steps_of
 
 import orchdata as od
-from orchdata.dataset.mixed_state import read_place, tell_place
+from orchdata.dataset.mixed_state import dump_mixture, load_mixture
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
 
@@ -28,7 +28,7 @@ WEIGHTS = [{"omni": 5, "chat": 3, "text": 1}, {"omni": 1, "chat": 3, "text": 2},
 
 
 def mixture_of(name: str, data: dict[str, od.ShardDataset]) -> od.Mixture:
-    """The mixture that a state of before was taken of."""
+    """The mixture of an older state."""
     if name.startswith("weights changed"):
         return mixture(data, (1, 8, 1), epoch_tokens=20_000)
     options: dict[str, Any] = {"stop": "all", "epoch_tokens": None} if name.startswith("all") else {}
@@ -46,7 +46,9 @@ def test_a_state_of_before_goes_on_with_each_sample_exactly_once(
     mixed = mixture_of(name, data)
     (fresh,) = loaders(mixed, 1)
     state = deepcopy(STATES[name]["state"])
-    state["fingerprint"]["sources"] = fresh._runtime.prepared.fingerprint["sources"]  # they say where the shards lie
+    state["fingerprint"]["sources"] = fresh._runtime.prepared.fingerprint[
+        "sources"
+    ]  # they have the paths of the shards
     ours = loaders(mixed, 3, state)
     rest = [planned(step) for step in steps_of(ours)]
     if name.startswith("all") and state["epoch"]:
@@ -109,7 +111,7 @@ def test_equal_weights_again_at_a_resume_change_nothing(data: dict[str, od.Shard
     state = ours[0].state_dict()
     rest = [planned(step) for step in steps_of(loaders(again, 1, state))]  # needs no `allow`
     assert [*first, *rest] == expected
-    # With other weights before: those that hold now are the same.
+    # With other weights before: the present ones are the same.
     other = mixture(data, stages=[(0, {"text": 1}), (900, {"omni": 5, "chat": 3, "text": 1})])
     (later,) = loaders(other, 1, state, ("weights",))
     second = [planned(step) for step in steps_of([later], 3)]
@@ -123,16 +125,16 @@ def test_a_state_that_says_what_cannot_be_is_refused(data: dict[str, od.ShardDat
     steps_of([loader], 6)
     state = loader.state_dict()
     for field, value in (("now", {}), ("weights", [1]), ("begun", None), ("start", {"samples": [0], "tokens": [0]})):
-        with pytest.raises(od.StateError, match="have given is"):
+        with pytest.raises(od.StateError, match="have given"):
             loaders(mixed, 1, state | {"given": state["given"] | {field: value}})
     counts = [each + 1 for each in state["given"]["now"]["samples"]]
-    with pytest.raises(od.StateError, match="had not given there"):
+    with pytest.raises(od.StateError, match="has given other amounts at this position"):
         loaders(mixed, 1, state | {"given": state["given"] | {"now": state["given"]["now"] | {"samples": counts}}})
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])
 def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
-    """Through stages that sources leave and come back in."""
+    """Through stages in which sources leave and return."""
     rng = np.random.default_rng(2)
     lengths = [rng.integers(1, 90, 400) for _ in range(3)]
     weights = [[5, 3, 1], [5, 0, 1], [1, 3, 1], [0, 3, 0], [2, 3, 4]]
@@ -141,12 +143,12 @@ def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
     order = MixtureOrder(sources_of(lengths), stages, by=by, stop="repeat", epoch_size=("samples", 700))
     whole = order.rows(0, 0, 700)
     for position in range(1, 700, 23):
-        told = json.loads(json.dumps(tell_place(order, 0, position)))
-        if "given" not in told:
+        described = json.loads(json.dumps(dump_mixture(order, 0, position)))
+        if "given" not in described:
             continue
-        resumed = read_place(told["given"], order, 0).resumed
+        resumed = load_mixture(described["given"], order, 0).resumed
         later = order.restaged(stages, resumed)
         for one, other in zip(later.rows(0, position, 700), whole, strict=True):
             assert np.array_equal(one, other[position:])
-        assert tell_place(later, 0, position) == told
-        assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "what came before is found too"
+        assert dump_mixture(later, 0, position) == described
+        assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "earlier samples are the same too"

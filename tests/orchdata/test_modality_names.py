@@ -37,12 +37,12 @@ def named(source: str) -> list[tuple[int, str]]:
     """(line, what) of each identifier, attribute and string that names a built-in modality; docstrings do not count."""
     tree = ast.parse(source)
     docstrings = set(_docstrings(tree))
-    found = []
+    words = []
     for node in ast.walk(tree):
         for word in _words(node, docstrings):
             if _NAMED.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()):
-                found.append((getattr(node, "lineno", 0), word))
-    return sorted(set(found))
+                words.append((getattr(node, "lineno", 0), word))
+    return sorted(set(words))
 
 
 def _words(node: ast.AST, docstrings: set[int]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def test_what_is_allowed_is_needed(allowed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "words"),
     [
         ("batch.image", ["image"]),
         ("num_images = 3", ["num_images"]),
@@ -97,5 +97,5 @@ def test_what_is_allowed_is_needed(allowed: str) -> None:
         ("# an image\nimagine, audiology = pilgrimage", []),
     ],
 )
-def test_names_are_found_wherever_they_stand(source: str, found: list[str]) -> None:
-    assert [word for _, word in named(source)] == found
+def test_names_are_found_wherever_they_stand(source: str, words: list[str]) -> None:
+    assert [word for _, word in named(source)] == words

@@ -1,4 +1,4 @@
-"""Long texts in pieces: each piece once an epoch, on any ranks, and together the text that nobody divided."""
+"""Long texts in pieces: each piece once an epoch, on any ranks, and together the undivided text."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def undivided(dataset: od.ShardDataset) -> dict[tuple[str, str], Row]:
 
 def rows_of(batches: Iterable[od.Batch]) -> dict[Name, Row]:
     """The rows of batches, each once."""
-    found: dict[Name, Row] = {}
+    rows: dict[Name, Row] = {}
     for batch in batches:
         assert len(batch.pieces) == len(batch.keys)
         bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
         for key, piece, (start, stop) in zip(batch.keys, batch.pieces, bounds, strict=False):
             name = (*key, piece)
-            assert name not in found, f"{name} twice"
-            found[name] = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
-    return found
+            assert name not in rows, f"{name} twice"
+            rows[name] = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
+    return rows
 
 
 def check_pieces(rows: dict[Name, Row], whole: dict[tuple[str, str], Row], limit: int) -> None:
@@ -93,7 +93,7 @@ def check_pieces(rows: dict[Name, Row], whole: dict[tuple[str, str], Row], limit
         ids, labels = whole[name]
         assert [piece for piece, _ in pieces] == list(range(len(pieces)))
         assert [id for _, row in pieces for id in row[0]] == ids, name
-        expected = [-100 if place % limit == 0 and len(ids) > limit else label for place, label in enumerate(labels)]
+        expected = [-100 if i % limit == 0 and len(ids) > limit else label for i, label in enumerate(labels)]
         assert [label for _, row in pieces for label in row[1]] == expected, name
         assert all(len(row[0]) == limit for _, row in pieces[:-1])
 
@@ -122,12 +122,12 @@ def test_an_epoch_has_every_piece_once_on_any_ranks(kind: str, size: str, tmp_pa
     for ranks in (1, 2, 3):
         ours = loaders(dataset, ranks, **SIZES[size])
         steps = list(zip(*(loader.steps() for loader in ours), strict=True))
-        found = [rows_of(batch for share in step for batch in share) for step in steps]
-        rows = {name: row for step in found for name, row in step.items()}
-        assert len(rows) == sum(len(step) for step in found) == dataset.num_rows
+        by_step = [rows_of(batch for share in step for batch in share) for step in steps]
+        rows = {name: row for step in by_step for name, row in step.items()}
+        assert len(rows) == sum(len(step) for step in by_step) == dataset.num_rows
         check_pieces(rows, whole, LIMIT)
-        alone = alone or [set(step) for step in found]
-        assert [set(step) for step in found] == alone, "the same global batches"
+        alone = alone or [set(step) for step in by_step]
+        assert [set(step) for step in by_step] == alone, "the same global batches"
     stats = [loader.stats()["overflow"] for loader in ours]
     assert {name: sum(each[name] for each in stats) for name in stats[0]} == dataset.index().totals["overflow"]
 
@@ -160,9 +160,9 @@ def test_a_resume_in_mid_epoch_on_other_ranks(engine: dict[str, int], tmp_path: 
                 loader.load_state_dict(json.loads(json.dumps(state)))
         streams = [iter(loader.steps()) for loader in ours]
         shares = list(itertools.islice(zip(*streams, strict=True), steps))
-        found = rows_of(batch for step in shares for share in step for batch in share)
-        assert not rows.keys() & found.keys()
-        rows |= found
+        delivered = rows_of(batch for step in shares for share in step for batch in share)
+        assert not rows.keys() & delivered.keys()
+        rows |= delivered
         for stream in streams:
             stream.close()  # type: ignore[attr-defined]
         state = ours[0].state_dict()
@@ -221,13 +221,13 @@ def test_indexes_seen_as_one_tell_pieces(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Letters:
-    """A tokenizer by stretches, whose ids fall out otherwise once it is told so; it counts its calls."""
+    """A tokenizer by stretches with ids that depend on `settings`; it counts its calls."""
 
-    told: dict[str, int] = field(default_factory=lambda: {"calls": 0, "more": 0})
+    settings: dict[str, int] = field(default_factory=lambda: {"calls": 0, "more": 0})
 
     def __call__(self, text: str) -> list[int]:
-        self.told["calls"] += 1
-        return [ord(letter) % 256 for letter in text] + [7] * self.told["more"]
+        self.settings["calls"] += 1
+        return [ord(letter) % 256 for letter in text] + [7] * self.settings["more"]
 
 
 def fast() -> Any:
@@ -257,14 +257,14 @@ TOKENIZERS = {
 @pytest.mark.parametrize("limit", [2, 7, 16, 100])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_texts_and_chats_are_cut_where_their_tokens_are(tokenizer: str, limit: int, tmp_path: Path) -> None:
-    turns = [{"role": ("user", "assistant")[place % 2], "content": "Say " * place + "it."} for place in range(6)]
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "Say " * i + "it."} for i in range(6)]
     records = {"text": {"text": "What is left to do? " * 9}, "chat": {"messages": turns}, "short": {"text": "It."}}
     options = {"max_tokens": limit, "overflow": "split"} | TOKENIZERS[tokenizer]()
     dataset = od.ShardDataset(jsonl(tmp_path, records), od.Recipe(text=od.TextPreprocessor(**options)))
     whole = undivided(dataset)
     check_pieces(rows_of(batches_of(loaders(dataset, 2, global_batch_size=3))), whole, limit)
-    for place, key in enumerate(records):
-        parts = dataset[place].parts
+    for i, key in enumerate(records):
+        parts = dataset[i].parts
         assert [id for part in parts for id in part.token_ids.tolist()] == whole[dataset.urls[0], key][0]
     loader = od.DataLoader(dataset, batch_size=2, shuffle=True, dp=(0, 1), collate_fn=list, num_threads=0)
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_texts_and_chats_are_cut_where_their_tokens_are(tokenizer: str, limit: i
                 for part in sample.parts:
                     ids += part.token_ids.tolist()
                     if part.token_ids.flags.writeable:
-                        part.token_ids[:] = 0  # it is the user's own, whatever is kept for the next epoch
+                        part.token_ids[:] = 0  # the user's own copy: the one kept for the next epoch stays
         for key, pieces in decoded.items():
             ids, _ = whole[dataset.urls[0], key]
             assert [id for piece in sorted(pieces) for id in pieces[piece]] == ids
@@ -288,7 +288,7 @@ def test_a_data_set_counts_samples_and_its_rows_apart(tmp_path: Path) -> None:
     lengths = [len(ids) for ids, _ in whole.values()]
     assert (len(dataset), dataset.num_rows) == (len(TEXTS), sum(-(-length // LIMIT) for length in lengths))
     assert f"{len(TEXTS)} samples in {dataset.num_rows} rows, {sum(lengths):,} tokens" in repr(dataset)
-    assert [dataset[place].key for place in range(len(dataset))] == list(TEXTS)
+    assert [dataset[i].key for i in range(len(dataset))] == list(TEXTS)
     assert [dataset.find(key) for key in TEXTS] == list(range(len(TEXTS)))
     assert dataset.find("none") is None
     assert dataset[-1].piece == 0
@@ -304,8 +304,8 @@ def test_a_filter_judges_samples_and_keeps_all_their_pieces(tmp_path: Path, monk
         monkeypatch.setattr("orchdata.dataset.selection._CHUNK_ROWS", chunk)
         for expression in expressions:
             chosen, wanted = dataset.filter(expression), plain.filter(expression)
-            keys = [wanted[place].key for place in range(len(wanted))]
-            assert [chosen[place].key for place in range(len(chosen))] == keys
+            keys = [wanted[i].key for i in range(len(wanted))]
+            assert [chosen[i].key for i in range(len(chosen))] == keys
             names = (
                 {name[1:] for name in rows_of(batches_of(loaders(chosen, 1, global_batch_size=4)))} if keys else set()
             )
@@ -318,21 +318,21 @@ def test_a_filter_judges_samples_and_keeps_all_their_pieces(tmp_path: Path, monk
 def test_a_profile_of_chosen_samples_counts_them_and_their_pieces(tmp_path: Path) -> None:
     dataset = od.ShardDataset(written("jsonl", tmp_path), text_recipe())
     chosen = dataset.filter("tokens > 100")
-    held = profile(dataset.index(), ranks=(1,), batch_size=1, dataset=chosen)
+    profiled = profile(dataset.index(), ranks=(1,), batch_size=1, dataset=chosen)
     alone = rows_of(batches_of(loaders(chosen, 1, global_batch_size=4)))
     split = {name[1] for name in alone if name[2] > 0}
-    assert held.samples == len(chosen) == len({name[1] for name in alone}) < len(dataset)
-    assert held.unchosen == len(dataset) - len(chosen)
-    assert held.overflow is not None
-    assert (held.overflow.split, held.overflow.pieces) == (len(split), sum(name[1] in split for name in alone))
-    assert held.loss_tokens == sum(label != -100 for _, labels in alone.values() for label in labels)
+    assert profiled.samples == len(chosen) == len({name[1] for name in alone}) < len(dataset)
+    assert profiled.unchosen == len(dataset) - len(chosen)
+    assert profiled.overflow is not None
+    assert (profiled.overflow.split, profiled.overflow.pieces) == (len(split), sum(name[1] in split for name in alone))
+    assert profiled.loss_tokens == sum(label != -100 for _, labels in alone.values() for label in labels)
 
 
 def test_samples_that_are_left_count_as_samples(tmp_path: Path) -> None:
     chosen = od.ShardDataset(written("jsonl", tmp_path), text_recipe()).filter("key in ('k01', 'k07')")
     rows = chosen.num_rows
     assert rows > len(chosen) == 2
-    with pytest.warns(UserWarning, match=f"no step to make: {rows} usable rows of 2 samples"):
+    with pytest.warns(UserWarning, match=f"the loader has no steps: {rows} usable rows of 2 samples"):
         od.DataLoader(chosen, global_batch_size=100, drop_last=True, dp=(0, 1))
 
 
@@ -371,21 +371,21 @@ def test_a_text_that_yields_other_tokens_fails_in_all_its_pieces(tmp_path: Path)
     recipe = text_recipe(tokenizer=letters, id="letters", bos_token_id=None, eos_token_id=None)
     dataset = od.ShardDataset(jsonl(tmp_path, {"long": {"text": "x" * 100}, "other": {"text": "y" * 90}}), recipe)
     assert dataset.num_rows == 6
-    letters.told["more"] = 1
+    letters.settings["more"] = 1
     with pytest.raises(DataError, match=r"'long', field 'json': the index says 100 tokens, the text yields 101"):
         list(od.DataLoader(dataset.filter("key == 'long'"), batch_size=3, dp=(0, 1), num_threads=0))
-    letters.told["more"] = 30  # the first has one piece more then, the other a longer last one
+    letters.settings["more"] = 30  # the first has one piece more then, the other a longer last one
     loader = od.DataLoader(dataset, batch_size=3, dp=(0, 1), num_threads=0, on_error="skip")
     assert rows_of(loader) == {}
     failures = loader.stats()["failures"]
     assert failures["count"] == 6
     assert {each["key"] for each in failures["samples"]} == {"long", "other"}
-    told = {(each["key"], each["reason"].partition(":")[0]) for each in failures["samples"]}
-    assert told == {
+    reported = {(each["key"], each["reason"].partition(":")[0]) for each in failures["samples"]}
+    assert reported == {
         ("long", "the index says 3 pieces, the text yields 4"),
         ("other", "the index says 90 tokens, the text yields 120"),
     }
-    share = od.ErrorPolicy("skip", max_failures=2)  # of samples, whatever the number of their pieces
+    share = od.ErrorPolicy("skip", max_failures=2)  # of samples, with any number of pieces
     list(od.DataLoader(dataset, batch_size=3, dp=(0, 1), num_threads=0, on_error=share))
 
 
@@ -394,10 +394,10 @@ def test_pieces_that_follow_each_other_are_tokenized_once(tmp_path: Path) -> Non
     recipe = text_recipe(tokenizer=letters, id="letters", bos_token_id=None, eos_token_id=None)
     dataset = od.ShardDataset(jsonl(tmp_path, {"a": {"text": "x" * 400}, "b": {"text": "y" * 400}}), recipe)
     assert dataset.num_rows == 20
-    letters.told["calls"] = 0
+    letters.settings["calls"] = 0
     loader = od.DataLoader(dataset, batch_size=3, shuffle=True, dp=(0, 1), num_threads=4)
     assert len(rows_of(loader)) == 20
-    assert letters.told["calls"] == 2
+    assert letters.settings["calls"] == 2
 
 
 def long_texts() -> dict[str, dict[str, Any]]:
@@ -410,8 +410,7 @@ def long_texts() -> dict[str, dict[str, Any]]:
     ]
     drawn = [pool[number] for number in np.random.default_rng(5).integers(0, len(pool), 6000)]
     turns = [
-        {"role": ("user", "assistant")[place % 2], "content": " ".join(drawn[150 * place : 150 * place + 150])}
-        for place in range(40)
+        {"role": ("user", "assistant")[i % 2], "content": " ".join(drawn[150 * i : 150 * i + 150])} for i in range(40)
     ]
     return {"text": {"text": " ".join(drawn)}, "chat": {"messages": turns}}
 
@@ -486,11 +485,11 @@ def test_a_piece_that_depends_on_text_far_away_is_tokenized_with_it(tmp_path: Pa
 def test_verify_looks_at_a_sample_once(tmp_path: Path) -> None:
     records = {key: {"text": text} for key, text in TEXTS.items()} | {"none": {"text": ""}}
     dataset = od.ShardDataset(jsonl(tmp_path, records), text_recipe(bos_token_id=None, eos_token_id=None))
-    told: list[tuple[int, int]] = []
-    found = verify(dataset.index(), dataset.recipe, jobs=1, progress=lambda done, total: told.append((done, total)))
-    assert [failure.key for failure in found.failures] == ["none"]
-    assert found.num_samples == len(TEXTS)
-    assert told[-1] == (len(TEXTS), len(TEXTS))
+    calls: list[tuple[int, int]] = []
+    verification = verify(dataset.index(), dataset.recipe, jobs=1, progress=lambda *done: calls.append(done))
+    assert [failure.key for failure in verification.failures] == ["none"]
+    assert verification.num_samples == len(TEXTS)
+    assert calls[-1] == (len(TEXTS), len(TEXTS))
 
 
 def test_plans_name_pieces(tmp_path: Path) -> None:
@@ -531,11 +530,11 @@ def test_what_was_cut_is_counted(tmp_path: Path) -> None:
         assert row == tuple(each[:LIMIT] for each in whole[shard, key])
         assert [id for part in cut[cut.find(key)].parts for id in part.token_ids.tolist()] == row[0]  # type: ignore[index]
 
-    told = profile(split.index(), ranks=(2,), batch_size=2)
-    assert told.samples == len(TEXTS)
-    assert told.overflow is not None
-    assert (told.overflow.split, told.overflow.pieces) == (len(above), pieces)
-    assert told.modalities["text"].share == 1.0
+    profiled = profile(split.index(), ranks=(2,), batch_size=2)
+    assert profiled.samples == len(TEXTS)
+    assert profiled.overflow is not None
+    assert (profiled.overflow.split, profiled.overflow.pieces) == (len(above), pieces)
+    assert profiled.modalities["text"].share == 1.0
 
 
 def test_commands_say_what_was_cut(tmp_path: Path) -> None:
@@ -578,8 +577,8 @@ def test_samples_with_media(tmp_path: Path) -> None:
     def dataset(**options: Any) -> od.ShardDataset:
         return od.ShardDataset(path, od.Recipe(image=RECIPE.image, text=od.TextPreprocessor(**options)))
 
-    def bad(found: od.ShardDataset) -> dict[str, str]:
-        failures = [found.index().failure(row) for row in found.index().bad_rows().tolist()]
+    def bad(given: od.ShardDataset) -> dict[str, str]:
+        failures = [given.index().failure(row) for row in given.index().bad_rows().tolist()]
         return {failure.key: failure.reason for failure in failures}
 
     whole = undivided(dataset())

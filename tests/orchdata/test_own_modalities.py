@@ -88,14 +88,14 @@ def test_every_sample_gets_its_own(shard: str, balance: str, layout: Layout, num
 
 def test_what_is_another_samples_would_be_seen(shard: str) -> None:
     """Guards the comparison above."""
-    found = delivered([list(loader(shard, balance=ONE))])
-    assert differ(found, EXPECTED, mrope=False) == []
-    clouds, tracks = ([key for key in found if int(key[1:]) % 5 == kind] for kind in (1, 2))
-    found[clouds[0]].features["points"] = found[clouds[0]].features["points"].flip(0)
-    found[tracks[0]].features["tracks"] = found[tracks[1]].features["tracks"]
-    found[clouds[1]].labels[-1] = -100
-    found[clouds[2]].mrope[1] = found[clouds[2]].mrope[1][::-1]
-    assert sorted(differ(found, EXPECTED, mrope=False)) == sorted([*clouds[:3], tracks[0]])
+    received = delivered([list(loader(shard, balance=ONE))])
+    assert differ(received, EXPECTED, mrope=False) == []
+    clouds, tracks = ([key for key in received if int(key[1:]) % 5 == kind] for kind in (1, 2))
+    received[clouds[0]].features["points"] = received[clouds[0]].features["points"].flip(0)
+    received[tracks[0]].features["tracks"] = received[tracks[1]].features["tracks"]
+    received[clouds[1]].labels[-1] = -100
+    received[clouds[2]].mrope[1] = received[clouds[2]].mrope[1][::-1]
+    assert sorted(differ(received, EXPECTED, mrope=False)) == sorted([*clouds[:3], tracks[0]])
 
 
 def test_threads_build_the_same(shard: str) -> None:
@@ -112,10 +112,10 @@ def test_a_batch_speaks_of_them_by_name(shard: str) -> None:
     assert batch.plan.parts.keys() == {"image", "audio", "points", "tracks"}
     inputs = batch.model_inputs()
     for name, arrays in (("points", {"points"}), ("tracks", {"values", "times"})):
-        held = batch.media[name]
-        assert set(held.arrays) == arrays
-        assert all(inputs[f"{name}_{array}"] is held.arrays[array] for array in arrays)
-        assert inputs[f"{name}_cu_seqlens"] is held.cu_seqlens and inputs[f"{name}_max_seqlen"] == held.max_seqlen
+        part = batch.media[name]
+        assert set(part.arrays) == arrays
+        assert all(inputs[f"{name}_{array}"] is part.arrays[array] for array in arrays)
+        assert inputs[f"{name}_cu_seqlens"] is part.cu_seqlens and inputs[f"{name}_max_seqlen"] == part.max_seqlen
         assert inputs[f"{name}_positions"] is batch.llm.media_positions[name]
         assert inputs[f"{name}_route"] is batch.route(name)
         assert getattr(batch.llm, f"{name}_positions") is inputs[f"{name}_positions"]
@@ -132,7 +132,7 @@ def test_a_batch_speaks_of_them_by_name(shard: str) -> None:
 def test_merge_puts_features_where_they_belong_and_asks_for_all(shard: str) -> None:
     batch = next(iter(loader(shard, balance=ONE)))
     embeds = torch.zeros(*batch.llm.input_ids.shape, 5)
-    features = {name: torch.full((held.num_tokens, 5), 1.0 + n) for n, (name, held) in enumerate(batch.media.items())}
+    features = {name: torch.full((part.num_tokens, 5), 1.0 + n) for n, (name, part) in enumerate(batch.media.items())}
     merged = batch.merge(embeds, features)
     ids = batch.llm.input_ids
     for number, token_id in enumerate((256, 257, 0, 7)):
@@ -175,16 +175,16 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
     for batch in batches:
         assert batch.media["tracks"].num_tokens == (not apart)  # of the cost model, though no sample has one
         for name, array, row in (("points", "points", (3,)), ("tracks", "values", (2,)), ("tracks", "times", ())):
-            held = batch.media[name]
-            if held.num_tokens == 2:
+            part = batch.media[name]
+            if part.num_tokens == 2:
                 continue
-            assert held.arrays[array].shape == ((1, *row) if held.mask is None else (1, 1, *row))
-            assert not held.arrays[array].any() and held.cu_seqlens.tolist() == [0, 1]
+            assert part.arrays[array].shape == ((1, *row) if part.mask is None else (1, 1, *row))
+            assert not part.arrays[array].any() and part.cu_seqlens.tolist() == [0, 1]
             missing = (name, batch.keys[0][1]) != ("points", "a")
             assert (name in batch.llm.dummies) == missing
-            places = batch.llm.media_positions[name]
-            assert len(places) == (2 if not missing else 0 if apart else 1)
-            if missing:  # in a last sequence without loss, which is nobody's
+            at = batch.llm.media_positions[name]
+            assert len(at) == (2 if not missing else 0 if apart else 1)
+            if missing:  # in a last sequence without loss, which is of no sample
                 assert len(batch.llm.cu_seqlens) == len(batch.keys) + 2
                 ends = batch.llm.cu_seqlens.tolist()
                 last = slice(ends[-2], ends[-1])
@@ -195,9 +195,9 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
                     assert batch.llm.labels[last].tolist() == [-100] * len(token_ids)
         weight = torch.zeros(4, requires_grad=True)
         features = {
-            name: held.arrays[next(iter(held.arrays))].double().reshape(-1, 1)[:1].expand(max(1, held.num_tokens), 4)
+            name: part.arrays[next(iter(part.arrays))].double().reshape(-1, 1)[:1].expand(max(1, part.num_tokens), 4)
             * weight
-            for name, held in batch.media.items()
+            for name, part in batch.media.items()
         }
         if not batch.routes:
             batch.merge(torch.zeros(*batch.llm.input_ids.shape, 4), features).sum().backward()
@@ -209,23 +209,27 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
     lengths = [5, 2, 9]
     samples = [{"__key__": f"s{n}", "posed": track(n, n), "txt": b"a"} for n in lengths]
     shard = write_shard(tmp_path / "a.tar", [*samples, {"__key__": "none", "txt": b"text"}])
-    recipe = od.Recipe(image=PLAIN.image, posed=Posed())  # whose extent is as wide
+    recipe = od.Recipe(image=PLAIN.image, posed=Posed())  # its extent is as wide
     options = {"recipe": recipe, "cost": None, "balance": ONE, "collate_fn": od.Padded(encoders=encoders)}
     batch, dummy = loader(shard, global_batch_size=3, **options)
-    held = batch.media["posed"]
-    assert held.lengths.tolist() == lengths and held.num_tokens == 9 and held.cu_seqlens.tolist() == [0, 5, 7, 16]
-    assert held.pose.tolist() == [[[n, n], [n, n]] for n in lengths] and held.pose.dtype == torch.uint8
-    rows = held.values[held.mask] if encoders == "padded" else held.values
+    posed_part = batch.media["posed"]
+    assert (
+        posed_part.lengths.tolist() == lengths
+        and posed_part.num_tokens == 9
+        and posed_part.cu_seqlens.tolist() == [0, 5, 7, 16]
+    )
+    assert posed_part.pose.tolist() == [[[n, n], [n, n]] for n in lengths] and posed_part.pose.dtype == torch.uint8
+    rows = posed_part.values[posed_part.mask] if encoders == "padded" else posed_part.values
     expected = [np.frombuffer(track(n, n), "<f4", 2 * n, 8 + 8 * n).reshape(n, 2) for n in lengths]
     assert np.array_equal(rows.numpy(), np.concatenate(expected))
     assert {"posed_values", "posed_pose", "posed_lengths"} <= batch.model_inputs().keys()
-    held = dummy.media["posed"]
-    assert held.lengths.tolist() == [2] and held.pose.shape == (1, 2, 2) and not held.pose.any()
-    assert held.values.shape == ((1, 2, 2) if encoders == "padded" else (2, 2)) and held.num_tokens == 3
+    posed_part = dummy.media["posed"]
+    assert posed_part.lengths.tolist() == [2] and posed_part.pose.shape == (1, 2, 2) and not posed_part.pose.any()
+    assert posed_part.values.shape == ((1, 2, 2) if encoders == "padded" else (2, 2)) and posed_part.num_tokens == 3
     (sample, *_), _ = loader(shard, global_batch_size=3, **options | {"collate_fn": list})
     (part,) = [part for part in sample.parts if hasattr(part, "modality")]
     assert part.values.shape == (5, 2) and part.pose.tolist() == [[[5, 5], [5, 5]]] and part.lengths == 5
-    # 9 values and what decoding takes beside them: 9 * (8 + 1,000) bytes.
+    # 9 values, and the memory that decoding takes besides them: 9 * (8 + 1,000) bytes.
     for most, bad in ((9 * 1_008, []), (9 * 1_008 - 1, ["s9"])):
         limited = od.Recipe(posed=Posed(), limits=od.Limits(sample_decoded_bytes=most))
         index = od.ShardDataset(shard, recipe=limited).index()
@@ -238,8 +242,8 @@ def test_steps_travel_to_peers_as_they_are(shard: str) -> None:
     received = np.empty(message.num_bytes, np.uint8)
     message.write_to(received)
     for batch, again in zip(batches, [revive(each, batches[0].plan) for each in read(received)], strict=True):
-        for name, held in batch.media.items():
-            for array, tensor in held.arrays.items():
+        for name, part in batch.media.items():
+            for array, tensor in part.arrays.items():
                 theirs = again.media[name].arrays[array]
                 assert theirs.dtype == tensor.dtype and torch.equal(theirs, tensor)
             assert torch.equal(again.llm.media_positions[name], batch.llm.media_positions[name])
@@ -266,25 +270,25 @@ def test_the_command_line_profiles_them(shard: str, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.chdir(tmp_path)
     arguments = ["profile", shard, "--recipe", "my_recipe:recipe", "--cost", "my_recipe:cost", "--ranks", "2"]
-    told = CliRunner().invoke(app, arguments)
-    assert told.exit_code == 0, told.output
-    assert "points" in told.output and "tracks *" not in told.output and "tracks" in told.output
-    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
-    assert found["balanced_phases"] == ["points", "llm"] and found["modalities"]["points"]["parts"] == 15
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0, printed.output
+    assert "points" in printed.output and "tracks *" not in printed.output and "tracks" in printed.output
+    profiled = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert profiled["balanced_phases"] == ["points", "llm"] and profiled["modalities"]["points"]["parts"] == 15
 
 
 def test_a_profile_counts_them_by_name(shard: str) -> None:
     index = od.ShardDataset(shard, recipe=RECIPE).index()
-    found = profile(index, cost=COST, ranks=(2, 4), batch_size=2)
-    assert set(found.modalities) == {"text", "image", "audio", "points", "tracks"}
-    assert set(found.phases) == {"image", "audio", "points", "tracks", "llm"}
+    profiled = profile(index, cost=COST, ranks=(2, 4), batch_size=2)
+    assert set(profiled.modalities) == {"text", "image", "audio", "points", "tracks"}
+    assert set(profiled.phases) == {"image", "audio", "points", "tracks", "llm"}
     for name, key in (("points", "npy"), ("tracks", "track")):
         having = [sample for sample in SAMPLES if any(field.endswith(key) for field in sample)]
         tokens = sum(len(expected.features.get(name, ())) for expected in EXPECTED.values())
-        assert (found.modalities[name].samples, found.modalities[name].tokens) == (len(having), tokens)
-        assert found.phases[name].samples == len(having)
-        assert all(name in scale.phases for scale in found.scales)
-    assert "points" in json.dumps(found.to_dict())
+        assert (profiled.modalities[name].samples, profiled.modalities[name].tokens) == (len(having), tokens)
+        assert profiled.phases[name].samples == len(having)
+        assert all(name in scale.phases for scale in profiled.scales)
+    assert "points" in json.dumps(profiled.to_dict())
 
 
 # What fails
@@ -331,9 +335,9 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
         assert [len(each) for each in rows] == [len(each) for each in owners]
         for batch, mine in zip(batches, rows, strict=True):
             starts = batch.llm.cu_seqlens.tolist()
-            for place, (_, key) in enumerate(batch.keys):
+            for row, (_, key) in enumerate(batch.keys):
                 where = batch.llm.media_positions["points"]
-                here = (where >= starts[place]) & (where < starts[place + 1])
+                here = (where >= starts[row]) & (where < starts[row + 1])
                 number = int(key[1:])
                 expected = features_of("npy", cloud(5 + number, number))
                 assert torch.equal(mine[here], torch.zeros_like(expected) if number == 8 else expected)
@@ -404,10 +408,10 @@ def test_a_collate_fn_gets_parts_of_any_modality(shard: str) -> None:
             for part in sample.parts:
                 if getattr(part, "modality", None) != name:
                     continue
-                held = part.points if name == "points" else None
+                values = part.points if name == "points" else None
                 values = (
-                    torch.from_numpy(held)
-                    if held is not None
+                    torch.from_numpy(values)
+                    if values is not None
                     else track_rows(part.tensor("values"), part.tensor("times"))
                 )
                 rows.append(token_rows(values.double(), per_token))
@@ -432,14 +436,14 @@ def training_samples() -> list[dict[str, Any]]:
         points, length = cloud(13 if kind == "f" else 14 + 5 * (number % 7), number), track(4 + number % 9, number)
         words = b"word " * (1 + number % 4)
         both = {"npy": points, "track": length, "json": chat("<track> is <points>", words.decode())}
-        held: dict[str, dict[str, Any]] = {
+        members: dict[str, dict[str, Any]] = {
             "t": {"txt": words},
             "p": {"npy": points, "txt": words},
             "f": {"npy": points, "txt": words},
             "r": {"0.track": length, "1.track": track(3), "txt": b"<track> and <track> " + words},
             "b": both,
         }
-        samples.append({"__key__": f"{kind}{number}", **held[kind]})
+        samples.append({"__key__": f"{kind}{number}", **members[kind]})
     return samples
 
 
@@ -447,13 +451,13 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "train.tar", training_samples())
     od.ShardDataset(shard, recipe=own_modalities_job.RECIPE).index()
     ranks = run_ranks(own_modalities_job.__file__, shard, num_ranks=2, folder=tmp_path)
-    for found in ranks:
-        assert found["moved"] > 1e-3
-        apart = {name: found[name]["apart"] for name in own_modalities_job.CASES}
+    for by_rank in ranks:
+        assert by_rank["moved"] > 1e-3
+        apart = {name: by_rank[name]["apart"] for name in own_modalities_job.CASES}
         assert apart.pop("without loss_scale") > 1e-5  # or the comparison would say nothing
         assert {name: distance for name, distance in apart.items() if not distance < 1e-9} == {}
     for name, case in own_modalities_job.CASES.items():
-        seen = [found[name] for found in ranks]
+        seen = [by_rank[name] for by_rank in ranks]
         assert [failure for each in seen for failure in each["failures"]] == [["f30", "npy"]]
         assert (seen[0]["microbatches"] > 1) == case.microbatched
         assert any(each["rows_away"] for each in seen) == (case.assignment == "per_phase")

@@ -1,6 +1,6 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
-A job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
+A job of gloo ranks trains each suite (parity_job.py), and the tests check its results. Daily: two ranks,
 {DDP, FSDP2} x assignments x {packed, padded}, and each value of every other option; slow: all combinations, and three
 and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
 none.
@@ -41,7 +41,7 @@ DESCRIPTION = read_description(
 )
 STEPS = [
     ["text", "image", "audio", "both", "text", "album"],
-    ["text"] * 6,  # nobody has image or audio
+    ["text"] * 6,  # no sample has image or audio
     ["text", "text", "text", "image", "text", "text"],  # one rank has an image
     ["text", "audio", "text", "text", "text", "text"],  # one rank has audio
     ["image", "album", "image", "image", "text", "album"],
@@ -57,8 +57,8 @@ NUM_STEPS = NUM_EPOCHS * len(STEPS)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the job found that trains one suite."""
+class Trained:
+    """The results of the job that trains one suite."""
 
     num_ranks: int
     cases: dict[Case, dict[str, Any]]
@@ -87,7 +87,7 @@ def marks(suite: Suite) -> list[pytest.MarkDecorator]:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(suite)) for name, suite in SUITES.items()])
-def found(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def trained(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     suite, folder = SUITES[request.param], tmp_path_factory.mktemp("job")
     results, *_ = run_ranks(
         JOB,
@@ -98,36 +98,36 @@ def found(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest
         environment={"ORCHDATA_CACHE": str(shards.parent / "cache")},
     )
     by_case = {case: results["cases"][str(case)] for case in suite.cases}
-    return Found(suite.num_ranks, by_case, results["between_references"])
+    return Trained(suite.num_ranks, by_case, results["between_references"])
 
 
-def test_training_ends_where_one_process_does(found: Found) -> None:
-    apart = {str(case): result["from_reference"] for case, result in found.compared.items()}
+def test_training_ends_where_one_process_does(trained: Trained) -> None:
+    apart = {str(case): result["from_reference"] for case, result in trained.compared.items()}
     assert {case: difference for case, difference in apart.items() if not difference < TOLERANCE} == {}
-    for result in found.compared.values():
+    for result in trained.compared.values():
         assert {batch["step"] for batch in result["seen"][0]} == set(range(NUM_STEPS))
         assert result["moved"] > 1e-2  # or the comparison would say nothing
 
 
-def test_every_layout_trains_the_same(found: Found) -> None:
-    assert found.between_references
-    for first, second, difference in found.between_references:
+def test_every_layout_trains_the_same(trained: Trained) -> None:
+    assert trained.between_references
+    for first, second, difference in trained.between_references:
         if LAYOUTS[first].positions == LAYOUTS[second].positions:
             assert difference < TOLERANCE
         else:
             assert difference > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("found", [next(iter(SUITES))], indirect=True)
-def test_a_per_rank_mean_loss_does_not_pass(found: Found) -> None:
-    by_rank_mean = [result for case, result in found.cases.items() if case.loss == "rank mean"]
+@pytest.mark.parametrize("trained", [next(iter(SUITES))], indirect=True)
+def test_a_per_rank_mean_loss_does_not_pass(trained: Trained) -> None:
+    by_rank_mean = [result for case, result in trained.cases.items() if case.loss == "rank mean"]
     assert len(by_rank_mean) == len(WRAPPERS)
     assert all(result["from_reference"] > 1e4 * TOLERANCE for result in by_rank_mean)
 
 
-@pytest.mark.parametrize("found", [next(iter(SUITES))], indirect=True)
-def test_padding_with_a_loss_does_not_pass(found: Found) -> None:
-    (padding_too,) = [result for case, result in found.cases.items() if case.loss == "padding too"]
+@pytest.mark.parametrize("trained", [next(iter(SUITES))], indirect=True)
+def test_padding_with_a_loss_does_not_pass(trained: Trained) -> None:
+    (padding_too,) = [result for case, result in trained.cases.items() if case.loss == "padding too"]
     assert padding_too["from_reference"] > 1e4 * TOLERANCE
 
 
@@ -137,45 +137,45 @@ def of_step(result: dict[str, Any], step: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("modality", ["image", "audio"])
-def test_the_steps_had_empty_phases(found: Found, modality: str) -> None:
+def test_the_steps_had_empty_phases(trained: Trained, modality: str) -> None:
     """Guards the data above: a modality is missing on no rank, on all, and on all but one."""
-    for result in found.cases.values():
+    for result in trained.cases.values():
         steps = [of_step(result, step) for step in range(NUM_STEPS)]
         ranks = {sum(any(batch[modality] for batch in rank) for rank in step) for step in steps}
-        assert ranks >= {0, 1, found.num_ranks}
+        assert ranks >= {0, 1, trained.num_ranks}
 
 
 def samples_by_rank(result: dict[str, Any], step: int) -> list[list[str]]:
     return [sorted(key for batch in rank for key in batch["samples"]) for rank in of_step(result, step)]
 
 
-def test_ranks_without_any_sample_took_part(found: Found) -> None:
-    for result in found.cases.values():
+def test_ranks_without_any_sample_took_part(trained: Trained) -> None:
+    for result in trained.cases.values():
         for last in range(len(STEPS) - 1, NUM_STEPS, len(STEPS)):
             counts = sorted(map(len, samples_by_rank(result, last)))
-            assert counts == [0] * (found.num_ranks - 1) + [1]
+            assert counts == [0] * (trained.num_ranks - 1) + [1]
 
 
-def test_balancing_moved_samples(found: Found) -> None:
+def test_balancing_moved_samples(trained: Trained) -> None:
     """Guards the comparison: most steps share the samples out in another way than in turn."""
-    for case, result in found.cases.items():
+    for case, result in trained.cases.items():
         in_turn = 0
         for step in range(NUM_STEPS):
             by_rank = samples_by_rank(result, step)
             samples = sorted(key for keys in by_rank for key in keys)
-            in_turn += by_rank == [samples[rank :: found.num_ranks] for rank in range(found.num_ranks)]
+            in_turn += by_rank == [samples[rank :: trained.num_ranks] for rank in range(trained.num_ranks)]
         assert in_turn == NUM_STEPS if case.scope == "none" else in_turn <= 0.3 * NUM_STEPS
 
 
-def test_parts_were_encoded_away_from_home_under_per_phase_alone(found: Found) -> None:
-    for case, result in found.cases.items():
+def test_parts_were_encoded_away_from_home_under_per_phase_alone(trained: Trained) -> None:
+    for case, result in trained.cases.items():
         rows = [batch["rows_away"] for rank in result["seen"] for batch in rank]
         assert any(rows) == (case.assignment == "per_phase")
 
 
-def test_microbatched_steps_had_several_microbatches(found: Found) -> None:
-    for case, result in found.cases.items():
+def test_microbatched_steps_had_several_microbatches(trained: Trained) -> None:
+    for case, result in trained.cases.items():
         counts = [[batch["microbatches"] for batch in rank] for rank in result["seen"]]
         assert all(rank == counts[0] for rank in counts)
-        if case.layout != "packed to lengths":  # whose length is a cap anyway
+        if case.layout != "packed to lengths":  # its length is a cap anyway
             assert (max(counts[0]) > 1) == case.microbatched

@@ -51,9 +51,9 @@ def loader(dataset: od.ShardDataset, rank: int = 0, num_ranks: int = 1, **option
 
 def rows_of_tokens(batch: od.Batch, name: str) -> Tensor:
     """What the encoder would make tokens of: (num_tokens, values a token)."""
-    held = getattr(batch, name)
-    rows = held.patches if name == "image" else held.features
-    return rows.reshape(-1, rows.shape[-1] * 4)[: held.num_tokens]  # 2 x 2 patches, or 4 frames
+    media = getattr(batch, name)
+    rows = media.patches if name == "image" else media.features
+    return rows.reshape(-1, rows.shape[-1] * 4)[: media.num_tokens]  # 2 x 2 patches, or 4 frames
 
 
 def carry(features: list[Tensor], routes: list[Route]) -> list[Tensor]:
@@ -72,7 +72,7 @@ def carry(features: list[Tensor], routes: list[Route]) -> list[Tensor]:
 
 def delivered(steps: list[list[od.Batch]]) -> dict[str, tuple[Tensor, ...]]:
     """Key -> ids, labels, positions and what stands where its features go, from the batches [rank][microbatch]."""
-    found = {}
+    columns_of = {}
     for batches in zip(*steps, strict=True):
         carried = {}
         for name in ("image", "audio"):
@@ -91,11 +91,11 @@ def delivered(steps: list[list[od.Batch]]) -> dict[str, tuple[Tensor, ...]]:
             for number, (_, key) in enumerate(batch.keys):
                 if llm.attention_mask is None:
                     start, stop = llm.cu_seqlens[number : number + 2].tolist()
-                    found[key] = tuple(column[..., start:stop] for column in columns)
+                    columns_of[key] = tuple(column[..., start:stop] for column in columns)
                 else:
                     length = int(llm.attention_mask[number].sum())
-                    found[key] = tuple(column[..., number, :length] for column in columns)
-    return found
+                    columns_of[key] = tuple(column[..., number, :length] for column in columns)
+    return columns_of
 
 
 def epoch(dataset: od.ShardDataset, num_ranks: int, **options: Any) -> dict[str, tuple[Tensor, ...]]:
@@ -118,10 +118,10 @@ def test_samples_get_the_features_they_would_have_at_home(
 ) -> None:
     home = epoch(dataset, 1, collate_fn=type(layout)(positions=layout.positions), balance="none")
     balance = od.Balance(assignment="per_phase", max_tokens=max_tokens, oversize="own")
-    found = epoch(dataset, num_ranks, collate_fn=layout, balance=balance)
-    assert found.keys() == home.keys()
+    received = epoch(dataset, num_ranks, collate_fn=layout, balance=balance)
+    assert received.keys() == home.keys()
     for key, columns in home.items():
-        for ours, theirs in zip(found[key], columns, strict=True):
+        for ours, theirs in zip(received[key], columns, strict=True):
             padded = ours.shape[-1] - theirs.shape[-1]
             assert 0 <= padded < 8 and torch.equal(ours[..., : theirs.shape[-1]], theirs)
 
@@ -258,7 +258,7 @@ def test_features_rather_stay_on_their_node() -> None:
     aware = planned(1, num_ranks=64, batch=256, ranks_per_node=8)
     assert aware.row.tolist() == plan.row.tolist()  # Membership is the order's.
     assert np.array_equal(aware.rank, plan.rank)
-    assert aware.hash != plan.hash  # Ranks that know different nodes would send features nobody expects.
+    assert aware.hash != plan.hash  # Ranks that know different nodes would send features that no rank expects.
     unaware = replace(plan, ranks_per_node=8).feature_rows("image")
     rows = aware.feature_rows("image")
     assert rows[2] < 0.8 * unaware[2]
@@ -276,10 +276,10 @@ def test_features_rather_stay_on_their_node() -> None:
 def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
     dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []  # To the other ranks, which must agree.
+    described: list[Any] = []  # To the other ranks, which must agree.
 
     def make(self: Agreement, make: Any, describe: Any) -> Any:
-        told.append(describe(made := make())["ranks_per_node"])
+        described.append(describe(made := make())["ranks_per_node"])
         return made
 
     monkeypatch.setattr(Agreement, "make", make)
@@ -288,7 +288,7 @@ def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
     paired = loader(dataset, 0, 4)
     loader(dataset, 0, 3)  # Three ranks are not on nodes of two,
     loader(dataset, 0, 4, balance="global")  # and nothing else depends on nodes.
-    assert told == [None, 2, None, None]
+    assert described == [None, 2, None, None]
     assert paired._runtime.prepared.spec.plan.ranks_per_node == 2
 
     steps = iter(paired)
@@ -309,7 +309,7 @@ def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
 
 
 def corrupt(shard: str, field: str) -> None:
-    """Overwrite a member in place, behind its header: the index stays as it is."""
+    """Overwrite a member in place, after its header: the index is unchanged."""
     with tarfile.open(shard) as tar:
         member = tar.getmember(field)
     with Path(shard).open("r+b") as stream:
@@ -338,8 +338,8 @@ def test_a_failed_part_leaves_zeros_a_flag_and_no_loss(tmp_path: Path, monkeypat
         has_loss = bool((batch.llm.labels[starts[number] : starts[number + 1]] != -100).any())
         assert has_loss == (key != "bad"), key
     assert batch.loss_tokens < batch.global_loss_tokens
-    place = batch.image.valid.tolist().index(False)
-    first, last = batch.image.cu_seqlens[place : place + 2].tolist()
+    failed = batch.image.valid.tolist().index(False)
+    first, last = batch.image.cu_seqlens[failed : failed + 2].tolist()
     assert not batch.image.patches[first:last].any()
     zeroed = batch.route("image").zeroed
     assert zeroed is not None and np.array_equal(zeroed, np.arange(first // 4, last // 4))
@@ -358,8 +358,8 @@ def test_a_failed_text_keeps_its_place_without_loss(tmp_path: Path, monkeypatch:
         stream.seek(offset)
         stream.write(b"\xff\xfe")
     steps = [[next(iter(loader(dataset, rank, 2, global_batch_size=5, on_error="skip")))] for rank in range(2)]
-    found, home = delivered(steps), epoch(dataset, 1, balance="none", global_batch_size=5, on_error="skip")
-    assert found.keys() == home.keys() | {"bad"}
-    assert (found["bad"][1] == -100).all()
+    received, home = delivered(steps), epoch(dataset, 1, balance="none", global_batch_size=5, on_error="skip")
+    assert received.keys() == home.keys() | {"bad"}
+    assert (received["bad"][1] == -100).all()
     for key, columns in home.items():
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[key], columns, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(received[key], columns, strict=True))

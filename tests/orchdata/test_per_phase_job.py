@@ -1,6 +1,6 @@
 """Encoders balanced apart, between processes: a job (per_phase_job.py) for each number of gloo ranks.
 
-Every case runs an epoch whose steps are laid out by hand, and each step's summed loss is compared with that of one
+Every case runs an epoch with steps laid out by hand, and each step's summed loss is compared with that of one
 process that has all samples. "broken" holds the same samples as "intact", some of them overwritten once indexed.
 """
 
@@ -21,15 +21,15 @@ from shard_factory import audio, chat, jpeg, write_shard
 
 import orchdata as od
 
-Found = dict[str, Any]
-Ranks = list[Found]
+Result = dict[str, Any]
+Ranks = list[Result]
 
 TOLERANCE = 1e-9  # relative
 GIANT_IMAGES = 12
 GOOD_STEPS = [
     ["text", "image", "audio", "both", "text", "album"],
-    ["text"] * 6,  # nobody has image or audio
-    ["image", "album", "text", "bare", "image", "text"],  # nobody has audio
+    ["text"] * 6,  # no sample has image or audio
+    ["image", "album", "text", "bare", "image", "text"],  # no sample has audio
     ["text", "text", "giant", "text", "text", "text"],
     ["both", "audio", "clips", "audio", "image", "both"],
     ["album"],  # fewer samples than ranks
@@ -119,7 +119,7 @@ def jobs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, jobs: Callable[[str], Ranks]) -> Ranks:
-    """What each rank found."""
+    """The results of each rank."""
     return jobs(request.param)
 
 
@@ -139,10 +139,10 @@ def every(*, case: Callable[[str], bool] | None = None, scenario: str | None = N
 
 def results(ranks: Ranks, name: str) -> Ranks:
     """Of a case or scenario, on every rank that took part."""
-    found = [rank[name] for rank in ranks if rank[name]]
-    failures = [each["failed"] for each in found if "failed" in each]
+    by_rank = [rank[name] for rank in ranks if rank[name]]
+    failures = [each["failed"] for each in by_rank if "failed" in each]
     assert not failures, "\n".join(failures)
-    return found
+    return by_rank
 
 
 def is_broken(name: str) -> bool:
@@ -156,22 +156,22 @@ def can_spread_the_large_sample(name: str) -> bool:
     return anywhere and case.data == "good" and not case.options.get("shuffle") and name != "own, both caps"
 
 
-def batches(found: Ranks) -> Iterator[tuple[int, Found]]:
+def batches(by_rank: Ranks) -> Iterator[tuple[int, Result]]:
     """(rank, batch), of all ranks."""
-    return ((rank, batch) for rank, each in enumerate(found) for batch in each["batches"])
+    return ((rank, batch) for rank, each in enumerate(by_rank) for batch in each["batches"])
 
 
-def step_losses(found: Ranks) -> list[float]:
-    losses = [0.0] * found[0]["num_steps"]
-    for _, batch in batches(found):
+def step_losses(by_rank: Ranks) -> list[float]:
+    losses = [0.0] * by_rank[0]["num_steps"]
+    for _, batch in batches(by_rank):
         losses[batch["step"]] += batch["loss"]
     return losses
 
 
-def assert_losses_of_one_process(ranks: Ranks, found: Ranks, case: Case) -> None:
+def assert_losses_of_one_process(ranks: Ranks, by_rank: Ranks, case: Case) -> None:
     references = ranks[0]["references"][reference_name(case)]
     assert max(references) > 10  # or the comparison would say nothing
-    assert step_losses(found) == pytest.approx(references, rel=TOLERANCE)
+    assert step_losses(by_rank) == pytest.approx(references, rel=TOLERANCE)
 
 
 @every(case=lambda name: CASES[name].layout != "zero")
@@ -195,36 +195,36 @@ def test_every_rank_has_the_same_steps_and_microbatches(ranks: Ranks, name: str)
 
 @every()
 def test_each_sample_is_on_one_rank_and_each_part_arrives_there_once(ranks: Ranks, name: str) -> None:
-    found = results(ranks, name)
-    keys = sorted(key for _, batch in batches(found) for key in batch["keys"])
+    by_rank = results(ranks, name)
+    keys = sorted(key for _, batch in batches(by_rank) for key in batch["keys"])
     steps = GOOD_STEPS if CASES[name].data == "good" else BROKEN_STEPS
     assert keys == [f"{number:03d}-{kind}" for number, kind in enumerate(itertools.chain.from_iterable(steps))]
     numbers: list[int] = []
-    for _, batch in batches(found):
-        for place, modality in enumerate(("image", "audio")):
+    for _, batch in batches(by_rank):
+        for column, modality in enumerate(("image", "audio")):
             arrived = batch[modality]["arrived"]
             numbers += [number for _, number in arrived if number]
             counts = Counter(key for key, _ in arrived)
-            assert counts == {key: count for key in batch["keys"] if (count := NUM_PARTS[key[4:]][place])}
+            assert counts == {key: count for key in batch["keys"] if (count := NUM_PARTS[key[4:]][column])}
     assert -1 not in numbers and len(numbers) == len(set(numbers))
 
 
 @every()
 def test_parts_travel_as_far_as_the_scope_allows(ranks: Ranks, name: str) -> None:
-    balance, found = CASES[name].balance, results(ranks, name)
-    away = sum(batch[modality]["rows_away"] for _, batch in batches(found) for modality in ("image", "audio"))
+    balance, by_rank = CASES[name].balance, results(ranks, name)
+    away = sum(batch[modality]["rows_away"] for _, batch in batches(by_rank) for modality in ("image", "audio"))
     assert (away > 0) == (balance.get("scope") != "none")
     if balance.get("scope") == "grouped":
-        for rank, batch in batches(found):
+        for rank, batch in batches(by_rank):
             assert {peer // 2 for modality in ("image", "audio") for peer in batch[modality]["peers"]} <= {rank // 2}
 
 
 @every(case=can_spread_the_large_sample)
 def test_the_images_of_a_large_sample_are_spread(ranks: Ranks, name: str) -> None:
-    found = results(ranks, name)
-    counts = [len(batch["image"]["valid"]) for _, batch in batches(found) if batch["step"] == GIANT_STEP]
+    by_rank = results(ranks, name)
+    counts = [len(batch["image"]["valid"]) for _, batch in batches(by_rank) if batch["step"] == GIANT_STEP]
     assert sum(counts) == GIANT_IMAGES
-    assert max(counts) <= -(-GIANT_IMAGES // len(found)) + 1
+    assert max(counts) <= -(-GIANT_IMAGES // len(by_rank)) + 1
 
 
 @every(case=lambda name: bool(CASES[name].caps))
@@ -251,12 +251,12 @@ def test_a_sample_above_an_encoder_cap_is_encoded_within_it_by_several_ranks(ran
 @every(case=is_broken)
 def test_failures_leave_steps_and_all_other_samples_alone(ranks: Ranks, name: str) -> None:
     intact = [other for other in CASES if CASES[other] == Case("intact", balance=CASES[name].balance)]
-    found = results(ranks, name)
-    for _, batch in batches(found):
+    by_rank = results(ranks, name)
+    for _, batch in batches(by_rank):
         assert {key for key, count in batch["labels"].items() if not count} == BROKEN_KEYS & set(batch["keys"])
         assert batch["loss_tokens"] == sum(batch["labels"].values())
     if CASES[name].layout == "packed" and intact and intact[0] in ranks[0]:
-        for one, other in zip(found, results(ranks, intact[0]), strict=True):
+        for one, other in zip(by_rank, results(ranks, intact[0]), strict=True):
             assert len(one["batches"]) == len(other["batches"])
             for batch, before in zip(one["batches"], other["batches"], strict=True):
                 for same in ("step", "microbatch", "num_microbatches", "keys", "llm_positions", "global_loss_tokens"):
@@ -286,9 +286,9 @@ def test_some_failed_parts_were_encoded_away_from_home(ranks: Ranks, name: str) 
 
 @every(case=is_broken)
 def test_each_failure_is_counted_once_where_it_was_met(ranks: Ranks, name: str) -> None:
-    found = results(ranks, name)
-    assert sorted(map(tuple, itertools.chain.from_iterable(each["failures"] for each in found))) == sorted(BROKEN)
-    for each in found:
+    by_rank = results(ranks, name)
+    assert sorted(map(tuple, itertools.chain.from_iterable(each["failures"] for each in by_rank))) == sorted(BROKEN)
+    for each in by_rank:
         assert each["count"] == len(each["failures"])
         assert sorted(map(tuple, each["gathered"])) == sorted(BROKEN)
         invalid = sum(
@@ -316,12 +316,12 @@ def test_no_labels_are_masked_for_others_where_the_loader_knows_no_group(ranks: 
     indirect=["ranks"],
 )
 def test_training_is_that_of_one_process(ranks: Ranks, name: str) -> None:
-    found = results(ranks, name)
-    for each in found:
+    by_rank = results(ranks, name)
+    for each in by_rank:
         assert each["losses"] == pytest.approx(each["losses_alone"], rel=TOLERANCE)
         assert each["distance"] < TOLERANCE
-    assert len({each["weights"] for each in found}) == 1
-    losses = found[0]["losses"]
+    assert len({each["weights"] for each in by_rank}) == 1
+    losses = by_rank[0]["losses"]
     assert len(losses) == len(GOOD_STEPS if name == "trained" else BROKEN_STEPS)
     assert all(0 <= loss < float("inf") for loss in losses)
 
@@ -341,11 +341,11 @@ def test_the_encoding_rank_raises_naming_the_part(ranks: Ranks) -> None:
 
 @every(scenario="resumed")
 def test_a_loader_resumes_in_the_middle(ranks: Ranks) -> None:
-    found = results(ranks, "resumed")
-    for each in found:
+    by_rank = results(ranks, "resumed")
+    for each in by_rank:
         assert each["resumed"] == each["whole"]
         assert len(each["whole"]) == len(BROKEN_STEPS)
-        assert each["state"] == found[0]["state"]
+        assert each["state"] == by_rank[0]["state"]
 
 
 @every(scenario="threads")
@@ -366,18 +366,18 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(ranks: Ranks) -> None:
 def test_a_rank_that_gives_up_ends_the_others_at_once(ranks: Any) -> None:
     *others, last = results(ranks, "budget")
     assert last["error"] == "TooManyFailures"
-    for found in others:
-        assert found["error"] == "RuntimeError"
-        assert f"rank {len(others)}: TooManyFailures: 1 samples failed, the policy allows 0" in found["message"]
-    assert all(found["left"] <= 2 for found in (*others, last))  # loaders leave no connections behind
+    for by_rank in others:
+        assert by_rank["error"] == "RuntimeError"
+        assert f"rank {len(others)}: TooManyFailures: 1 samples failed, the policy allows 0" in by_rank["message"]
+    assert all(by_rank["left"] <= 2 for by_rank in (*others, last))  # loaders close their connections
 
 
 @every(scenario="subgroup")
 def test_a_group_of_some_ranks_masks_its_own_labels(ranks: Ranks) -> None:
-    found = results(ranks, "subgroup")
-    assert len(found) == 2
-    assert_losses_of_one_process(ranks, found, Case("broken"))
-    assert all(sorted(map(tuple, each["gathered"])) == sorted(BROKEN) for each in found)
+    by_rank = results(ranks, "subgroup")
+    assert len(by_rank) == 2
+    assert_losses_of_one_process(ranks, by_rank, Case("broken"))
+    assert all(sorted(map(tuple, each["gathered"])) == sorted(BROKEN) for each in by_rank)
 
 
 @every(scenario="mesh")
@@ -385,10 +385,10 @@ def test_a_group_of_some_ranks_masks_its_own_labels(ranks: Ranks) -> None:
 def test_peers_have_the_same_batches_and_exchange_in_their_own_dp_group(ranks: Ranks, replicate: str) -> None:
     mesh = results(ranks, "mesh")
     for column in range(2):
-        found = [each[replicate] for each in mesh if each["place"][1] == column]
-        assert_losses_of_one_process(ranks, found, Case("broken"))
+        by_rank = [each[replicate] for each in mesh if each["place"][1] == column]
+        assert_losses_of_one_process(ranks, by_rank, Case("broken"))
         met = [] if replicate == "broadcast" and column else sorted(BROKEN)  # receivers met none
-        assert all(sorted(map(tuple, each["gathered"])) == met for each in found)
+        assert all(sorted(map(tuple, each["gathered"])) == met for each in by_rank)
     for row in range(2):
         first, second = [each[replicate] for each in mesh if each["place"][0] == row]
         assert first["batches"] == second["batches"]
@@ -397,6 +397,6 @@ def test_peers_have_the_same_batches_and_exchange_in_their_own_dp_group(ranks: R
 
 @every(scenario="mesh")
 def test_two_data_parallel_dims_count_as_one(ranks: Ranks) -> None:
-    found = [each["hsdp"] for each in results(ranks, "mesh")]
-    assert_losses_of_one_process(ranks, found, Case("broken"))
-    assert all(sorted(map(tuple, each["gathered"])) == sorted(BROKEN) for each in found)
+    by_rank = [each["hsdp"] for each in results(ranks, "mesh")]
+    assert_losses_of_one_process(ranks, by_rank, Case("broken"))
+    assert all(sorted(map(tuple, each["gathered"])) == sorted(BROKEN) for each in by_rank)

@@ -41,9 +41,9 @@ def test_errors_are_one_tree_and_survive_a_process_border() -> None:
     for error in errors:
         assert issubclass(error, orchdata.OrchdataError)
     given = orchdata.StepError("rank 1 failed at step 2: no room", 2, 1)
-    told = pickle.loads(pickle.dumps(given))
-    assert (str(told), told.step, told.rank) == (str(given), 2, 1)
-    assert isinstance(told, RuntimeError)
+    copied = pickle.loads(pickle.dumps(given))
+    assert (str(copied), copied.step, copied.rank) == (str(given), 2, 1)
+    assert isinstance(copied, RuntimeError)
 
 
 def test_type_checkers_see_the_names_that_are_loaded_late() -> None:

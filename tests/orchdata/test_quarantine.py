@@ -38,7 +38,7 @@ def test_a_list_that_is_cut_anywhere_is_refused(tmp_path: Path, count: int) -> N
     assert data.count(b"\n") == count
     for size in range(1, len(data) - 1):  # without the last newline it is whole
         path.write_bytes(data[:size])
-        with pytest.raises(ValueError, match=r"jsonl(, line \d: expected| is cut behind its \d samples)"):
+        with pytest.raises(ValueError, match=r"jsonl(, line \d: expected| is cut after \d samples)"):
             read_quarantine(path)
     path.write_bytes(data[:-1])
     assert read_quarantine(path) == PAIRS[:count]

@@ -71,7 +71,7 @@ def test_a_run_that_was_cut_anew_is_told_by_its_state(dataset: od.ShardDataset) 
     resumed = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
     given = [digests(step) for step in resumed.steps()]
     laptop = loaders(dataset, 1, global_batch_tokens=800)[0]
-    assert digests(laptop.step_at(0, 3)) != given[0]  # before it is told
+    assert digests(laptop.step_at(0, 3)) != given[0]  # before it loads the state
     middle = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
     laptop.load_state_dict(middle.state_dict())
     assert [digests(laptop.step_at(0, 3 + number)) for number in range(len(given))] == given

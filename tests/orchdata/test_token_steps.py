@@ -1,4 +1,4 @@
-"""Steps measured in tokens: who is in which, whatever the ranks, and how one goes on with another budget."""
+"""Steps measured in tokens: their samples, on any ranks, and how a run continues with another budget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset,
     assert len(steps) > 5
     ends = np.cumsum(tokens)
     cuts = BUDGET * np.arange(1, len(steps) + 1)
-    assert (ends <= cuts).all(), "a sample that ends behind a cut belongs to the next step"
+    assert (ends <= cuts).all(), "a sample that ends after a cut belongs to the next step"
     assert (ends[:-1] > cuts[:-1] - largest).all()
 
 

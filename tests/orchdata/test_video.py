@@ -33,7 +33,7 @@ RECIPE = od.Recipe(audio=None, video=VIDEO, image=video_job.RECIPE.image)
 
 def samples(count: int = 12) -> list[dict[str, Any]]:
     """Clips of several containers and rates, two in a chat, among images, and text alone, in turn."""
-    found = []
+    made = []
     for number in range(count):
         sample: dict[str, Any] = {"__key__": f"s{number:03d}"}
         words = " ".join(["word"] * (3 + number))
@@ -51,8 +51,8 @@ def samples(count: int = 12) -> list[dict[str, Any]]:
             sample["txt"] = words.encode()
         else:
             sample |= {"mkv": clip("h264", "mkv", frames=9), "json": chat("<video> what?", words)}
-        found.append(sample)
-    return found
+        made.append(sample)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +67,26 @@ def loader(shard: str, **options: Any) -> od.DataLoader:
 
 def numbers(batch: od.Batch) -> list[list[int]]:
     """Which pictures of its clip each video of a batch holds."""
-    held = batch.media["video"]
-    found = []
-    bounds = held.cu_seqlens.tolist()
-    for (grid_t, grid_h, grid_w), start, stop in zip(held.grid_thw.tolist(), bounds, bounds[1:], strict=False):
-        rows = held.patches[start:stop].reshape(grid_t, grid_h // 2, grid_w // 2, 2, 2, 3, 2, 8, 8)
+    media = batch.media["video"]
+    clips = []
+    bounds = media.cu_seqlens.tolist()
+    for (grid_t, grid_h, grid_w), start, stop in zip(media.grid_thw.tolist(), bounds, bounds[1:], strict=False):
+        rows = media.patches[start:stop].reshape(grid_t, grid_h // 2, grid_w // 2, 2, 2, 3, 2, 8, 8)
         pixels = rows.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(grid_t * 2, grid_h * 8, grid_w * 8, 3).numpy()
         bytes_of = (pixels * np.array(CLIP_STD) + np.array(CLIP_MEAN)) * 255
-        found.append([number_of(each) for each in bytes_of])
-    return found
+        clips.append([number_of(each) for each in bytes_of])
+    return clips
 
 
 def test_videos_are_in_batches_by_name(shard: str) -> None:
     batch = next(iter(loader(shard, global_batch_size=12, shuffle=False)))
-    held = batch.media["video"]
-    assert held.patches.shape == (int(held.cu_seqlens[-1]), 3 * 2 * 64) and held.patches.dtype == torch.float32
-    assert held.grid_thw.shape == (12, 3) and held.seconds_per_grid.shape == (12,)
-    assert len(held.timestamps) == int(held.grid_thw[:, 0].sum())
+    media = batch.media["video"]
+    assert media.patches.shape == (int(media.cu_seqlens[-1]), 3 * 2 * 64) and media.patches.dtype == torch.float32
+    assert media.grid_thw.shape == (12, 3) and media.seconds_per_grid.shape == (12,)
+    assert len(media.timestamps) == int(media.grid_thw[:, 0].sum())
     inputs = batch.model_inputs()
-    assert inputs["video_patches"] is held.patches and inputs["video_grid_thw"] is held.grid_thw
-    assert (batch.llm.input_ids == 258).sum() == held.num_tokens == len(batch.llm.video_positions)
+    assert inputs["video_patches"] is media.patches and inputs["video_grid_thw"] is media.grid_thw
+    assert (batch.llm.input_ids == 258).sum() == media.num_tokens == len(batch.llm.video_positions)
     # The first clip has 16 pictures at 24 a second: 4 at the least.
     assert numbers(batch)[0] == [0, 4, 8, 12]
     assert numbers(batch)[1] == [0, 2, 3, 5, 6, 7, 7, 9] or len(numbers(batch)[1]) >= 4
@@ -107,12 +107,12 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "train.tar", samples(24))
     od.ShardDataset(shard, recipe=video_job.RECIPE).index()
     ranks = run_ranks(video_job.__file__, shard, num_ranks=2, folder=tmp_path)
-    for found in ranks:
-        assert found["control"] > 1e-5  # or the comparison would say nothing
-        assert {name: found[name]["apart"] for name in video_job.CASES if not found[name]["apart"] < 1e-9} == {}
+    for by_rank in ranks:
+        assert by_rank["control"] > 1e-5  # or the comparison would say nothing
+        assert {name: by_rank[name]["apart"] for name in video_job.CASES if not by_rank[name]["apart"] < 1e-9} == {}
     for name in video_job.CASES:
-        assert any(found[name]["rows_away"] for found in ranks) == ("per phase" in name)
-        assert all((found[name]["microbatches"] > 1) == ("microbatches" in name) for found in ranks)
+        assert any(by_rank[name]["rows_away"] for by_rank in ranks) == ("per phase" in name)
+        assert all((by_rank[name]["microbatches"] > 1) == ("microbatches" in name) for by_rank in ranks)
 
 
 def test_positions_of_three_axes(shard: str) -> None:
@@ -137,19 +137,19 @@ def test_bad_clips_are_lost_one_by_one_and_named(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "bad.tar", [*good, *[{"__key__": key, **fields} for key, fields in bad.items()]])
     index = od.ShardDataset(shard, recipe=RECIPE).index()
     failures = [index.failure(int(row)) for row in index.bad_rows()]
-    told = {failure.key: (failure.shard, failure.field, failure.reason) for failure in failures}
-    assert told.keys() == bad.keys()
-    assert all(where == shard for where, _, _ in told.values())
-    assert {key: field for key, (_, field, _) in told.items()} == {
+    failed = {failure.key: (failure.shard, failure.field, failure.reason) for failure in failures}
+    assert failed.keys() == bad.keys()
+    assert all(where == shard for where, _, _ in failed.values())
+    assert {key: field for key, (_, field, _) in failed.items()} == {
         "cut": "mp4", "deaf": "mp4", "text": "webm", "named": "frames.json",
     }  # fmt: skip
-    assert "cut" in told["cut"][2] and "only audio" in told["deaf"][2] and "not a video" in told["text"][2]
+    assert "cut" in failed["cut"][2] and "only audio" in failed["deaf"][2] and "not a video" in failed["text"][2]
 
 
 def test_it_is_profiled_and_verified_by_name(shard: str) -> None:
     dataset = od.ShardDataset(shard, recipe=RECIPE)
-    found = profile(dataset.index(), cost=video_job.COST)
-    assert "video" in json.dumps(found.to_dict())
+    profiled = profile(dataset.index(), cost=video_job.COST)
+    assert "video" in json.dumps(profiled.to_dict())
     assert verify(dataset.index(), RECIPE).failures == ()
 
 
@@ -174,17 +174,17 @@ def test_without_pyav_the_error_says_what_to_install(shard: str, tmp_path: Path)
         "import orchdata as od\n"
         f"od.ShardDataset({shard!r}, recipe=od.Recipe(audio=None, video=od.VideoPreprocessor(patch_size=7))).index()"
     )
-    place = os.environ | {"ORCHDATA_CACHE": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=place)
+    environment = os.environ | {"ORCHDATA_CACHE": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 1
     assert "pip install 'orchdata[video]'" in ended.stderr
 
 
 def test_made_up_videos(tmp_path: Path) -> None:
     description = Path(__file__).parents[2] / "datasets" / "video.yaml"
-    found = CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "a"), "--samples", "12"])
-    assert found.exit_code == 0, found.output
-    assert "videos" in found.output
+    synthesized = CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "a"), "--samples", "12"])
+    assert synthesized.exit_code == 0, synthesized.output
+    assert "videos" in synthesized.output
     index = od.ShardDataset(str(tmp_path / "a" / "*.tar"), recipe=od.Recipe(video=VIDEO)).index()
     assert index.num_samples == 12 and not len(index.bad_rows())
     CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "b"), "--samples", "12"])
@@ -234,12 +234,12 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     names = [f"{number:02}.png" for number in range(40)]
     inside = base64.b64encode((media / "39.png").read_bytes()).decode()
 
-    def chat(video: Any, **beside: Any) -> list[dict[str, Any]]:
-        asked = [{"type": "video", "video": video, **beside}, {"type": "text", "text": "what?"}]
+    def chat(video: Any, **more: Any) -> list[dict[str, Any]]:
+        asked = [{"type": "video", "video": video, **more}, {"type": "text", "text": "what?"}]
         return [{"role": "user", "content": asked}, {"role": "assistant", "content": "bars"}]
 
     records = [
-        {"id": "qwen", "messages": chat(names[:8])},  # two a second, where nobody says
+        {"id": "qwen", "messages": chat(names[:8])},  # two a second by default
         {"id": "rate", "messages": chat(names, fps=20)},
         {"id": "one", "messages": chat([names[7]])},
         {"id": "factory", "videos": [names[4:12], names[20:28]], "text": "<video> and <video>"},
@@ -316,9 +316,9 @@ def test_what_records_say_of_frames_is_read_or_refused(tmp_path: Path) -> None:
     lines.write_text("\n".join(json.dumps({"text": "a"} | record) for record in records))
     dataset = od.ShardDataset(str(lines), recipe=RECIPE, media_root=str(tmp_path))
     index = dataset.index()
-    told = {failure.key: failure.reason for failure in map(index.failure, index.bad_rows().tolist())}
-    assert told.keys() == {"still", "longer"}
-    assert "do not ascend" in told["still"] and "'duration', which is not read" in told["longer"]
+    failed = {failure.key: failure.reason for failure in map(index.failure, index.bad_rows().tolist())}
+    assert failed.keys() == {"still", "longer"}
+    assert "do not ascend" in failed["still"] and "'duration', which is not read" in failed["longer"]
     loader = od.DataLoader(dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error="skip")
     spans = next(iter(loader)).media["video"].seconds_per_grid
     assert spans.tolist() == pytest.approx([2 * 2, 2 * 1, 2 * 0.25])

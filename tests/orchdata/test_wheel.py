@@ -22,12 +22,12 @@ FOLDERS = ("orchdata", "loaders", "balancers", "native")
 
 def test_every_package_is_listed() -> None:
     namespace = {folder: package for package, folder in SETUPTOOLS["package-dir"].items()}
-    found = set()
+    packages = set()
     for folder in FOLDERS:
         for init in (REPOSITORY / folder).rglob("__init__.py"):
             nested = init.parent.relative_to(REPOSITORY / folder).parts
-            found.add(".".join([namespace[folder], *nested]))
-    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+            packages.add(".".join([namespace[folder], *nested]))
+    assert sorted(SETUPTOOLS["packages"]) == sorted(packages)
 
 
 def test_every_python_file_lies_in_a_package() -> None:
@@ -38,7 +38,7 @@ def test_every_python_file_lies_in_a_package() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy: setuptools leaves build/ behind, and files there that were since deleted get into wheels.
+    # Built from a copy: setuptools keeps build/, and files there that were since deleted get into wheels.
     source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""YAML of a user's is bounded by count, and whatever it holds is read, or refused by the name of the file."""
+"""A user's YAML has limits by count; any content is read, or raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ MERGES = "a0: &a0 {x0: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}
         ("[" * 100_000, "deeper than 32 levels"),
         ("{a: " * 33 + "1" + "}" * 33, "deeper than 32 levels"),
         ("".join(" " * n + "a:\n" for n in range(100)), "deeper than 32 levels"),
-        (LAUGHS, "more than 50000 values, aliases written out"),
-        (MERGES, "more than 50000 values, aliases written out"),
-        ("a: &a [*a]", "an alias stands for what it lies in"),
-        ("a: &a {b: *a}", "an alias stands for what it lies in"),
+        (LAUGHS, "more than 50000 values with aliases expanded"),
+        (MERGES, "more than 50000 values with aliases expanded"),
+        ("a: &a [*a]", "an alias refers to a value that contains it"),
+        ("a: &a {b: *a}", "an alias refers to a value that contains it"),
         ("a: *b", "undefined alias 'b'"),
         ("a: 1\na: 2", "'a' comes twice"),
         ("a: " + "9" * 5_000, "more than 100 digits"),
         ("a: 1" + ":1" * 100_000, "more than 100 digits"),
-        ("a: 2001-13-13", "is no value of the tag"),
-        ("a: !!timestamp b", "is no value of the tag"),
-        ("a: !!bool b", "is no value of the tag"),
-        ("a: !!int b", "is no value of the tag"),
+        ("a: 2001-13-13", "is not a value of the tag"),
+        ("a: !!timestamp b", "is not a value of the tag"),
+        ("a: !!bool b", "is not a value of the tag"),
+        ("a: !!int b", "is not a value of the tag"),
         ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("? [1, 2]\n: 3", "unhashable key"),
         ("a: \ud800".encode("utf-8", "surrogatepass"), "can't decode"),

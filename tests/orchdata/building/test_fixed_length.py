@@ -182,9 +182,13 @@ def test_cells_count_padding_as_a_sequence() -> None:
             {"max_tokens": 100},
             "caps llm at 100, and Packed.length=320. .* leave the cap of llm out",
         ),
-        ({"length": 20}, {}, r"has \d+ llm positions, max_tokens allows 18 .*length=20, less the places of dummies"),
-        ({"length": 2}, {}, "length=2 has no place for samples beside 2 tokens of dummies"),
-        ({"encoder_lengths": {"image": [50]}}, {}, "has 50, and parts have multiples of 4 positions: take 48"),
+        (
+            {"length": 20},
+            {},
+            r"has \d+ llm positions, max_tokens allows 18 .*length=20, minus the positions of dummies",
+        ),
+        ({"length": 2}, {}, "length=2 has no room for samples next to 2 tokens of dummies"),
+        ({"encoder_lengths": {"image": [50]}}, {}, "has 50, and parts have multiples of 4 positions: use 48"),
     ],
 )
 def test_refused_by_a_loader(dataset: od.ShardDataset, layout: Any, balance: Any, message: str) -> None:

@@ -18,7 +18,7 @@ from orchdata.loaders.shards import changes
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.storage.cache import CacheFolder
 
-AGAIN = "changed since the index was made: measured again"
+AGAIN = "changed since the index was built: measured again"
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def keys_of(loader: od.DataLoader) -> list[Any]:
 def test_a_new_data_set_measures_a_rewritten_shard_again(shards: list[str], on_error: str) -> None:
     rewrite(shards)
     with pytest.warns(UserWarning, match=rf"omni-000001\.tar {AGAIN}"):
-        found = loader(shards, on_error=on_error)
-    assert found.dataset.index().num_samples == len(keys_of(found)) == 4 + 6 + 4
+        reloaded = loader(shards, on_error=on_error)
+    assert reloaded.dataset.index().num_samples == len(keys_of(reloaded)) == 4 + 6 + 4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(od.ShardDataset(shards, RECIPE)) == 14  # and nothing is measured a second time
+        assert len(od.ShardDataset(shards, RECIPE)) == 14  # nothing is measured a second time
 
 
 def test_other_content_of_the_same_size_is_found(shards: list[str]) -> None:
@@ -106,8 +106,8 @@ def test_a_state_of_before_is_refused(shards: list[str]) -> None:
 
 def test_one_rank_of_a_job_looks_and_all_measure_again(shards: list[str], tmp_path: Path) -> None:
     rewrite(shards)
-    found = run_ranks(JOB, str(tmp_path / "data"), num_ranks=3, folder=tmp_path)
-    assert sum(rank["looked"] for rank in found) == 2  # at the index of before, and at the new one
-    assert len({key for rank in found for key in rank["keys"]}) == 14
-    assert sum(len(rank["keys"]) for rank in found) == 14
-    assert [rank["warned"] for rank in found].count(True) == 1
+    by_rank = run_ranks(JOB, str(tmp_path / "data"), num_ranks=3, folder=tmp_path)
+    assert sum(rank["looked"] for rank in by_rank) == 2  # the old index, and the new one
+    assert len({key for rank in by_rank for key in rank["keys"]}) == 14
+    assert sum(len(rank["keys"]) for rank in by_rank) == 14
+    assert [rank["warned"] for rank in by_rank].count(True) == 1

@@ -34,7 +34,7 @@ class Files(torch.utils.data.Dataset[Any]):
         if swapped:
             names[500:502] = reversed(names[500:502])
         self.files = [kind(name) for name in names]
-        self.cached = [swapped] * 3  # no list of a number for each sample
+        self.cached = [swapped] * 3  # not a list with a number per sample
 
     def __len__(self) -> int:
         return len(self.files)
@@ -119,5 +119,5 @@ def test_data_sets_that_refer_to_each_other_are_described_once_each() -> None:
     """Ten that each know all ten would be 10^8 without."""
     known = [Wrapped(None) for _ in range(10)]
     for one in known:
-        vars(one).update({f"other{place}": other for place, other in enumerate(known)})
+        vars(one).update({f"other{position}": other for position, other in enumerate(known)})
     assert len(json.dumps(_dataset(known[0]))) < 100 * 10 * 10

@@ -1,4 +1,4 @@
-"""Torch map-style data sets behind the same loader."""
+"""Torch map-style data sets in the same loader."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_data_set_that_grows_grows_and_one_with_costs_or_an_order_of_ours_is_r
     assert len(list(one)) == len(list(seeded)) == 2
     numbers.count = 8
     assert len(one) == len(shuffled) == len(list(one)) == len(list(shuffled)) == 3
-    with pytest.raises(ValueError, match="Numbers had 6 samples when this loader was made and has 8 now"):
+    with pytest.raises(ValueError, match="Numbers had 6 samples when this loader was created and has 8 now"):
         list(seeded)
 
 
@@ -231,13 +231,13 @@ def test_a_batch_sampler_may_reuse_its_list() -> None:
 
 @pytest.fixture
 def of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Makes this process a rank of two, of which the other never comes."""
+    """Makes this process a rank of two; the other never starts."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it adds the backend
 
     def be(rank: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        monkeypatch.setattr("orchdata.notices._said", set())
+        monkeypatch.setattr("orchdata.notices._warned", set())
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
 
     yield be
@@ -262,7 +262,7 @@ def test_sharing_map_style_data_that_was_asked_for_is_not_said(of_two: Callable[
 
 def test_data_that_look_split_by_rank_are_named(of_two: Callable[[int], None]) -> None:
     of_two(0)
-    with pytest.warns(UserWarning, match=r"split by rank already \(this Subset has 5 of 11 samples, and looks so\)"):
+    with pytest.warns(UserWarning, match=r"already split by rank \(this Subset has 5 of 11 samples, and seems to be\)"):
         od.DataLoader(torch.utils.data.Subset(Numbers(11), range(1, 11, 2)))
 
 

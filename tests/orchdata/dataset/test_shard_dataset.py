@@ -74,11 +74,11 @@ def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
     assert keys(dataset) == [f"{p}-{i:02d}" for p in range(2) for i in range(20) if (p, i) != (1, 6)]
     assert dataset.find("1-07") == 26 and dataset[26].key == "1-07" and dataset[-13].key == "1-07"
     assert dataset.find("1-07", "1.jsonl") == 26 and dataset.find("1-07", "0.jsonl") is None
-    assert dataset.find("1-06") is None and dataset.find("nobody") is None
+    assert dataset.find("1-06") is None and dataset.find("no-key") is None
     assert [part.modality for part in dataset[3].parts if hasattr(part, "modality")] == ["image"]
-    for place in (39, -40):
-        with pytest.raises(IndexError, match=f"place {place} of 39 samples"):
-            dataset[place]
+    for index in (39, -40):
+        with pytest.raises(IndexError, match=f"sample {index} of 39 samples"):
+            dataset[index]
     for wrong in ("1-07", 1.0, slice(3)):
         with pytest.raises(TypeError, match="takes one integer"):
             dataset[wrong]  # type: ignore[index]
@@ -94,11 +94,11 @@ def test_places_and_keys_of_other_types_are_refused_with_the_way_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = dataset_of(folder)
-    with pytest.raises(IndexError, match="place 40 of 40 samples"):
+    with pytest.raises(IndexError, match="sample 40 of 40 samples"):
         dataset[40]
-    for place in ("0-07", 1.5, None, slice(0, 2)):
+    for index in ("0-07", 1.5, None, slice(0, 2)):
         with pytest.raises(TypeError, match=r"takes one integer, got .*dataset\.find\(key\)"):
-            dataset[place]  # type: ignore[index]
+            dataset[index]  # type: ignore[index]
     with pytest.raises(TypeError, match=r"find\('7'\), got 7"):
         dataset.find(7)  # type: ignore[arg-type]
     monkeypatch.chdir(folder.parent)
@@ -140,7 +140,7 @@ def test_filters_choose_samples_by_columns_of_the_index(folder: Path, expression
     every = [(part, number) for part in range(2) for number in range(20)]
     kept = [f"{part}-{number:02d}" for part, number in every if wanted and wanted(number)]
     assert keys(dataset.filter(expression)) == (kept if wanted else ["0-04", "1-05"])
-    assert len(dataset) == 40  # the other one stays as it was
+    assert len(dataset) == 40  # the other one is unchanged
 
 
 def test_filters_add_up_and_leave_bad_samples_out(folder: Path) -> None:
@@ -167,8 +167,8 @@ def test_filters_add_up_and_leave_bad_samples_out(folder: Path) -> None:
         ("key in ('a', 1)", "not understood"),
         ("tokens < 99999999999999999999", "64 bits"),
         ("tokens in (1, 99999999999999999999)", "64 bits"),
-        ("key == '\\ud800'", "no valid Unicode"),
-        ("key in ('\\ud800',)", "no valid Unicode"),
+        ("key == '\\ud800'", "is not valid Unicode"),
+        ("key in ('\\ud800',)", "is not valid Unicode"),
     ],
 )
 def test_what_is_no_filter_is_refused_at_once(folder: Path, expression: str, reason: str) -> None:
@@ -185,9 +185,9 @@ def test_filters_that_do_not_fit_the_index_name_its_columns(folder: Path, expres
 
 
 def test_a_long_list_of_values_is_told_from_another(folder: Path) -> None:
-    # What pyarrow shows of such a list is its beginning and its end.
+    # pyarrow shows only the beginning and the end of such a list.
     names = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
-    one, other = (pc.field("key").isin(some) for some in (names, [*names[:19], "nobody", *names[20:]]))
+    one, other = (pc.field("key").isin(some) for some in (names, [*names[:19], "no-key", *names[20:]]))
     assert str(one) == str(other)
     dataset = dataset_of(folder)
     loader = od.DataLoader(dataset.filter(one), batch_size=2, dp=(0, 1))
@@ -230,7 +230,7 @@ def test_what_was_chosen_is_part_of_the_state(folder: Path) -> None:
 
 def test_filters_that_differ_inside_of_a_long_list_are_different(folder: Path) -> None:
     def filtered(left_out: str) -> od.DataLoader:
-        listed = pc.field("key").isin([key for key in ALL if key != left_out])  # pyarrow shows its ends alone
+        listed = pc.field("key").isin([key for key in ALL if key != left_out])  # pyarrow shows only its ends
         return od.DataLoader(dataset_of(folder).filter(listed), batch_size=2, dp=(0, 1))
 
     state = filtered("0-15").state_dict()
@@ -256,9 +256,9 @@ def test_every_engine_yields_the_same_batches_and_each_sample_once(folder: Path)
     inline = batches(folder, num_threads=0)
     assert sorted(key for step, _ in inline for key in step) == ALL
     for options in ({"num_threads": 2}, {"num_workers": 1, "num_threads": 2}):
-        found = batches(folder, **options)
-        assert [step for step, _ in found] == [step for step, _ in inline]
-        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, inline, strict=True))
+        delivered = batches(folder, **options)
+        assert [step for step, _ in delivered] == [step for step, _ in inline]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(delivered, inline, strict=True))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -299,4 +299,4 @@ def test_commands_work_with_them(folder: Path, tmp_path: Path) -> None:
     verified = run.invoke(app, ["verify", *paths, "--jobs", "1", "--json"])
     assert {failure["key"] for failure in json.loads(verified.stdout)["failures"]} == {"0-09", "1-06"}
     wrong = run.invoke(app, ["index", paths[0], "--media-root", str(folder / "nowhere")])
-    assert wrong.exit_code != 0 and "is no folder" in wrong.output
+    assert wrong.exit_code != 0 and "is not a folder" in wrong.output

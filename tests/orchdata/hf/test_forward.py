@@ -124,7 +124,7 @@ def test_a_model_that_only_shrinking_breaks_is_not_refused(monkeypatch: pytest.M
 def test_what_cannot_be_tried_is_not_refused_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, config = family("llava")
     monkeypatch.setattr(models, "tiny_configs", lambda _: iter((transformers.CLIPConfig(),)))  # which runs on no text
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
     inputs = od.hf.Inputs(config)
     with pytest.warns(UserWarning, match="whether llava takes the batches of this recipe was not tried: no tiny model"):
         inputs.check(recipe, ("image",), od.Balance())

@@ -170,7 +170,7 @@ def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDatas
     batch = only_batch(dataset, od.hf.Inputs(model.config))
     with pytest.raises(ValueError, match="encode is for od.Balance"):
         od.hf.encode(model, batch)
-    with pytest.raises(TypeError, match=r"got the class Inputs: make one, as in Inputs\(...\)"):
+    with pytest.raises(TypeError, match=r"got the class Inputs: create one, as in Inputs\(...\)"):
         od.DataLoader(dataset, collate_fn=od.hf.Inputs)  # type: ignore[arg-type]
     inputs = batch.model_inputs()
     del inputs["labels"]

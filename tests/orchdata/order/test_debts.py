@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
-from orchdata.order.before_debts import OrderBeforeDebts
-from orchdata.order.merge import By, Reached, Stage
+from orchdata.order.merge import By, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
+from orchdata.order.version_1 import OrderV1
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "single_stage.json").read_text())["digests"]
 
@@ -26,7 +26,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "single_stage.json").rea
 class Furthest(NamedTuple):
     """Over prefixes: the largest lag, in own longest samples, and lead, in its largest weight times the longest of all.
 
-    Those before the place where weights first change are not looked at: until then the order is that of one stage. The
+    Prefixes before the first change of weights are ignored: until then the order is that of one stage. The
     lead is that of a source where a sample of it comes.
     """
 
@@ -35,7 +35,7 @@ class Furthest(NamedTuple):
 
 
 def furthest(order: MixtureOrder, stages: Sequence[Stage], lengths: Sequence[Ints], settle: int) -> Furthest:
-    """By the words of the documentation, a sample at a time: what is due is the integral of the weights over tokens.
+    """As documented, a sample at a time: what is due is the integral of the weights over tokens.
 
     Args:
         settle: tokens or samples after the first change at which the order of one stage is made up for.
@@ -96,9 +96,9 @@ def staged(draw: st.DrawFn) -> tuple[MixtureOrder, list[Stage], list[Ints]]:
 def test_no_prefix_lags_two_longest_samples_or_leads_more_than_its_weight_allows(case: Any) -> None:
     order, stages, lengths = case
     longest = max(int(each.max()) for each in lengths) if order.by == "tokens" else 1
-    found = furthest(order, stages, lengths, settle=8 * len(lengths) * longest)
-    assert found.lag <= 2
-    assert found.lead <= 2
+    lags = furthest(order, stages, lengths, settle=8 * len(lengths) * longest)
+    assert lags.lag <= 2
+    assert lags.lead <= 2
 
 
 def issue_like(size: int, rule: type[MixtureOrder], near: int) -> tuple[MixtureOrder, list[Stage], list[Ints]]:
@@ -121,7 +121,7 @@ def test_short_stages_starve_no_source(size: int) -> None:
 
 
 def test_the_rule_of_before_starved_it() -> None:
-    order, stages, lengths = issue_like(1_600, OrderBeforeDebts, near=1)
+    order, stages, lengths = issue_like(1_600, OrderV1, near=1)
     assert furthest(order, stages, lengths, settle=4_800).lag > 2
     source, _ = order.rows(0, 0, order.length(0))
     assert not (source == 2).any()
@@ -197,10 +197,10 @@ def test_every_epoch_ends_in_the_same_place_however_it_is_found(stop: Any) -> No
 def test_weights_may_change_right_after_a_sample_that_reaches_beyond_its_epoch() -> None:
     lengths = [np.array([7, 5, 9]), np.array([4, 8])]
     order = MixtureOrder(sources_of(lengths), [Stage(0, periods_of([1, 1]))], stop="repeat", epoch_size=("tokens", 10))
-    end = order.place(0, order.length(0))
+    end = order.progress_at(0, order.length(0))
     assert end.tokens > 10
-    resumed = order.resumed_at(0, end)._replace(reached=Reached(end, order.due(0, end)), is_changed=True)
+    resumed = order.resumed_at(0, end)._replace(stretch_start=StretchStart(end, order.due(0, end)), is_changed=True)
     changed = order.restaged([Stage(0, periods_of([1, 3]))], resumed)
     assert changed.length(0) == order.length(0)
-    assert changed.place(1, 0) == end
+    assert changed.progress_at(1, 0) == end
     assert changed.length(1) > 0

@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.before_debts import OrderBeforeDebts
-from orchdata.order.merge import By, Lap, MixedSource, Place, Reached, Stage, Stop, Stretch
+from orchdata.order.merge import By, MixedSource, SourcePass, SourceProgress, Stage, Stop, Stretch, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import Begin, TokenBatches
 from orchdata.order.token_sums import TokenSums
+from orchdata.order.version_1 import OrderV1
 
 Ints = NDArray[np.int64]
 
 
 def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[MixedSource]:
-    found, first = [], 0
+    mixed, first = [], 0
     for number, tokens in enumerate(lengths):
         order = Order(len(tokens), shuffle=shuffle, seed=number, source=number)
         counts = Listed(tokens)
-        found.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
+        mixed.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
         first += len(tokens)
-    return found
+    return mixed
 
 
 class Taken(NamedTuple):
@@ -42,18 +42,18 @@ class Taken(NamedTuple):
     stream: int
 
 
-def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
-    """One lap, a sample at a time: the next one is that of the smallest virtual time."""
+def plain_pass(order: MixtureOrder, number: int, given_before: int) -> Iterator[Taken]:
+    """Yield one pass, a sample at a time: the next sample has the smallest virtual time."""
     endless = order.stop == "repeat"
     queues = [plain_source(source, number, endless) for source in order.sources]
     waiting = [next(queue, None) for queue in queues]
-    amount, stage, base = begun, -1, [0] * len(queues)
+    amount, stage, base = given_before, -1, [0] * len(queues)
     given, delays = [0] * len(queues), [0] * len(queues)
     while True:
-        # A lap whose sources run out where another stage begins has ended: that stage does not begin.
+        # A pass ends if its sources are exhausted where another stage begins: that stage does not begin.
         if stage >= 0 and has_ended(order, stage, waiting):
             return
-        now = max(place for place, each in enumerate(order.stages) if each.bound <= amount)
+        now = max(stage_number for stage_number, each in enumerate(order.stages) if each.bound <= amount)
         if now != stage:
             stage, base = now, list(given)
             delays = plain_delays(order, order.stages[stage].periods)
@@ -99,8 +99,8 @@ def plain_source(source: MixedSource, number: int, endless: bool) -> Iterator[Ta
     while True:
         _, rows = source.order.rows(number, 0, source.order.num_samples)
         tokens = source.counts(rows)
-        for place, (row, count) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-            stream = place % source.order.streams
+        for position, (row, count) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            stream = position % source.order.streams
             yield Taken(source.order.source, number, source.first_row + row, count, stream)
         if not endless:
             return
@@ -108,20 +108,20 @@ def plain_source(source: MixedSource, number: int, endless: bool) -> Iterator[Ta
 
 
 def plain_epochs(order: MixtureOrder, num_epochs: int) -> list[list[Taken]]:
-    found: list[list[Taken]] = []
+    epochs: list[list[Taken]] = []
     if order.epoch_size is None:
         for epoch in range(num_epochs):
-            begun = sum(sample.tokens if order.by == "tokens" else 1 for lap in found for sample in lap)
-            found.append(list(plain_lap(order, epoch, begun)))
-        return found
+            given_before = sum(sample.tokens if order.by == "tokens" else 1 for each in epochs for sample in each)
+            epochs.append(list(plain_pass(order, epoch, given_before)))
+        return epochs
     unit, size = order.epoch_size
-    run, amount = plain_lap(order, 0, 0), 0
+    run, amount = plain_pass(order, 0, 0), 0
     for epoch in range(num_epochs):
-        found.append([])
+        epochs.append([])
         while amount < (epoch + 1) * size:
-            found[-1].append(next(run))
-            amount += found[-1][-1].tokens if unit == "tokens" else 1
-    return found
+            epochs[-1].append(next(run))
+            amount += epochs[-1][-1].tokens if unit == "tokens" else 1
+    return epochs
 
 
 @st.composite
@@ -142,7 +142,7 @@ def mixtures(draw: st.DrawFn, *, by_old_rule: bool = False) -> MixtureOrder:
         epoch_size = draw(st.sampled_from(["tokens", "samples"])), draw(st.integers(1, 500))
         if epoch_size[0] == "tokens":
             epoch_size = "tokens", -(-epoch_size[1] // 50) * max(int(each.max()) for each in lengths)
-    made = OrderBeforeDebts if by_old_rule else MixtureOrder
+    made = OrderV1 if by_old_rule else MixtureOrder
     return made(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
 
 
@@ -203,13 +203,13 @@ def test_any_part_of_an_epoch_is_found_alone(order: MixtureOrder, data: st.DataO
 @given(order=mixtures(), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_other_weights_from_a_place_on_repeat_nothing(order: MixtureOrder, data: st.DataObject) -> None:
-    """As a run that goes on with other weights does."""
+    """A run continues with other weights."""
     epoch = data.draw(st.integers(0, 2))
     at = data.draw(st.integers(0, order.length(epoch)))
-    place = order.place(epoch, at)
+    progress = order.progress_at(epoch, at)
     weights = st.lists(st.integers(1, 1 << 18), min_size=len(order.sources), max_size=len(order.sources))
-    reached = Reached(place, order.due(epoch, place)) if place.position else None
-    resumed = order.resumed_at(epoch, place)._replace(reached=reached, is_changed=True)
+    start = StretchStart(progress, order.due(epoch, progress)) if progress.position else None
+    resumed = order.resumed_at(epoch, progress)._replace(stretch_start=start, is_changed=True)
     changed = order.restaged([Stage(0, periods_of(data.draw(weights)))], resumed)
     length = changed.length(epoch)
     assert length >= at
@@ -308,20 +308,20 @@ def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.
     sources = sources_of([np.full(900, 3), np.full(700, 5)], Shuffle())
     stages = [Stage(0, (1 << 16, 1 << 16)), Stage(2_000, (1 << 16, 4 << 16)), Stage(4_000, (9 << 16, 1 << 16))]
     order, alone = (MixtureOrder(sources, stages, stop="repeat", epoch_size=("tokens", 9_000)) for _ in range(2))
-    has_looked, goes_on, reached = threading.Event(), threading.Event(), Lap._reached
+    has_looked, goes_on, progress_after = threading.Event(), threading.Event(), SourcePass._progress_after
 
-    def reached_late(lap: Lap, stretch: Stretch, amount: int) -> Place | None:
-        found = reached(lap, stretch, amount)
+    def reached_late(source_pass: SourcePass, stretch: Stretch, amount: int) -> SourceProgress | None:
+        result = progress_after(source_pass, stretch, amount)
         if threading.current_thread() is late and not has_looked.is_set():
             has_looked.set()
             assert goes_on.wait(60)
-        return found
+        return result
 
     late = threading.Thread(target=order.length, args=(0,))
-    monkeypatch.setattr(Lap, "_reached", reached_late)
+    monkeypatch.setattr(SourcePass, "_progress_after", reached_late)
     late.start()
     assert has_looked.wait(60)
-    length = order.length(0)  # behind all stages, while the other has found the first
+    length = order.length(0)  # past all stages, while the other has computed the first
     goes_on.set()
     late.join()
     assert np.array_equal(order.rows(0, 0, length)[1], alone.rows(0, 0, alone.length(0))[1])

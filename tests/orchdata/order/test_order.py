@@ -79,8 +79,8 @@ def test_samples_in_the_air_are_bounded_by_the_window(num_samples: int, window: 
     starts = np.append(0, np.cumsum(sizes))[bounds]
     assert np.diff(bounds).max() <= window
     for number, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
-        held = blocks[bounds[number] : bounds[number + 1]]
-        assert np.array_equal(np.unique(rows[start:stop] // BLOCK), np.sort(held)), "a window has whole blocks"
+        contained = blocks[bounds[number] : bounds[number + 1]]
+        assert np.array_equal(np.unique(rows[start:stop] // BLOCK), np.sort(contained)), "a window has whole blocks"
     for start in range(0, num_samples - num_samples % BLOCK, window * BLOCK):
         assert np.unique(rows[start : start + window * BLOCK] // BLOCK).size <= 2 * window + 3
 
@@ -89,8 +89,8 @@ def test_up_to_one_window_is_a_uniform_permutation() -> None:
     num_samples, trials = 1000, 3000
     order = Order(num_samples, shuffle=Shuffle(), seed=0)
     rows = np.stack([whole(order, epoch) for epoch in range(trials)])
-    for place in (0, 1, 255, 256, 511, 767, 768, 999):  # the partial block begins at 768
-        assert chisquare(np.bincount(rows[:, place] // 10, minlength=100)).pvalue > 1e-4
+    for position in (0, 1, 255, 256, 511, 767, 768, 999):  # the partial block begins at 768
+        assert chisquare(np.bincount(rows[:, position] // 10, minlength=100)).pvalue > 1e-4
     gap = (rows[:, 1] - rows[:, 0]) % num_samples
     assert chisquare(np.bincount((gap - 1) // 27, minlength=37)).pvalue > 1e-4
     distance = np.abs(rows - np.arange(num_samples)).mean() / num_samples
@@ -100,7 +100,7 @@ def test_up_to_one_window_is_a_uniform_permutation() -> None:
 def test_shuffle_quality_of_a_long_epoch() -> None:
     num_samples, batch = 2000 * 512, 512
     none = shuffle_quality(Order(num_samples, shuffle=None, seed=0), 0, batch)
-    assert none == (0.0, 2.0)  # 512 consecutive rows lie in two blocks of 256
+    assert none == (0.0, 2.0)  # 512 consecutive rows are in two blocks of 256
     default = shuffle_quality(Order(num_samples, shuffle=Shuffle(), seed=0), 0, batch)
     assert default.mean_displacement == pytest.approx(1 / 3, abs=0.02)
     assert 60 < default.sources_per_batch < 2 * 64 + 3  # all 64 blocks of the window, most cut in two by the rotation
@@ -133,7 +133,7 @@ def test_describe_names_what_the_sequence_depends_on() -> None:
     texts += [describe(0, None, (1,))]
     texts.append(describe(0, None, (2,)))
     assert len(set(texts)) == len(texts)
-    assert describe() == describe(1)  # unshuffled, the seed says nothing
+    assert describe() == describe(1)  # without shuffling the seed has no effect
 
 
 def test_an_empty_order_has_nothing() -> None:

@@ -46,7 +46,7 @@ def test_a_sampler_is_drawn_once_an_epoch_and_not_before_it_begins() -> None:
     assert sampler.draws == 0
     assert next(batches)["number"].tolist() == [1, 2] and sampler.draws == 1
     assert [batch["number"].tolist() for batch in loader] == [[2, 3], [4, 5], [6]]  # the next epoch
-    assert [batch["number"].tolist() for batch in batches] == [[3, 4], [5]]  # what its own was
+    assert [batch["number"].tolist() for batch in batches] == [[3, 4], [5]]  # its own rows
     assert sampler.draws == 2
 
 
@@ -93,11 +93,11 @@ def test_a_draw_is_torchs_and_is_replayed(name: str, own: bool) -> None:
     assert torch.equal(torch.get_rng_state(), after)
     assert draws[0] != draws[1] or name == "sequential"
 
-    again = source()  # in another process: its generators stand elsewhere
+    again = source()  # in another process, where generators have other states
     torch.manual_seed(99)
     assert list(again.items(draws[1], again=True)) == expected[1]
     assert list(again.items(draws[0], again=True)) == expected[0]
-    if own:  # what comes next follows, too
+    if own:  # later draws follow, too
         assert list(again.items(again.draw(), again=False)) == expected[1]
 
 

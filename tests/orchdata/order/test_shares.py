@@ -1,4 +1,4 @@
-"""Shares of a mixture in any window, by brute force, beside a merge by virtual time in plain Python and fractions."""
+"""Shares of a mixture in any window, by brute force, next to a merge by virtual time in plain Python and fractions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Ints = NDArray[np.int64]
 def mixed(lengths: Sequence[Ints], weights: Sequence[float], by: By, stop: Any, size: int | None) -> MixtureOrder:
     """As the values `od.Mixture` makes of these weights."""
     names = [f"s{number:02d}" for number in range(len(lengths))]
-    dataset = od.ShardDataset.__new__(od.ShardDataset)  # only its weights are asked for
+    dataset = od.ShardDataset.__new__(od.ShardDataset)  # only its weights are read
     options = {"epoch_samples": size} if stop == "repeat" else {}
     sources = {name: od.Source(dataset, weight=weight) for name, weight in zip(names, weights, strict=True)}
     mixture = od.Mixture(sources, by=by, stop=stop, **options)
-    found, first = [], 0
+    mixed, first = [], 0
     for number, (name, tokens) in enumerate(zip(names, lengths, strict=True)):
         order = Order(len(tokens), shuffle=Shuffle(window=2), seed=number, source=number)
-        found.append(MixedSource(name, order, Listed(tokens), TokenSums(order, Listed(tokens)), first))
+        mixed.append(MixedSource(name, order, Listed(tokens), TokenSums(order, Listed(tokens)), first))
         first += len(tokens)
-    return MixtureOrder(found, mixture.quantised(), by=by, stop=stop, epoch_size=mixture.epoch_size)
+    return MixtureOrder(mixed, mixture.quantised(), by=by, stop=stop, epoch_size=mixture.epoch_size)
 
 
 def given_by(order: MixtureOrder, lengths: Sequence[Ints]) -> Ints:
@@ -59,7 +59,7 @@ def exact(order: MixtureOrder, lengths: Sequence[Ints], weights: Sequence[float]
     heaviest = max(weights)
     periods = [Fraction(heaviest) / Fraction(weight) for weight in weights]
     means = [int(each.sum()) // len(each) if by_tokens else 1 for each in lengths]
-    given, found = [0] * num_sources, [[0] * num_sources]
+    given, counts = [0] * num_sources, [[0] * num_sources]
     for _ in range(count):
         ends = [
             ((given[k] + queues[k][-1]) * periods[k] - periods[k] * means[k] * k / num_sources, k)
@@ -68,8 +68,8 @@ def exact(order: MixtureOrder, lengths: Sequence[Ints], weights: Sequence[float]
         ]
         _, taken = min(ends)
         given[taken] += queues[taken].pop()
-        found.append(list(given))
-    return np.array(found)
+        counts.append(list(given))
+    return np.array(counts)
 
 
 def furthest(given: Ints, weights: Sequence[float], longest: int) -> tuple[float, float]:

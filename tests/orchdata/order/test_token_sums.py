@@ -88,8 +88,8 @@ def test_ramps_and_cuts_begun_anew_leave_out_nothing(case: tuple[Order, Listed],
         done = epoch * total + (int(ends[start - 1]) if start else 0)
         tokens = int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
         # Samples that began before the cut may make the new budget hold one step earlier or later.
-        held = {size for bound, size in budgets if bound <= done + largest}
-        assert tokens < max(held) + largest
+        applying = {size for bound, size in budgets if bound <= done + largest}
+        assert tokens < max(applying) + largest
         at = stop
     assert at == order.num_samples
 

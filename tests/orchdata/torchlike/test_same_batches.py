@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import orchdata as od
 
-pytestmark = pytest.mark.filterwarnings("ignore:no step to make")
+pytestmark = pytest.mark.filterwarnings("ignore:the loader has no steps")
 
 
 class Augmented(Dataset[torch.Tensor]):
