@@ -111,7 +111,7 @@ def show(
     _check_together(context)
     from orchdata.balancers import CostModel
     from orchdata.dataset.shards import unchosen_rows
-    from orchdata.showing.runs import inside_of, shards_of, shown_step, source_names
+    from orchdata.showing.runs import shards_and_model, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
@@ -122,7 +122,7 @@ def show(
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
         else:
-            shards, model = inside_of(made._runtime.prepared.spec)
+            shards, model = shards_and_model(made._runtime.prepared.spec)
             dataset, index = made.dataset, shards.index
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)

@@ -1,6 +1,6 @@
-"""Communication between the ranks of post_balance: gathers and one ragged all-to-all on a separate gloo group.
+"""Communication between the ranks of post_balance: gathers and one ragged all-to-all, on a separate gloo group.
 
-Gloo tells only some ranks that another is gone; the rest would wait for the timeout. So a rank that cannot continue
+Gloo reports a lost rank only to some of the others; the rest would wait for the timeout. So a rank that cannot continue
 leaves a note (`orchdata.ranks.notes`) and closes its connections, which wakes the others.
 """
 
@@ -25,7 +25,7 @@ Bytes = NDArray[np.uint8]
 
 POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
 
-# Connections of the process that this one was forked off. To take them down would wait for threads that are not here.
+# Connections of the parent of this forked process. Closing them would wait for threads that do not exist here.
 _of_parents: list[Any] = []
 
 
@@ -34,16 +34,16 @@ class LostRanksError(Exception):
 
 
 def unpadded(rows: Ints, counts: Ints) -> Ints:
-    """Rows (num_ranks, most, num_columns) of which each rank has counts[rank] -> (counts.sum(), num_columns)."""
+    """Remove padding: (num_ranks, most, num_columns) with counts[rank] rows used -> (counts.sum(), num_columns)."""
     return rows[np.arange(rows.shape[1]) < counts[:, None]]
 
 
 class RankGroup:
-    """This rank and the others.
+    """The connections of this rank to the others.
 
     Args:
-        group: the ranks; None for a single one. They are connected here: a collective of theirs alone.
-        timeout: seconds a rank waits for the others in one collective; None for as long as in those of `group`.
+        group: the ranks; None for a single one. They connect here, in a collective of only these ranks.
+        timeout: seconds that a rank waits for the others in one collective; None for the timeout of `group`.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
@@ -54,10 +54,10 @@ class RankGroup:
         if group is None or dist.get_world_size(group) == 1:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # Not by `dist.new_group`: torch 2.15 counts a group of some ranks on those alone, and the next group of all
+        # Not `dist.new_group`: in torch 2.15 only the ranks of a partial group count it, and the next group of all
         # ranks then waits for ever.
         store = store_of(group)
-        number = store.add(f"orchdata/post_balance/{self.rank}", 1)  # ranks make theirs in one sequence
+        number = store.add(f"orchdata/post_balance/{self.rank}", 1)  # all ranks create their groups in one sequence
         about = f"post_balance/{number}"
         patience = group_timeout(group) if timeout is None else timedelta(seconds=timeout)
         connecting = dist.distributed_c10d.PrefixStore(f"orchdata/{about}", store)
@@ -79,7 +79,7 @@ class RankGroup:
         """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
         if self.size == 1:
             return values[None]
-        # An all-to-all sends to all ranks together: gloo's all-gather passes everything around a ring.
+        # One all-to-all: gloo's all-gather passes everything around a ring, one rank after another.
         outgoing = np.repeat(values[None], self.size, axis=0)
         gathered = np.empty_like(outgoing)
         self._all_to_all(torch.from_numpy(gathered).view(-1), torch.from_numpy(outgoing).view(-1))
@@ -94,14 +94,14 @@ class RankGroup:
         return unpadded(self.gather(padded), counts)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Return the text of every rank."""
         own = np.frombuffer(text.encode(), np.uint8)
         counts = self.gather(np.array([len(own)]))[:, 0]
         letters = self.gather_rows(own.astype(np.int64)[:, None], counts)[:, 0].astype(np.uint8)
         return [part.tobytes().decode() for part in np.split(letters, np.cumsum(counts)[:-1])]
 
     def exchange(self, outgoing: Bytes, to_each: Sequence[int], from_each: Sequence[int]) -> Bytes:
-        """One ragged all-to-all: bytes for each rank in turn -> the bytes from each, in new writable memory."""
+        """Do one ragged all-to-all: bytes for each rank in turn -> the bytes from each, in new writable memory."""
         incoming = torch.empty(sum(from_each), dtype=torch.uint8)
         self._all_to_all(incoming, torch.from_numpy(outgoing), list(from_each), list(to_each))
         received: Bytes = incoming.numpy()
@@ -113,12 +113,12 @@ class RankGroup:
             raise LostRanksError("another rank gave up")
 
     def leave(self, reason: str) -> None:
-        """Leave a note for the others; what the first note of a rank says stays."""
+        """Leave a note for the others. Only the first note of a rank counts."""
         self._notes.leave(reason)
 
     def give_up(self, reason: str = "") -> None:
-        """Leave a note and close the connections: no further collective is possible. A note without a reason is that of
-        a rank that only noticed.
+        """Leave a note and close the connections: no further collective is possible. A note without a reason means
+        that this rank has only noticed the loss of another.
         """
         self._notes.leave(reason)
         self._notes.close()
@@ -130,30 +130,30 @@ class RankGroup:
             _of_parents.append(gloo)
 
     def explain_loss(self, step: int, error: LostRanksError) -> StepError:
-        """Give up and find out who caused it, from the notes of the others."""
+        """Give up, and return an error that names the rank at fault, from the notes of the others."""
         self.give_up()
         lost = f"post_balance lost other ranks at step {step}"
         missing = self._notes.missing()
         if (reason := self._notes.reason()) is not None:
             return StepError(f"{lost}: rank {reason.rank} {reason.text}", step, reason.rank)
         if not self._notes.readable:
-            text = f"{lost}: {error}; who is missing is not known without the job's store, which often goes with rank 0"
+            text = f"{lost}: {error}; the missing rank is not known without the job's store, often lost with rank 0"
             return StepError(text, step, None)
         if not missing:
-            return StepError(f"{lost}, though all are there: {error}", step, None)
+            return StepError(f"{lost}, although none is missing: {error}", step, None)
         return StepError(f"{lost}: {no_word_from(missing)} ({error})", step, missing[0] if len(missing) == 1 else None)
 
     def _all_to_all(
         self, incoming: torch.Tensor, outgoing: torch.Tensor, from_each: Sequence[int] = (), to_each: Sequence[int] = ()
     ) -> None:
-        """Rows for each rank, as many for all where no numbers are given."""
+        """Exchange rows, the same number with each rank if no numbers are given."""
         if self._gloo is None:
-            raise LostRanksError("its connections are down")
+            raise LostRanksError("its connections are closed")
         try:
             self._gloo.alltoall_base(incoming, outgoing, list(from_each), list(to_each)).wait()
             return
         except RuntimeError as error:
             # Without gloo's own source lines and advice.
             reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
-        # Not raised from that error: its traceback holds the connections, which could then not be taken down.
+        # Not raised from that error: its traceback refers to the connections, which could then not be closed.
         raise LostRanksError(reason)

@@ -1,4 +1,4 @@
-"""post_balance: wraps a loader that knows nothing of other ranks, and balances each of its steps over them."""
+"""post_balance: wraps a loader of one rank, and balances each of its steps over all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchdata.post_balancing.group import LostRanksError, RankGroup
 from orchdata.post_balancing.plan import MoveRule
 from orchdata.post_balancing.prefetch import Prefetcher
 from orchdata.post_balancing.stats import PostStats
-from orchdata.post_balancing.step import Cost, LossTokens, MadeStep, PostBatch, StepMaker
+from orchdata.post_balancing.step import Cost, LossTokens, PostBatch, ReadyStep, StepMaker
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
 VERSION = 1
@@ -35,32 +35,32 @@ def post_balance(
     gain: float = 0.02,
     timeout: float | None = None,
 ) -> PostBalanced:
-    """Balance the steps of a loader whose costs are only known once samples are drawn.
+    """Balance the steps of a loader if costs are known only once samples are drawn.
 
-    In every step each rank draws its list of samples; costs are gathered, all ranks make the same plan, and samples
-    move in one all-to-all. Which samples make up a step never changes. The number of steps is the largest over the
-    ranks: one that has no more draws nothing and still gets its share. All this happens in a thread, up to two steps
-    ahead, on a gloo group made here: with more than one rank making it is a collective of the group.
+    In every step each rank draws its list of samples. Costs are gathered, all ranks compute the same plan, and samples
+    move in one all-to-all. The set of samples of a step never changes. The number of steps is the largest over the
+    ranks: a rank without further samples draws nothing and still gets its share. All this happens in a thread, up to
+    two steps ahead, on a gloo group created here: with more than one rank, the call is a collective of the group.
 
     Args:
-        loader: any iterable of lists of samples; iterated in that thread, once per epoch (a generator has one).
+        loader: any iterable of lists of samples; that thread iterates it again in each epoch (a generator has one).
             Samples are torch tensors on the CPU, numpy arrays, bytes, str, numbers, None, and dicts, lists and tuples
             of them; moved ones arrive contiguous, and bytearrays and memoryviews as bytes.
-        cost: sample -> integer, or a mapping of integers by phase, of which the sum is balanced; 0 counts as 1.
-        loss_tokens: sample -> integer, labels that enter its loss; without it each sample counts as one, and
-            `loss_scale` makes a mean over samples.
+        cost: sample -> integer, or a mapping of integers by phase; their sum is balanced; 0 counts as 1.
+        loss_tokens: sample -> integer, the number of labels in its loss; without it each sample counts as one, and
+            `loss_scale` gives a mean over samples.
         group: process group or one-dimensional DeviceMesh of data-parallel ranks; default torch.distributed's world,
             else a single rank.
         balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope, equal_count, max_samples and
             group_size; the default group size is the ranks of a node (LOCAL_WORLD_SIZE), else all.
-        gain: least share of the makespan that moving must take off; in a step below it nothing moves.
-        timeout: seconds a rank waits for the others; default the timeout of `group`. It has to cover the longest pause
-            of one rank's training loop alone.
+        gain: minimum share of the makespan that moving must save; in a step below it nothing moves.
+        timeout: seconds that a rank waits for the others; default the timeout of `group`. It must cover the longest
+            pause of a single rank's training loop.
 
     Raises:
-        ValueError: an argument outside its range, or ranks that were given different ones.
-        TypeError: a loader that is no iterable, or a cost that is not callable.
-        RuntimeError: other ranks did not make theirs within the timeout.
+        ValueError: an argument is out of range, or arguments differ between ranks.
+        TypeError: the loader is not iterable, or a cost is not callable.
+        RuntimeError: other ranks did not call post_balance within the timeout.
     """
     functions = {"cost": cost} if loss_tokens is None else {"cost": cost, "loss_tokens": loss_tokens}
     for name, given in functions.items():
@@ -80,15 +80,15 @@ def post_balance(
         rank_group = RankGroup(ranks.group, timeout)
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
     except LostRanksError as error:
-        raise RuntimeError(f"all {ranks.size} ranks make a post_balance together, and some did not: {error}") from None
+        raise RuntimeError(f"all {ranks.size} ranks must call post_balance together, some did not: {error}") from None
     return PostBalanced(loader, cost, loss_tokens, rank_group, rule)
 
 
 class PostBalanced:
-    """What `post_balance` returns: iterating gives a `PostBatch` for each step.
+    """The result of `post_balance`: iteration yields a `PostBatch` for each step.
 
-    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier, its loader fails or its
-    process dies, the others get a StepError that names it.
+    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier, if its loader fails or
+    its process dies, the others raise a StepError that names it.
     """
 
     def __init__(
@@ -100,23 +100,21 @@ class PostBalanced:
         self._rank_group = rank_group
         self._rule = rule
         self._iterations = 0
-        self._loaded: Mapping[str, Any] | None = None  # where the next iteration starts, if not at the beginning
-        self._state: Mapping[str, Any] | None = None  # of what was delivered
+        self._loaded: Mapping[str, Any] | None = None  # start of the next iteration; None for the beginning
+        self._state: Mapping[str, Any] | None = None  # after the last delivered step
         self._stats = PostStats()
-        self._running: list[Prefetcher] = []  # at most one; the finalizer must not hold self
+        self._running: list[Prefetcher] = []  # at most one; the finalizer must not refer to self
         weakref.finalize(self, _end, self._running)
 
     def __iter__(self) -> Iterator[PostBatch]:
-        """Steps from where the loader stands to the end of the epoch. An iteration still under way is closed.
+        """Iterate the steps from the loader's position to the end of the epoch. Closes an iteration still under way.
 
         Raises:
             StepError: on every rank, if one of them cannot continue; it names the step, and the rank if known.
         """
         self._stop(None)
         if not self._rank_group.connected:
-            raise RuntimeError(
-                "an earlier error took the connections of post_balance down: make a new one on all ranks"
-            )
+            raise RuntimeError("an earlier error closed the connections of post_balance: call it again on all ranks")
         begin, self._loaded = self._loaded, None
         if begin is None and self._has_state:
             self._state = self._state_of(0, False, self._loader.state_dict())
@@ -144,8 +142,8 @@ class PostBalanced:
         self._state = self._state_of(0, False, maker.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: the wrapped loader's state as of the last delivered step, and that step's number.
-        JSON-safe if the loader's is. Each rank has its own.
+        """Return this rank's own position: the wrapped loader's state after the last delivered step, and that step's
+        number. JSON-safe if the loader's state is.
 
         Raises:
             TypeError: the loader has no state.
@@ -154,10 +152,10 @@ class PostBalanced:
         return dict(self._state or self._state_of(0, False, self._loader.state_dict()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, this rank's own, at the next iteration; one under way is closed, on all ranks.
+        """Continue from `state`, this rank's own, at the next iteration. Closes an iteration under way, on all ranks.
 
         Raises:
-            StateError: no state of a post_balance.
+            StateError: it is not a state of post_balance.
             TypeError: the loader has no state.
         """
         self._need_state()
@@ -169,24 +167,24 @@ class PostBalanced:
         self._state = self._loaded = dict(state)
 
     def stats(self) -> dict[str, Any]:
-        """Moves, imbalance and milliseconds of the delivered steps; see `PostStats.as_dict`."""
+        """Return moves, imbalance and milliseconds of the delivered steps; see `PostStats.as_dict`."""
         return self._stats.as_dict()
 
     def close(self) -> None:
-        """End an iteration under way, as leaving its loop does."""
+        """End an iteration under way, as leaving the loop does."""
         self._stop(_CLOSE_SECONDS)
 
-    def _deliver(self, steps: Iterator[MadeStep]) -> Iterator[PostBatch]:
+    def _deliver(self, steps: Iterator[ReadyStep]) -> Iterator[PostBatch]:
         for made in self._stats.timed(steps):
             if self._has_state:
                 self._state = self._state_of(made.batch.step + 1, made.exhausted, made.state)
             batch = made.batch
             del made
             yield batch
-            del batch  # or the last step would live on while the next is waited for
+            del batch  # else the last step would stay in memory during the wait for the next
 
     def _stop(self, timeout: float | None) -> None:
-        """Close the iteration under way; without a timeout wait until all ranks have."""
+        """Close the iteration under way; without a timeout, wait until all ranks have closed it."""
         for prefetcher in list(self._running):
             if prefetcher.close(timeout):
                 self._running.remove(prefetcher)
@@ -199,7 +197,7 @@ class PostBalanced:
         if not self._has_state:
             raise TypeError(
                 f"post_balance cannot resume: {type(self._loader).__name__} has no state_dict and load_state_dict, so"
-                " where it stood cannot be known; wrap a loader that has them, as torchdata's StatefulDataLoader"
+                " its position is not known; wrap a loader that has them, such as torchdata's StatefulDataLoader"
             )
 
     def _state_of(self, step: int, exhausted: bool, loader: Any) -> dict[str, Any]:
@@ -207,7 +205,7 @@ class PostBalanced:
 
 
 def _end(running: list[Prefetcher]) -> None:
-    """Called when the wrapper is collected or the process ends."""
+    """End iterations when the wrapper is collected or the process ends."""
     for prefetcher in running:
         if not prefetcher.close(_CLOSE_SECONDS):
             prefetcher.leave()
@@ -223,7 +221,7 @@ def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule
     node = _ranks_per_node(group, num_ranks)
     if node is None and balance.group_size is None and balance.scope in ("grouped", "grid"):
         raise ValueError(
-            f"balance={balance.scope!r}: the group's ranks are not spread evenly over nodes in rank order; give"
+            f"balance={balance.scope!r}: the group's ranks are not spread evenly over nodes in rank order; pass"
             f" od.Balance(scope={balance.scope!r}, group_size=...)"
         )
     if balance.scope in ("grouped", "grid"):
@@ -232,7 +230,7 @@ def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule
 
 
 def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
-    """Ranks of the group on each node, where LOCAL_WORLD_SIZE tells (else all); None if they are not consecutive."""
+    """Return the ranks of the group on each node, all without LOCAL_WORLD_SIZE; None if they are not consecutive."""
     local = ranks_per_node()
     if group is None or local is None:
         return num_ranks

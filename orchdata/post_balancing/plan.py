@@ -1,4 +1,4 @@
-"""The plan of one step of post_balance: what every rank drew -> who gets which sample. Pure, the same everywhere."""
+"""The plan of one step of post_balance: samples drawn by each rank -> samples of each. Pure, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class MoveRule:
     """When and how far samples move.
 
     Attributes:
-        balance: scope, limits on counts, and a group size where the scope needs one.
+        balance: scope, limits on counts, and a group size if the scope needs one.
         ranks_per_node: consecutive ranks that share a node.
-        gain: least share of the makespan that moving must take off; below it nothing moves.
+        gain: minimum share of the makespan that moving must save; below it nothing moves.
     """
 
     balance: Balance
@@ -34,16 +34,17 @@ class MoveRule:
 
 @dataclass(frozen=True, eq=False)
 class PostPlan:
-    """Which rank drew each sample of a step, and which gets it. Samples are listed by rank, in the order drawn.
+    """The rank that drew each sample of a step, and the rank that gets it. Samples are sorted by the rank that drew
+    them, then in the order drawn.
 
     Attributes:
         costs: int64 (num_samples,), at least 1.
-        sizes: int64 (num_samples,), bytes on the wire; 0 where nothing can move.
+        sizes: int64 (num_samples,), bytes on the wire; 0 if nothing can move.
         owner: int32 (num_samples,), the rank that drew it.
         rank: int32 (num_samples,), the rank that gets it.
-        num_ranks: of the group.
+        num_ranks: ranks of the group.
         ranks_per_node: consecutive ranks that share a node.
-        below_gain: moving would have helped, but by less than the gain asked for.
+        below_gain: whether moving would have helped, but by less than the required gain.
     """
 
     costs: Ints
@@ -56,7 +57,7 @@ class PostPlan:
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits; equal plans have equal ones."""
+        """Hash of 16 hexadecimal digits; equal plans have equal hashes."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (np.array([self.num_ranks]), self.costs, self.sizes, self.owner, self.rank):
             digest.update(np.ascontiguousarray(array, "<i8").tobytes())
@@ -64,25 +65,25 @@ class PostPlan:
 
     @cached_property
     def loads_before(self) -> Ints:
-        """int64 (num_ranks,), had nothing moved."""
+        """Loads without any move, int64 (num_ranks,)."""
         return loads_of(self.costs, self.owner, self.num_ranks)
 
     @cached_property
     def loads(self) -> Ints:
-        """int64 (num_ranks,)."""
+        """Loads after the move, int64 (num_ranks,)."""
         return loads_of(self.costs, self.rank, self.num_ranks)
 
     def places(self, rank: int) -> Ints:
-        """Places, in the step, of the samples that `rank` gets, ascending."""
+        """Return the indices, in the step, of the samples that `rank` gets, ascending."""
         return np.flatnonzero(self.rank == rank)
 
     def leaving(self, rank: int) -> Ints:
-        """Samples that leave `rank`, by where they go, then ascending."""
+        """Return the samples that leave `rank`, by destination, then ascending."""
         leaving = np.flatnonzero((self.owner == rank) & (self.rank != rank))
         return leaving[np.argsort(self.rank[leaving], kind="stable")]
 
     def arriving(self, rank: int) -> Ints:
-        """Samples that come to `rank`, ascending, and so by where they come from."""
+        """Return the samples that come to `rank`, ascending, and so by origin."""
         return np.flatnonzero((self.owner != rank) & (self.rank == rank))
 
     @cached_property
@@ -108,7 +109,7 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         costs: int64 (num_samples,), at least 1.
         sizes: int64 (num_samples,), bytes on the wire.
         owner: int32 (num_samples,), ascending.
-        num_ranks: of the group.
+        num_ranks: ranks of the group.
         rule: when and how far samples move.
 
     Raises:
@@ -122,13 +123,13 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         return stay
     move = PostPlan(costs, sizes, owner, rank, num_ranks, rule.ranks_per_node)
     before, after = int(stay.loads.max()), int(move.loads.max())
-    if before - after >= rule.gain * before or not _counts_hold(owner, num_ranks, rule):
+    if before - after >= rule.gain * before or not _counts_allowed(owner, num_ranks, rule):
         return move
     return PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node, below_gain=after < before)
 
 
-def _counts_hold(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:
-    """Whether every rank may keep what it drew."""
+def _counts_allowed(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:
+    """Return whether every rank may keep what it drew."""
     counts = np.bincount(owner, minlength=num_ranks)
     most, groups = rule.balance.max_samples, counted_groups(rule.balance, num_ranks)
     if most is not None and counts.max() > most:

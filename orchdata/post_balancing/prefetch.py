@@ -1,4 +1,4 @@
-"""Makes steps of post_balance in a thread, a few ahead of the training loop."""
+"""Builds steps of post_balance in a thread, a few ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Iterator
 
 from orchdata.post_balancing.group import POLL_SECONDS, LostRanksError
-from orchdata.post_balancing.step import MadeStep, StepMaker
+from orchdata.post_balancing.step import ReadyStep, StepMaker
 
 
 class Prefetcher:
     """Steps of one maker, in order.
 
     Args:
-        maker: used by the thread alone from now on.
-        depth: steps to have ready or under way.
+        maker: only the thread uses it from now on.
+        depth: number of steps that are ready or under way.
     """
 
     def __init__(self, maker: StepMaker, depth: int) -> None:
         self._maker = maker
         self._depth = depth
-        self._ready: deque[MadeStep] = deque()
+        self._ready: deque[ReadyStep] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._over = False
@@ -29,7 +29,7 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, name="orchdata-post-balance", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[MadeStep]:
+    def __iter__(self) -> Iterator[ReadyStep]:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._over)
@@ -38,13 +38,13 @@ class Prefetcher:
                 made = self._ready.popleft()
                 self._changed.notify_all()
             yield made
-            del made  # or the last step would live on while the next is waited for
+            del made  # else the last step would stay in memory during the wait for the next
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self, timeout: float | None) -> bool:
-        """Tell the thread, which tells the other ranks, and wait for its end; whether it came."""
+        """Ask the thread to end, which informs the other ranks, and wait for it. Return whether it has ended."""
         with self._changed:
             self._closing = True
             self._ready.clear()
@@ -53,7 +53,7 @@ class Prefetcher:
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Tell the others why this rank will be gone, as its process ends before they reach the step."""
+        """Leave the reason for the others, as this process ends before they reach the step."""
         self._maker.group.leave(f"ended before step {self._maker.step}: leave the loop after one step on all ranks")
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Wait until a step may be made; False where no more are wanted."""
+        """Wait until a step may be built. Return False if no more are needed."""
         group = self._maker.group
         while True:
             with self._changed:

@@ -1,4 +1,4 @@
-"""What post_balance has moved so far, and what that gained."""
+"""Statistics of post_balance: what it has moved, and the gain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchdata.post_balancing.plan import PostPlan
-from orchdata.post_balancing.step import MadeStep
+from orchdata.post_balancing.step import ReadyStep
 
 _STAGES = ("waiting", "fetching", "planning", "moving")
 
@@ -21,8 +21,8 @@ class PostStats:
         self._loads: Counter[str] = Counter()
         self._seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def timed(self, steps: Iterator[MadeStep]) -> Iterator[MadeStep]:
-        """The same steps, counted, and the time waited for them."""
+    def timed(self, steps: Iterator[ReadyStep]) -> Iterator[ReadyStep]:
+        """Yield the same steps, and count them and the time waited for them."""
         while True:
             started = time.perf_counter()
             made = next(steps, None)
@@ -52,13 +52,13 @@ class PostStats:
         self._counts["ranks"] = plan.num_ranks
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, over all ranks unless said.
+        """Return plain values, over all ranks unless noted.
 
-        `received`: samples this rank got. `below_gain`: steps in which moving would have gained too little. `moved`:
-        samples and bytes `within` nodes and `between` them. `imbalance_before`, `imbalance`: the sum over steps of the
-        largest load over that of the mean load, as drawn and as delivered. `milliseconds`, per step on this rank:
-        `waiting` is time the training loop waited; the thread spent the others: `fetching` in the loader, `planning`
-        and `moving` with the other ranks, and so also waiting for them.
+        `received`: samples that this rank got. `below_gain`: steps in which moving would have gained too little.
+        `moved`: samples and bytes `within` nodes and `between` them. `imbalance_before`, `imbalance`: the sum over
+        steps of the largest load over that of the mean load, as drawn and as delivered. `milliseconds`, per step on
+        this rank: `waiting` is the time that the training loop waited. The others are times of the thread: `fetching`
+        in the loader, `planning` and `moving` with the other ranks, including the wait for them.
         """
         mean = self._loads["total"] / max(1, self._counts["ranks"]) or 1.0
         steps = max(1, self._counts["steps"])

@@ -1,8 +1,8 @@
-"""Steps of post_balance: each rank draws its samples, all plan the same, and samples move.
+"""Steps of post_balance: each rank draws its samples, all compute the same plan, and samples move.
 
-What goes over the wire, for each step: five int64 from every rank (what it does, iteration, step, number of samples,
-the last plan's hash) with three for each of its first 64 samples (cost, loss tokens, bytes); where some rank has more,
-three for each of them all, padded to the longest list; then the bytes of the samples that move.
+On the wire, for each step: five int64 from every rank (its action, iteration, step, number of samples, hash of the last
+plan) and three for each of its first 64 samples (cost, loss tokens, bytes); if a rank has more samples, three for each
+sample of all ranks, padded to the longest list; then the bytes of the samples that move.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from orchdata.ranks.wire import Message, describe, read
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]
 
-# Rows that a rank sends together with what it does. A constant, so that ranks that disagree on all else can report it.
+# Rows sent together with the action. A constant, so that even ranks with different settings can report that.
 _FIRST_ROWS = 64
 
 
-class _Doing(IntEnum):
-    """What a rank does in a step."""
+class _Action(IntEnum):
+    """The action of a rank in a step."""
 
     DRAWING = 0
     EXHAUSTED = 1  # Takes part with an empty list.
@@ -44,12 +44,12 @@ class PostBatch:
     """One rank's samples of one step.
 
     Attributes:
-        samples: of this rank, by the rank that drew them, then in the order drawn; possibly none.
+        samples: samples of this rank, by the rank that drew them, then in the order drawn; possibly none.
         loss_scale: number of ranks / max(1, loss tokens of the step over all ranks). Summed losses times this, with
             gradients averaged over the ranks, give the mean over all loss tokens (over samples, without `loss_tokens`).
-        step: of this epoch, from 0.
-        global_loss_tokens: of the step over all ranks; its samples, without `loss_tokens`.
-        plan: who drew and who got each sample, the same on every rank.
+        step: number of the step in this epoch, from 0.
+        global_loss_tokens: loss tokens of the step over all ranks; its samples, without `loss_tokens`.
+        plan: the rank that drew and the rank that got each sample, the same on every rank.
     """
 
     samples: list[Any]
@@ -60,13 +60,13 @@ class PostBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeStep:
-    """A step ready to be delivered, and where the loader stood once it was drawn.
+class ReadyStep:
+    """A step ready to be delivered, and the loader's position after it was drawn.
 
     Attributes:
-        exhausted: the loader had no more.
-        state: of the loader, if it has one.
-        seconds: by stage.
+        exhausted: whether the loader had no more.
+        state: state of the loader, if it has one.
+        seconds: stage -> seconds.
     """
 
     batch: PostBatch
@@ -77,9 +77,9 @@ class MadeStep:
 
 @dataclass(slots=True)
 class _Drawn:
-    """What this rank brings to a step."""
+    """The contribution of this rank to a step."""
 
-    doing: _Doing
+    action: _Action
     samples: list[Any] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     table: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
@@ -87,16 +87,16 @@ class _Drawn:
 
 
 class StepMaker:
-    """Makes the steps of one iteration, one after another, together with the other ranks.
+    """Builds the steps of one iteration, one after another, together with the other ranks.
 
     Args:
-        loader: iterated over, in the thread that makes steps.
-        cost, loss_tokens: of a sample; a mapping of costs by phase counts as its sum.
-        group: the ranks that make steps together.
+        loader: iterated in the thread that builds steps.
+        cost, loss_tokens: cost and loss tokens of a sample; a mapping of costs by phase counts as its sum.
+        group: the ranks that build steps together.
         rule: when samples move.
         iteration: number of this iteration, the same on every rank.
-        step: the first to make.
-        exhausted: the loader has no more in this epoch.
+        step: the first step to build.
+        exhausted: whether the loader has no more in this epoch.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class StepMaker:
         if exhausted:
             self._take_state()
 
-    def make(self, *, closing: bool = False) -> MadeStep | None:
+    def make(self, *, closing: bool = False) -> ReadyStep | None:
         """Return the next step; None if no rank has one, or this one is closing.
 
         Raises:
             StepError: on every rank, if one of them cannot continue; it names the step, and the rank if known.
         """
         started = time.perf_counter()
-        drawn = _Drawn(_Doing.CLOSING) if closing else self._draw()
+        drawn = _Drawn(_Action.CLOSING) if closing else self._draw()
         fetched = time.perf_counter()
         try:
             agreed = self._agree(drawn)
@@ -143,7 +143,7 @@ class StepMaker:
         except StepError:
             raise
         except Exception as error:
-            # The others are in the middle of this step: only an end of the connections reaches them.
+            # The others are in the middle of this step: only closed connections wake them.
             reason = f"failed in step {self.step}: {_name(error)}"
             self.group.give_up(reason)
             raise StepError(f"rank {self.group.rank} {reason}", self.step, self.group.rank) from error
@@ -153,24 +153,24 @@ class StepMaker:
             if self._samples is None:
                 self._samples = iter(self._loader)
             if self._exhausted:
-                return _Drawn(_Doing.EXHAUSTED)
+                return _Drawn(_Action.EXHAUSTED)
             try:
                 samples = next(self._samples)
             except StopIteration:
                 self._exhausted = True
                 self._take_state()
-                return _Drawn(_Doing.EXHAUSTED)
+                return _Drawn(_Action.EXHAUSTED)
             self._take_state()
             return self._described(samples)
-        except Exception as error:  # noqa: BLE001 - it is passed on, on every rank
-            return _Drawn(_Doing.FAILED, error=error)
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            return _Drawn(_Action.FAILED, error=error)
 
     def _described(self, samples: Any) -> _Drawn:
         if not isinstance(samples, list | tuple):
             raise TypeError(
-                f"the loader must give lists of samples, got a {type(samples).__name__}: collate after post_balance"
+                f"the loader must yield lists of samples, got a {type(samples).__name__}: collate after post_balance"
             )
-        drawn = _Drawn(_Doing.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
+        drawn = _Drawn(_Action.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
         if self._movable:
             drawn.messages = [describe(sample) for sample in samples]
             drawn.table[:, 2] = [message.num_bytes for message in drawn.messages]
@@ -184,18 +184,21 @@ class StepMaker:
             self.state = copy.deepcopy(self._loader.state_dict())
 
     def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints] | None:
-        """Exchange what each rank does and has. Return the samples per rank and the rows of all; None at the end."""
+        """Send the others the action and rows of this rank. Return the number of samples of each rank, and all rows;
+        None at the end.
+        """
         own = np.zeros(5 + 3 * _FIRST_ROWS, np.int64)
-        own[:5] = drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash
+        own[:5] = drawn.action, self._iteration, self.step, len(drawn.samples), self._last_hash
         first = drawn.table[:_FIRST_ROWS].ravel()
         own[5 : 5 + len(first)] = first
         gathered = self.group.gather(own)
-        doing = gathered[:, 0]
-        if (doing == _Doing.FAILED).any():
-            raise self._failure(doing, drawn.error) from drawn.error
-        if (doing != _Doing.DRAWING).all() or drawn.doing == _Doing.CLOSING:
+        # A rank that cannot continue ends the step on all ranks.
+        actions = gathered[:, 0]
+        if (actions == _Action.FAILED).any():
+            raise self._failure(actions, drawn.error) from drawn.error
+        if (actions != _Action.DRAWING).all() or drawn.action == _Action.CLOSING:
             return None
-        for closing in np.flatnonzero(doing == _Doing.CLOSING):
+        for closing in np.flatnonzero(actions == _Action.CLOSING):
             raise StepError(
                 f"rank {closing} stopped iterating before step {self.step}, which needs every rank: leave the loop"
                 " after the same step on all of them",
@@ -212,17 +215,18 @@ class StepMaker:
                     self.step,
                     rank,
                 )
+        # All rows, in a second gather if some rank has many.
         counts = gathered[:, 3]
         if counts.max() > _FIRST_ROWS:
             return counts, self.group.gather_rows(drawn.table, counts)
         return counts, unpadded(gathered[:, 5:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
 
-    def _failure(self, doing: Ints, error: Exception | None) -> StepError:
+    def _failure(self, actions: Ints, error: Exception | None) -> StepError:
         texts = self.group.gather_texts("" if error is None else _name(error))
-        rank = self.group.rank if error is not None else int(np.argmax(doing == _Doing.FAILED))
+        rank = self.group.rank if error is not None else int(np.argmax(actions == _Action.FAILED))
         return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
 
-    def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> MadeStep:
+    def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> ReadyStep:
         owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
         try:
             plan = make_post_plan(table[:, 0], table[:, 2], owner, self.group.size, self._rule)
@@ -236,10 +240,10 @@ class StepMaker:
         self._last_hash = int(plan.hash, 16) >> 1
         moved = time.perf_counter()
         seconds = {"fetching": fetched - started, "planning": planned - fetched, "moving": moved - planned}
-        return MadeStep(batch, self._exhausted, self.state, seconds)
+        return ReadyStep(batch, self._exhausted, self.state, seconds)
 
     def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:
-        """Move samples, and return those that this rank has then."""
+        """Exchange samples, and return those of this rank after the move."""
         own = self.group.rank
         if plan.rank is plan.owner or not (plan.rank != plan.owner).any():
             return drawn.samples

@@ -1,4 +1,4 @@
-"""What holds a step back, and what would help: a phase by itself, and other steps planned for comparison.
+"""What limits a step, and what would help: advice on each phase, and other steps planned for comparison.
 
 one phase's costs of a usual step --balancers.advise--> PhaseAdvice
 other caps, a larger batch        --plan, as in training--> Change
@@ -27,7 +27,7 @@ MOST_SAMPLES = 1 << 18  # Larger global batches are not tried.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """Something to change, and max/mean of rank loads then; see `orchdata.balancers.Option`."""
+    """A possible change, and max/mean of rank loads after it; see `orchdata.balancers.Option`."""
 
     remedy: Literal["context parallel", "more samples"]
     factor: int
@@ -36,17 +36,17 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseAdvice:
-    """What holds a phase back however it is balanced, in the step of median lower bound; see `balancers.advise`.
+    """What limits a phase under any balancing, in the step with the median lower bound; see `balancers.advise`.
 
     Attributes:
-        limit: what holds it back most.
-        imbalance: max/mean of rank loads when nothing but this phase is balanced, in one microbatch.
-        cost_share: of all that the step's samples cost, in the phases that the cost model names.
+        limit: the main limit.
+        imbalance: max/mean of rank loads if only this phase is balanced, in one microbatch.
+        cost_share: the phase's share of the cost of the step's samples, over the phases that the cost model names.
         samples_per_rank: samples that have the phase.
-        giants: samples that cost more than the mean load of a rank.
+        giants: number of samples that cost more than the mean load of a rank.
         largest: cost of the largest sample over the mean load.
-        largest_shard, largest_key: which sample that is.
-        remedies: what would help, of each kind the least that is enough, or all that is possible.
+        largest_shard, largest_key: shard and key of that sample.
+        remedies: what would help: of each kind the least that is enough, or the most that is possible.
     """
 
     limit: Literal["nothing", "giant sample", "few samples"]
@@ -65,10 +65,10 @@ class Change:
     """Another step over all ranks, planned: every cap of `max_tokens`, or the size of the batch, times `factor`.
 
     Attributes:
-        change: "tokens" measures steps in tokens, as many as the samples of a step have in the mean.
-        factor: None for no cap at all.
+        change: "tokens" measures steps in tokens, with the mean number of tokens of the present steps.
+        factor: None for no cap.
         step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
-        microbatches: of each rank in a step, mean over steps.
+        microbatches: microbatches of each rank in a step, mean over steps.
     """
 
     change: Literal["max_tokens", "batch_size", "tokens"]
@@ -78,11 +78,11 @@ class Change:
 
 
 def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int], planned: PlannedSteps) -> PhaseAdvice:
-    """Advice on one phase.
+    """Return advice on one phase.
 
     Args:
-        spec: what `planned` was planned from.
-        steps: which steps these are.
+        spec: the spec of `planned`.
+        steps: numbers of its steps.
     """
     columns = planned.phase_bounds[phase], planned.totals[phase]
     ratios = [bound / (total or 1) for bound, total in zip(*columns, strict=True)]
@@ -112,12 +112,12 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
 def try_changes(
     spec: PlanSpec, order: AnyOrder, size: StepSize, counts: TokenCounts, step: float, steps: int
 ) -> tuple[Change, ...]:
-    """Plan what a user may change about a step that costs `step` times its mean: larger caps, none, larger batches,
-    and batches measured in tokens.
+    """Plan possible changes of a step that costs `step` times its mean: larger caps, no caps, larger batches, and
+    batches measured in tokens.
 
     Args:
-        size: of the step.
-        counts: its tokens.
+        size: size of the step.
+        counts: tokens of samples.
     """
     if step <= ENOUGH:
         return ()
@@ -149,7 +149,7 @@ def try_changes(
 
 
 def _of_length(costs: SampleCosts, factor: int | None) -> SampleCosts:
-    """Costs where microbatches of one length are so many times as long; None where lengths vary then."""
+    """Return costs for microbatches with `factor` times their fixed length; None for no fixed length."""
     if not isinstance(costs, IndexCosts) or costs.length is None:
         return costs
     return replace(costs, length=None if factor is None else factor * costs.length)

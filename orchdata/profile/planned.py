@@ -1,4 +1,4 @@
-"""Some steps of an epoch, planned under one Balance as in training, and what ranks wait for in them.
+"""Some steps of an epoch, planned under one Balance as in training, and the cost of ranks waiting in them.
 
 PlanSpec, steps --make_plan--> plans --price--> PlannedSteps (sums over the steps)
 """
@@ -22,18 +22,19 @@ from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSteps:
-    """Some steps, planned; all but `num_ranks` and the last have one entry a step. See `orchdata.planning.price`.
+    """Some steps, planned. All attributes except `num_ranks` and the last one have one entry per step. See
+    `orchdata.planning.price`.
 
     Attributes:
-        balanced: phases of the cost model, which the step is made of.
-        costs, bounds: of the step: what it costs, and what it costs at least.
-        phase_costs, phase_bounds: phase -> the same of each phase.
+        balanced: phases of the cost model, which make up the step.
+        costs, bounds: cost of the step, and a lower bound of it.
+        phase_costs, phase_bounds: phase -> the same for each phase.
         totals: phase -> sum over ranks.
-        microbatches: of each rank.
-        samples: of all ranks.
-        filled: tokens of samples in microbatches of one length, and the positions of these; None if lengths vary.
-        rows_between_nodes: encoder phase -> over all steps, share of its features' rows that cross nodes, where parts
-            are assigned apart.
+        microbatches: microbatches of each rank.
+        samples: samples of all ranks.
+        filled: tokens of samples in microbatches of one length, and positions of these; None if lengths vary.
+        rows_between_nodes: encoder phase -> share of its features' rows that cross nodes, over all steps, if parts are
+            assigned separately.
     """
 
     num_ranks: int
@@ -59,11 +60,11 @@ class PlannedSteps:
         return self._over_mean(sum(self.bounds), *self.balanced)
 
     def phase(self, name: str) -> float:
-        """As `step`, of one phase; 1 where nothing enters it."""
+        """Return `step` for one phase; 1 if no sample enters it."""
         return self._over_mean(sum(self.phase_costs[name]), name)
 
     def phase_bound(self, name: str) -> float:
-        """As `step_bound`, of one phase."""
+        """Return `step_bound` for one phase."""
         return self._over_mean(sum(self.phase_bounds[name]), name)
 
     @property
@@ -73,7 +74,7 @@ class PlannedSteps:
 
     @property
     def fill(self) -> float | None:
-        """Share of the microbatches' tokens that are of samples, where all have one length."""
+        """Share of the microbatches' positions that have tokens of samples; None if lengths vary."""
         return None if self.filled is None else sum(used for used, _ in self.filled) / sum(of for _, of in self.filled)
 
     def _over_mean(self, cost: int, *phases: str) -> float:
@@ -97,10 +98,10 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         filled += [] if plan.filled is None else [plan.filled]
         for phase in plan.parts:
             rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
-        for phase, prices in by_phase.items():
+        for phase, figures in by_phase.items():
             total = int(plan.costs[phase].sum())
-            prices.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
-    columns = {phase: tuple(zip(*prices, strict=True)) for phase, prices in by_phase.items()}
+            figures.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
+    columns = {phase: tuple(zip(*figures, strict=True)) for phase, figures in by_phase.items()}
     return PlannedSteps(
         num_ranks=spec.num_ranks,
         balanced=balanced,
@@ -120,12 +121,12 @@ AnyOrder = Order | MixtureOrder
 
 
 def sums_of(order: AnyOrder, counts: TokenCounts) -> Sums:
-    """Tokens along an order; a mixture has its own."""
+    """Return the sums of tokens along an order; a mixture has its own."""
     return order if isinstance(order, MixtureOrder) else TokenSums(order, counts)
 
 
 class StepSize(NamedTuple):
-    """Of a step over all ranks: so many samples, or LLM tokens as these count."""
+    """Size of a step over all ranks: `amount` samples, or LLM tokens counted by `counts`."""
 
     amount: int
     counts: TokenCounts | None = None
@@ -134,7 +135,7 @@ class StepSize(NamedTuple):
 def epoch_spec(
     source: SampleCosts, order: AnyOrder, balance: Balance, size: StepSize, *, num_ranks: int, steps: int
 ) -> PlanSpec:
-    """What to plan: an epoch of `order`, or `steps` steps drawn with replacement where that is less than one step."""
+    """Return the spec of an epoch of `order`, or of `steps` steps with replacement if it is less than one step."""
     drawn: SampleOrder = order
     seed = 0 if isinstance(order, MixtureOrder) else order.seed
     batches: Batches = GlobalBatches(size=size.amount, drop_last=True)
@@ -154,7 +155,7 @@ def epoch_spec(
 
 @dataclass(frozen=True, eq=False)
 class ListedSums:
-    """`TokenSums` of one epoch, listed: tokens up to and with each position, int64 (num_samples,)."""
+    """`TokenSums` of one epoch as an array: tokens up to and with each position, int64 (num_samples,)."""
 
     ends: NDArray[np.int64]
 
@@ -172,7 +173,7 @@ class ListedSums:
 
 
 def spread_steps(spec: PlanSpec, most: int) -> list[int]:
-    """Up to `most` steps, spread evenly over the epoch."""
+    """Return up to `most` steps, spread evenly over the epoch."""
     return [int(step) for step in np.linspace(0, spec.num_steps - 1, min(most, spec.num_steps)).astype(np.int64)]
 
 
@@ -180,7 +181,7 @@ def spread_steps(spec: PlanSpec, most: int) -> list[int]:
 class Draws:
     """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
 
-    As in `order`, which draws position p from stream p % streams, as far as it is of one data set.
+    If `order` is of one data set, position p is drawn from stream p % streams, as there.
     """
 
     order: AnyOrder
@@ -202,6 +203,6 @@ class Draws:
     def _picks(self, epoch: int) -> NDArray[np.int64]:
         total, streams = self.order.length(epoch), self.order.streams
         turn = np.arange(self.num_samples) % min(streams, total)
-        size = (total - 1 - turn) // streams + 1
-        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(size)
+        sizes = (total - 1 - turn) // streams + 1
+        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(sizes)
         return picks

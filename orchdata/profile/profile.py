@@ -1,4 +1,4 @@
-"""Profile of a dataset, before any GPU is rented: what it holds, and what N ranks would lose to imbalance.
+"""Profile of a dataset, before any GPU is rented: its content, and what N ranks would lose to imbalance.
 
     index columns --counts, percentiles--> Modality, Phase
     order, cost model, Balance --plans, as in training--> Scale, per number of ranks
@@ -41,7 +41,7 @@ from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length
-from orchdata.profile.held import held_by
+from orchdata.profile.chosen_totals import chosen_totals
 from orchdata.profile.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -50,12 +50,12 @@ _RANGE_SAMPLES = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modality:
-    """What the usable samples hold of one modality.
+    """One modality of the usable samples.
 
     Attributes:
-        samples: samples that have it; `share` is their part of all usable samples.
+        samples: samples that have it; `share` is their fraction of all usable samples.
         parts: images or audio clips; for text the samples that have any.
-        tokens: positions it gives the LLM; for text everything that is not media, special tokens included.
+        tokens: positions it gives the LLM; for text everything that is not media, including special tokens.
     """
 
     samples: int
@@ -71,7 +71,7 @@ class Phase:
     Attributes:
         samples: samples that enter the phase.
         positions: their sum: patches before merging, audio frames entering attention, or LLM tokens.
-        percentiles: of the positions of a sample, over the samples that enter the phase; empty without any.
+        percentiles: percentiles of the positions of a sample, over the samples that enter the phase; empty if none do.
     """
 
     samples: int
@@ -81,14 +81,14 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadAmplification:
-    """Bytes read from storage for each byte of the members that samples use, as far as the index tells.
+    """Bytes read from storage for each byte of the members that samples use, estimated from the index.
 
     Attributes:
-        by_range: samples of plain tars, read one by one in any order and scope: their members, and the gaps
-            between members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
-        whole_shards: every shard from end to end once, as a compressed tar is when it is decompressed: below 1 where
-            compression saves more than is left unused. Times `groups_per_shard` where each group does so for itself.
-            None where records name media in other files.
+        by_range: samples of plain tars, read one by one in any order and scope: their members, and the gaps between
+            members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
+        whole_shards: every shard read once from end to end, as a compressed tar is when it is decompressed: below 1 if
+            compression saves more than the unused bytes. Multiply by `groups_per_shard` if each group reads on its own.
+            None if records name media in other files.
     """
 
     by_range: float | None
@@ -101,9 +101,9 @@ class Caps:
 
     Attributes:
         max_tokens: phase -> cap.
-        oversize: what becomes of samples above one: "own" microbatches, or "drop": left out of the order.
+        oversize: treatment of samples above a cap: "own" microbatches, or "drop": left out of the order.
         above: phase -> samples above its cap.
-        samples: above any.
+        samples: samples above any cap.
     """
 
     max_tokens: Mapping[str, int]
@@ -114,11 +114,11 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """What `TextPreprocessor.overflow` did to samples.
+    """The effect of `TextPreprocessor.overflow` on samples.
 
     Attributes:
-        truncated: samples, and `cut_tokens`, LLM tokens that they lost.
-        split: samples, and `pieces`, what they became.
+        truncated: number of truncated samples; `cut_tokens` are the LLM tokens that they lost.
+        split: number of split samples; `pieces` is the number of their pieces.
     """
 
     truncated: int
@@ -129,12 +129,13 @@ class Overflow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What one source of a mixture gives in its first epoch.
+    """One source of a mixture in its first epoch.
 
     Attributes:
-        samples, tokens: given, LLM tokens as steps measure them; `share` is their part of the epoch's tokens.
-        usable: samples that the source has.
-        passes: through the source.
+        samples, tokens: samples and LLM tokens, as steps measure them, that it gives; `share` is the fraction of the
+            epoch's tokens.
+        usable: usable samples of the source.
+        passes: passes through the source.
     """
 
     samples: int
@@ -146,20 +147,20 @@ class SourceShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What a dataset holds, and what it costs N ranks.
+    """The content of a dataset, and its cost on N ranks.
 
-    `samples` are the usable ones; all other numbers are theirs, but for `bad` samples and `failed_shards`, of which
-    nothing could be read. In phases, caps and scales the pieces of a sample that is split count one by one, as a loader
-    draws them.
+    `samples` are the usable ones. All other numbers are about them, except `bad` samples and `failed_shards`, of which
+    nothing could be read. In phases, caps and scales the pieces of a split sample count separately, as a loader draws
+    them.
 
     Attributes:
-        overflow: None without `TextPreprocessor.max_tokens`, or where no sample is above it.
-        unchosen: samples that the data set leaves out by `filter` and `split`; they are in no other number.
+        overflow: None without `TextPreprocessor.max_tokens`, or if no sample is above it.
+        unchosen: samples that the data set leaves out by `filter` and `split`; no other number contains them.
         layout: "packed" or "padded".
-        objective: as of `Balance`: whether ranks wait after each phase of each micro-step.
+        objective: see `Balance`: whether ranks wait after each phase of each micro-step.
         model_parallel: GPUs of a rank.
         caps: None without `max_tokens`.
-        sources: of a mixture, by name; empty where there is none.
+        sources: sources of a mixture, by name; empty without a mixture.
     """
 
     shards: int
@@ -190,7 +191,7 @@ class Profile:
         return Balance(objective=self.objective).price.meets_in_micro_steps
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe: plain dicts, lists, strings and finite numbers."""
+        """Return JSON-safe values: plain dicts, lists, strings and finite numbers."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
         return plain
 
@@ -216,25 +217,26 @@ def profile(
     Args:
         index: the dataset under a recipe.
         cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
-        balance: as in training: caps, what becomes of samples above them, objective, counts. Every scope is planned in
-            both assignments, not only in this one's, with groups of `group_size`.
-        layout: as in training, `collate_fn=`; no positions are reserved for dummies in `Packed(length=...)`.
+        balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
+            both assignments, independent of those given here, with groups of `group_size`.
+        layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
         model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
         ranks: numbers of data-parallel ranks to plan for.
         batch_size: samples per rank and step.
         batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
-        group_size: ranks of a group, as those of a node; by default `balance.group_size`, else 8.
-        streams: of the order, as in `Shuffle(streams=...)`; None for one a group, which lets each read its own.
-        seed: of the order.
-        steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
-            where an epoch has fewer.
-        dataset: what the index is of, where it chooses samples by `filter` or `split`, or is a mixture, whose sources
-            are joined in the index. None for all samples of the index.
+        group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
+        streams: streams of the order, as in `Shuffle(streams=...)`; None for one per group, so that each reads its own.
+        seed: seed of the order.
+        steps: steps to plan per number of ranks, spread over an epoch for balance and consecutive for locality; fewer
+            if an epoch has fewer.
+        dataset: the data set of the index, if it chooses samples by `filter` or `split`, or is a mixture with its
+            sources joined in the index. None for all samples of the index.
 
     Raises:
-        ValueError: for numbers below 1, a dataset without a usable sample, a filter of columns that do not exist, caps
-            that training would refuse, or a pipeline's order of microbatches.
+        ValueError: for numbers below 1, a dataset without a usable sample, a filter of unknown columns, caps that are
+            invalid in training, or a pipeline's order of microbatches.
     """
+    # Check the arguments, and find the usable samples.
     numbers = {
         "model_parallel": model_parallel,
         "batch_size": batch_size,
@@ -260,14 +262,15 @@ def profile(
 
     if balance.order is not None:
         raise ValueError(
-            f"Balance.order={balance.order!r} is not profiled: costs say nothing of a pipeline's stages; leave it out, "
-            'and take objective="sum" where ranks wait at the end of the step only'
+            f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
+            'out, and use objective="sum" if ranks wait only at the end of the step'
         )
     check_layout(balance, layout)
     if (length := fixed_length(layout)) is not None:
         balance = replace(balance, max_tokens={**balance.caps, "llm": length})
     check_caps(balance, index)
 
+    # Leave out samples that are too large.
     source = layout_costs(index, cost, layout)
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
     above = oversize_rows(source, balance, unused)
@@ -282,9 +285,10 @@ def profile(
     mixed = None
     if isinstance(dataset, Mixture):
         mixed = partial(_mixed, dataset, index, excluded, seed, counts.multiple_of)
+    # Describe the samples, and plan each number of ranks.
     good = np.delete(np.arange(index.num_rows), unused)
     samples = index.num_samples - num_unchosen - len(bad)
-    totals = held_by(index, unchosen)
+    totals = chosen_totals(index, unchosen)
     overflow = totals["overflow"]
     bad_samples, failed_shards = split_failures(index, bad)
     return Profile(
@@ -358,12 +362,12 @@ def _sources(order: MixtureOrder) -> dict[str, SourceShare]:
 
 
 def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
-    """Failures by kind of reason, the most frequent first; quoted names and numbers do not tell kinds apart."""
+    """Count failures by kind of reason, the most frequent first; kinds do not differ by quoted names and numbers."""
     return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
 
 
 def split_failures(index: Index, bad: NDArray[np.int64] | None = None) -> tuple[list[DataError], list[DataError]]:
-    """What an index could not use: samples, and whole shards (those have an empty key); of `bad` rows, or of all."""
+    """Return the failures of samples, and those of whole shards (with an empty key), of `bad` rows or of all."""
     failures = [index.failure(int(row)) for row in (index.bad_rows() if bad is None else bad)]
     return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
 
@@ -394,7 +398,7 @@ def _phase(source: IndexCosts, phase: str, rows: NDArray[np.int64]) -> Phase:
     positions = positions[positions > 0]
     percentiles: dict[str, int] = {}
     if len(positions):
-        # "lower" gives the size of a sample that exists.
+        # "lower" returns the size of an existing sample.
         sizes = np.percentile(positions, list(PERCENTILES.values()), method="lower")
         percentiles = {name: int(size) for name, size in zip(PERCENTILES, sizes, strict=True)}
     return Phase(samples=len(positions), positions=int(positions.sum()), percentiles=percentiles)

@@ -1,7 +1,7 @@
-"""What a number of ranks would see: plans of an epoch under every scope -> balance, locality, advice.
+"""The profile of a number of ranks: plans of an epoch under every scope -> balance, locality, advice.
 
-steps spread over the epoch   --plan, as in training--> what ranks wait for --> imbalance, speedup, advice
-steps one after another       --plan, as in training--> who reads which shard --> locality
+steps spread over the epoch   --plan, as in training--> cost of the step --> imbalance, speedup, advice
+consecutive steps             --plan, as in training--> which group reads which shard --> locality
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseImbalance:
-    """What ranks wait for over the mean load, where 1 is perfect: the time lost in a phase is 1 - 1/this.
+    """Cost that ranks wait for over the mean load, where 1 is perfect: the time lost in a phase is 1 - 1/this.
 
-    That is max/mean of rank loads, or of each micro-step where ranks meet in each and caps make several.
+    It is max/mean of rank loads, or that of each micro-step if ranks meet in each and caps make several.
 
     Attributes:
-        unbalanced: samples dealt out in turn, as a plain sampler does, within the same caps.
-        balanced: as the DataLoader assigns them, over all ranks.
-        per_phase: as it does under `Balance(assignment="per_phase")`, where ranks share the parts of samples too.
-        lower_bound: no assignment of whole samples can do better; above 1 where single samples are too large.
+        unbalanced: samples distributed in turn, as a plain sampler does, within the same caps.
+        balanced: samples as the DataLoader assigns them, over all ranks.
+        per_phase: the same under `Balance(assignment="per_phase")`, where the parts of samples are distributed too.
+        lower_bound: no assignment of whole samples is better; above 1 if single samples are too large.
     """
 
     unbalanced: float
@@ -48,14 +48,14 @@ class PhaseImbalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssignmentProfile:
-    """What a scope of balancing gives, in joint or per-phase assignment.
+    """The result of a scope of balancing, in joint or per-phase assignment.
 
     Attributes:
-        phases: phase -> what ranks wait for over the mean load.
-        step: the same of the whole step.
+        phases: phase -> cost that ranks wait for over the mean load.
+        step: the same for the whole step.
         speedup: cost of the step of scope "none" under the same caps over that of this one.
-        microbatches: of each rank in a step, mean over steps.
-        fill: tokens of samples over those of all microbatches, where these have one length; else None.
+        microbatches: microbatches of each rank in a step, mean over steps.
+        fill: tokens of samples over positions of all microbatches, if these have one length; else None.
     """
 
     phases: Mapping[str, float]
@@ -67,15 +67,15 @@ class AssignmentProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScopeProfile(AssignmentProfile):
-    """A scope of balancing: how even whole samples are shared out, and how near.
+    """A scope of balancing: how evenly whole samples are distributed, and how locally.
 
     Attributes:
-        per_phase: the same scope with encoders balanced apart; None where nothing is balanced.
-        own_streams: share of samples that stay in the group of ranks whose streams they are drawn from.
+        per_phase: the same scope with encoders balanced separately; None if nothing is balanced.
+        own_streams: share of samples that stay in the group of ranks that reads their stream.
         shards_per_group: shards that a group reads from in `Scale.locality_steps` steps, mean over groups.
         groups_per_shard: groups that read from a shard in these steps, mean over the shards that any group reads from:
-            what groups read where each fetches the shards it needs whole, over what sharing these out would take. From
-            1 (every shard is one group's) to the number of groups.
+            the bytes read if each group fetches the shards it needs whole, over the bytes read if each shard were
+            fetched once. From 1 (only one group reads each shard) to the number of groups.
     """
 
     per_phase: AssignmentProfile | None
@@ -86,28 +86,28 @@ class ScopeProfile(AssignmentProfile):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """What a number of ranks would see, over `steps` steps spread evenly over an epoch.
+    """The profile of a number of ranks, over `steps` steps spread evenly over an epoch.
 
     Attributes:
-        gpus: of all ranks, each a model-parallel group.
-        batch_size, global_batch_size: samples of a step, per rank and of all; None where it is measured in tokens.
-        batch_tokens, global_batch_tokens: LLM tokens of a step, per rank and of all; None where it is in samples.
-        samples: of a step, mean.
-        better_tokens: global_batch_tokens near that of the step that would fill microbatches of one length; None where
-            it does, and where lengths vary.
+        gpus: GPUs of all ranks, each a model-parallel group.
+        batch_size, global_batch_size: samples of a step, per rank and of all; None if it is measured in tokens.
+        batch_tokens, global_batch_tokens: LLM tokens of a step, per rank and of all; None if it is in samples.
+        samples: samples of a step, mean.
+        better_tokens: global_batch_tokens near that of the step that would fill microbatches of one length; None if
+            the step fills them, or lengths vary.
         with_replacement: the dataset has less than a global batch, so samples were drawn with replacement.
-        group_size, groups: ranks of a group, as those of a node, and how many groups that makes.
-        streams: of the order, as in `od.Shuffle(streams=...)`.
+        group_size, groups: ranks of a group, such as those of a node, and the number of groups.
+        streams: streams of the order, as in `od.Shuffle(streams=...)`.
         locality_steps: consecutive steps, in the middle of the epoch, over which locality is measured.
-        phases: every phase the dataset has; those the cost model does not name are not balanced.
-        step: of the whole step, over the phases of the cost model.
+        phases: every phase of the dataset; those that the cost model does not name are not balanced.
+        step: the whole step, over the phases of the cost model.
         speedup, per_phase_speedup: cost of the unbalanced step over that of the balanced one; an estimate by the cost
-            model. Per phase without the time that features travel.
-        rows_between_groups: encoder phase -> share of its features' rows that leave their group, as their node, per
-            phase over all ranks.
-        scopes: what each scope of balancing gives; without "grid" where counts of samples are limited.
-        advice: of the phases of the cost model, each balanced by itself in one microbatch.
-        changes: what else the whole step would be, planned; empty where it is within 2 % of the mean.
+            model. Per phase without the time to send features.
+        rows_between_groups: encoder phase -> share of its features' rows that leave their group, such as their node,
+            per phase over all ranks.
+        scopes: result of each scope of balancing; without "grid" if counts of samples are limited.
+        advice: advice on the phases of the cost model, each balanced by itself in one microbatch.
+        changes: alternatives to the whole step, planned; empty if it is within 2 % of the mean.
     """
 
     ranks: int
@@ -150,15 +150,16 @@ def make_scale(
     steps: int,
     mixed: Callable[[int], MixtureOrder] | None,
 ) -> Scale:
-    """Plan some steps of an epoch on `ranks` ranks; arguments as of `orchdata.profile.profile.profile`.
+    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profile.profile.profile`.
 
     Args:
         source: costs of an index.
         counts: its LLM tokens, as steps measure them.
         excluded: rows that are not in the order.
-        streams: of the order; None for one a group.
-        mixed: the order of a mixture with so many streams.
+        streams: streams of the order; None for one per group.
+        mixed: number of streams -> the order of a mixture.
     """
+    # The order, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
     streams = groups if streams is None else streams
     order: AnyOrder
@@ -171,6 +172,7 @@ def make_scale(
     spread = spread_steps(base, steps)
     first = (base.num_steps - len(spread)) // 2
     run = range(first, first + len(spread))
+    # Plan every scope in both assignments.
     limited = balance.equal_count or balance.max_samples is not None
     scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
     specs = {scope: _scoped(base, scope, "joint", group_size) for scope in scopes}
@@ -232,7 +234,7 @@ def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size
 
 
 class _Locality(NamedTuple):
-    """As `ScopeProfile` has them."""
+    """See `ScopeProfile`."""
 
     own_streams: float
     shards_per_group: float
@@ -267,7 +269,7 @@ def _assignment_profile(planned: PlannedSteps, unbalanced: PlannedSteps) -> Assi
 
 
 def _locality(spec: PlanSpec, run: Sequence[int], source: IndexCosts, group_size: int) -> _Locality:
-    """Who reads what in steps one after another; whole samples."""
+    """Measure which groups read which shards in consecutive steps, with whole samples."""
     groups = -(-spec.num_ranks // group_size)
     plans = [make_plan(spec, StepTask(0, step)) for step in run]
     group = np.concatenate([plan.rank for plan in plans]) // group_size

@@ -1,4 +1,4 @@
-"""A step of a run as samples to show: what a state tells of the run, and what a plan says of a rank.
+"""A step of a run as samples to show: the arguments that a state contains, and the samples of a rank in a plan.
 
 state --> arguments of a DataLoader; plan, rank --> groups of samples
 """
@@ -23,44 +23,44 @@ from orchdata.showing.shown import ShownGroup, shown_rows
 
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
-    """Return the shards of a data set, to look at rows of its index."""
+    """Return the shards of a data set, to read rows of its index."""
     if isinstance(dataset, ShardDataset):
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
     return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
 
 
-def inside_of(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
-    """Return the shards of a loader, and its cost model. Raises ValueError if it reads no shards."""
+def shards_and_model(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
+    """Return the shards of a loader, and its cost model. Raises ValueError if it does not read shards."""
     if not isinstance(spec.content, ShardContent | SampleContent):
-        raise ValueError("orchdata show reads shards, and this DataLoader reads none: its step_at gives any step")
+        raise ValueError("orchdata show reads shards, and this DataLoader reads none: call its step_at for any step")
     model = spec.plan.costs.model if isinstance(spec.plan.costs, IndexCosts) else None
     return spec.content.shards, model
 
 
 def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
-    """Return the name of each row's source in a mixture; "" for other data sets."""
+    """Return the name of each row's source in a mixture; "" without a mixture."""
     if not (isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)):
         return [""] * len(rows)
     return [dataset.leaves[index.source_of(row)].name for row in rows]
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a DataLoader of shards that its state contains: the size of steps, and the order.
+    """Return the arguments of the DataLoader of shards that a state contains: size of steps, and order.
 
-    For a mixture without the seed, since each source has its own. Raises StateError if it is no such state.
+    Not the seed of a mixture, as each source has its own. Raises StateError if it is not such a state.
     """
     fingerprint = state.get("fingerprint")
     orders = _orders(fingerprint) if isinstance(fingerprint, Mapping) else []
     if not orders:
-        raise StateError("this is not a state of a DataLoader of shards: it does not say their order")
+        raise StateError("this is not a state of a DataLoader of shards: it does not have their order")
     assert isinstance(fingerprint, Mapping)
     arguments: dict[str, Any] = {name: fingerprint[name] for name in SIZES if name in fingerprint}
     size = fingerprint.get("global_batch_tokens")
     if isinstance(size, list):
         arguments["global_batch_tokens"] = [tuple(bound) for bound in size]
     if "shuffle" not in orders[0]:
-        raise StateError("the run has an order of its own, shuffle=array: give it to a DataLoader, and take step_at")
+        raise StateError("the run has its own order, shuffle=array: pass it to a DataLoader, and call its step_at")
     shuffle = orders[0]["shuffle"]
     try:
         arguments["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
@@ -72,11 +72,11 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiple_of_state(state: Mapping[str, Any]) -> int:
-    """Return the `multiple_of` of the layout, if steps measured in tokens depend on it; else 1."""
-    multiple = state["fingerprint"].get("tokens_multiple_of", 1)
-    if type(multiple) is not int or not 1 <= multiple < 1 << 31:
-        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {multiple!r}"[:200])
-    return multiple
+    """Return the `multiple_of` of the layout if steps measured in tokens depend on it; else 1."""
+    multiple_of = state["fingerprint"].get("tokens_multiple_of", 1)
+    if type(multiple_of) is not int or not 1 <= multiple_of < 1 << 31:
+        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {multiple_of!r}"[:200])
+    return multiple_of
 
 
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -90,10 +90,10 @@ def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | None = None) -> list[ShownGroup]:
-    """Return what a rank gets in a step, by microbatch: samples, and its cost of each phase next to the largest."""
+    """Return what a rank gets in a step, by microbatch: samples, and for each phase its cost and the largest cost."""
     groups = []
     for microbatch in range(plan.num_microbatches):
-        places = plan.places(rank, microbatch)
+        indices = plan.places(rank, microbatch)
         cells = {phase: plan.cells(phase)[:, microbatch] for phase in plan.phases}
         about = {
             "epoch": plan.epoch,
@@ -105,7 +105,7 @@ def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | 
             "cost": {phase: int(costs[rank]) for phase, costs in cells.items()},
             "largest_cost": {phase: int(costs.max()) for phase, costs in cells.items()},
         }
-        sources = [plan.sources[number] if plan.sources else "" for number in plan.source[places].tolist()]
-        samples = shown_rows(shards, plan.row[places].tolist(), model, sources)
+        sources = [plan.sources[number] if plan.sources else "" for number in plan.source[indices].tolist()]
+        samples = shown_rows(shards, plan.row[indices].tolist(), model, sources)
         groups.append(ShownGroup(about=about, samples=samples))
     return groups

@@ -1,4 +1,4 @@
-"""Media of samples written as files, as the model gets them, for people to look at and listen to."""
+"""Media of samples, written as files: what the model gets, for people to view and listen to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchdata.loaders.samples.decode import decode_media
 from orchdata.loaders.storage.atomic import write_whole
 
 _LONGEST_NAME: Final = 100
-"""Most bytes of a key or a shard's name in a file's name: file systems take 255 for all of it."""
+"""Limit for a key's or a shard's bytes in a file's name: file systems allow 255 for the whole name."""
 
 
 def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -> Iterator[Path | DataError]:
-    """Write the media of rows into `folder`, below a folder of each shard's name, as `row-key.number.suffix`; yields
-    each file, or why there is none.
+    """Write the media of rows into `folder`, in a subfolder per shard, as `row-key.part.suffix`. Yield each file, or
+    the error if there is none.
     """
     opened = shards.open()
     try:
@@ -50,7 +50,7 @@ def _saved(shards: IndexedShards, stored: StoredSample, number: int, folder: Pat
     arrays = decode_media(name, data, size, recipe, stored.members[member].field).arrays
     try:
         suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
-    except Exception as error:  # a user's own may raise anything
+    except Exception as error:  # a user's modality may raise anything
         raise as_field_error(error, "written", stored.members[member].field) from error
     file = folder / f"{stored.row}-{_plain(stored.key)}.{number}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +59,6 @@ def _saved(shards: IndexedShards, stored: StoredSample, number: int, folder: Pat
 
 
 def _plain(name: str) -> str:
-    """Return a file name that is valid on any system and no path; of a long one its end."""
+    """Return a name that is valid for a file on any system, and not a path; the end of a long name."""
     plain = re.sub(r"[^\w.=+-]", "_", name)
     return plain.encode()[-_LONGEST_NAME:].decode(errors="ignore").lstrip(".") or "_"

@@ -1,4 +1,4 @@
-"""Samples as the model sees them, JSON-safe: their text from the very token ids, what is trained, their media.
+"""Samples as the model sees them, JSON-safe: their text decoded from the token ids, what is trained, their media.
 
 rows --StoredSample--> spans, sizes --tokenizer backwards--> ShownSample
 """
@@ -28,9 +28,9 @@ class ShownText:
     """Neighbouring text tokens, all with loss or all without.
 
     Attributes:
-        text: what the tokenizer decodes the ids to; None if it cannot decode.
+        text: the ids decoded by the tokenizer; None if it cannot decode.
         token_ids: () if there is text.
-        tokens: the number of tokens.
+        tokens: number of tokens.
     """
 
     text: str | None
@@ -44,10 +44,10 @@ class ShownMedia:
     """Tokens of one part.
 
     Attributes:
-        field: of the sample, that it is read from.
-        tokens: of it, here; a part may be cut by text.
-        positions: that enter its encoder.
-        sizes: what follows from its size, by name, as `grid_hw` of an image.
+        field: the sample's field from which it is read.
+        tokens: its tokens in this span; text may cut a part into several.
+        positions: positions that enter its encoder.
+        sizes: arrays that follow from its size, by name, such as `grid_hw` of an image.
     """
 
     modality: str
@@ -62,8 +62,8 @@ class ShownSample:
     """A row of an index.
 
     Attributes:
-        source: of a mixture; "" elsewhere.
-        costs: phase -> cost, in units of the model; empty without one.
+        source: its source in a mixture; "" without a mixture.
+        costs: phase -> cost, in units of the model; empty without a model.
         error: why it cannot be loaded; then it has no spans.
     """
 
@@ -79,33 +79,33 @@ class ShownSample:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe; a span of text has `text`, one of media `modality`."""
+        """Return JSON-safe values; a span of text has `text`, one of media `modality`."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownGroup:
-    """Samples shown together: those of one microbatch, or those that were requested.
+    """Samples of one microbatch, or those that were requested.
 
     Attributes:
-        about: what they are, by name, JSON-safe.
+        about: description of the group, by name, JSON-safe.
     """
 
     about: Mapping[str, Any]
     samples: Sequence[ShownSample]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return JSON-safe values."""
         return {**self.about, "samples": [sample.as_dict() for sample in self.samples]}
 
 
 def shown_rows(
     shards: IndexedShards, rows: Sequence[int], model: CostModel | None = None, sources: Sequence[str] = ()
 ) -> list[ShownSample]:
-    """Return rows of an index as the model sees them, decoded as a loader does; one that cannot be loaded has `error`.
+    """Return rows of an index as the model sees them, decoded as by a loader; a row that cannot be loaded has an error.
 
     Args:
-        sources: of each row, where they are of a mixture.
+        sources: source of each row, for a mixture.
     """
     opened = shards.open()
     try:
@@ -133,8 +133,9 @@ def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str,
     try:
         if row in index.bad_rows():
             raise index.failure(row)
-        stored.decode(recipe)  # what fails to decode is in no batch
+        stored.decode(recipe)  # a sample that fails to decode is in no batch
         spans = tuple(_spans(stored, recipe))
+        stored.decode(recipe)  # its media too: a sample that fails to decode is in no batch
     except FieldError as failure:
         error = str(failure.at(stored.shard, stored.key))
     except DataError as failure:
@@ -174,7 +175,7 @@ def _media(slot: MediaSlot, field: str, size: PartSize, recipe: Recipe) -> Shown
 
 
 def _plain(values: NDArray[Any]) -> Any:
-    """Return the values as lists, with None for NaN and infinity, which JSON has no name for."""
+    """Return lists, with None for infinite and NaN values, which JSON does not have."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         strange = ~np.isfinite(values)
         values = values.astype(object)
@@ -184,7 +185,7 @@ def _plain(values: NDArray[Any]) -> Any:
 
 
 def _text(span: TextSpan, recipe: Recipe) -> list[ShownText]:
-    """Split a span by loss: a sample's first token is never trained, even if the rest of its span is."""
+    """Return a span of text, cut after the sample's first token, which is never trained, if the others are."""
     cuts = [slice(0, 1), slice(1, None)] if span.leads and span.loss else [slice(0, None)]
     trained = span.loss_mask()
     return [_stretch(span.token_ids[cut], bool(trained[cut][0]), recipe) for cut in cuts if len(span.token_ids[cut])]

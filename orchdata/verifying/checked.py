@@ -1,4 +1,4 @@
-"""A sample checked: built as a loader's step builds it, in memory that is limited, and dropped."""
+"""A check of a sample: it is built as a loader's step builds it, in limited memory, and dropped."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from orchdata.planning.layout import Packed
 from orchdata.planning.make_plan import PlanSpec
 
 FREE_BYTES = 2 << 30
-"""Memory that a sample may take, besides twice what it takes according to the index."""
+"""Memory that a sample may take in addition to twice its size by the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedContent:
-    """Steps of one sample each, identified by its first row. All its modalities and pieces are decoded; a step has its
-    failures and no batch.
+    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded. They have failures
+    and no batch.
 
     Attributes:
-        plan: for one rank.
+        plan: a plan of one rank.
     """
 
     plan: PlanSpec
     shards: IndexedShards
 
     def open(self, watch: Watch) -> Checker:
-        """For a process that does nothing else, and has one thread."""
+        """Open it in a process that does nothing else, and has one thread."""
         return Checker(self, watch)
 
     def name_of(self, row: int) -> str:
@@ -46,7 +46,7 @@ class CheckedContent:
 
 
 class Checker:
-    """An assembler that builds each sample's step by what builds a loader's."""
+    """An assembler that builds each sample's step with the builder of a loader."""
 
     stateful = None
 
@@ -55,7 +55,7 @@ class Checker:
         packed = ShardContent(shards=shards, layout=Packed(), encoders=shards.index.modalities[1:])
         self._builder = BuildSpec(plan=content.plan, rank=0, content=packed).open(watch=watch)
         self.reads = self._builder.reads
-        self._held_bytes = taken_bytes()
+        self._base_bytes = taken_bytes()
 
     def begin(self, share: Share) -> _Check:
         return _Check(self, int(share.rows[0]))
@@ -64,14 +64,14 @@ class Checker:
         self.check(row)
 
     def check(self, row: int) -> list[DataError]:
-        """Return what a loader's step with this sample alone fails for. Raises as `pass_trouble`."""
+        """Return the failures of a loader's step with only this sample. Raises as `pass_trouble`."""
         index, recipe = self._shards.index, self._shards.recipe
         rows = np.array(index.rows_of_sample(row))
         num_bytes = sum(sample_bytes(index, recipe, each) for each in rows.tolist())
-        lower_limit(resource.RLIMIT_DATA, self._held_bytes + FREE_BYTES + 2 * num_bytes)
+        lower_limit(resource.RLIMIT_DATA, self._base_bytes + FREE_BYTES + 2 * num_bytes)
         try:
             failures = self._builder.build(StepTask(0, row, rows)).failures
-            if recipe.keep and not failures:  # which only a collate_fn gets
+            if recipe.keep and not failures:  # kept fields are read only for a collate_fn
                 self._builder.load_alone(row)
         except DataError as failure:
             return [failure]
@@ -101,6 +101,6 @@ class _Check:
 
 
 def begin_checking(_number: int) -> None:
-    """Prepare a process that checks samples, before anything else."""
-    os.dup2(2, 1)  # what a user's tokenizer prints is no output of ours
+    """Set up a process that checks samples, before anything else."""
+    os.dup2(2, 1)  # prints of a user's tokenizer are not part of our output
     lower_limit(resource.RLIMIT_CORE, 0)

@@ -1,9 +1,9 @@
-"""Verify: every sample of an index read and decoded once, as a loader does -> those that it would refuse.
+"""Verify: read and decode every sample of an index once, as a loader does -> the samples that would fail.
 
-    index --steps of one sample--> worker processes --what failed--> Verification --write_quarantine--> a list
+    index --steps of one sample--> worker processes --failures--> Verification --write_quarantine--> a list
 
-Samples are built by the code that builds a loader's steps, in a loader's worker processes, so that they fail here for
-the same reasons. A sample that crashes, hangs or fills its process is tried alone in two more, as in a loader.
+A sample is built with a loader's builder, in a loader's worker processes, so that it fails here for the same reasons. A
+sample that ends, hangs or fills its process is identified as in a loader: it is loaded alone, in two more processes.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _QUEUED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The samples of a data set that a loader would refuse.
+    """The samples of a data set that a loader could not use.
 
     Attributes:
         num_samples: number of good samples.
-        failures: in the order of the data set; those of a whole shard have no key.
-        num_indexed_bad: number of failures that the index knew before anything was decoded.
+        failures: failures in the order of the data set; those of a whole shard have no key.
+        num_indexed_bad: number of failures that the index had before anything was decoded.
     """
 
     num_samples: int
@@ -67,18 +67,18 @@ def verify(
 ) -> Verification:
     """Read and decode every sample, in processes of limited memory and time.
 
-    Shards are compared with the checksums they were indexed with.
+    Shards are compared with the checksums in the index.
 
     Args:
-        index: of the shards under the recipe.
-        recipe: pickles, since other processes decode under it.
-        jobs: processes at a time; default: one per CPU that this process may use.
+        index: index of the shards under the recipe.
+        recipe: must pickle, because other processes decode under it.
+        jobs: number of processes; default: one per CPU that this process may use.
         timeout: seconds that one sample may take.
-        progress: called with (samples done, samples in all).
+        progress: called with (samples done, samples in total).
 
     Raises:
         ValueError: jobs below 1, or timeout not above 0.
-        TypeError: a member of the recipe does not pickle; the message names it.
+        TypeError: names the member of the recipe that does not pickle.
         StaleIndexError: a shard is not the one that was indexed.
         StorageError: a shard cannot be read now.
         PackageError: a package that the recipe needs is missing or broken.
@@ -104,7 +104,7 @@ def verify(
 
 
 def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:
-    """Yield the first row of each usable sample and what it fails for, in the order that processes finish."""
+    """Yield each usable sample, by its first row, and its failures, as processes finish it."""
     balance = Balance(scope="none")
     Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
     plan = PlanSpec(
@@ -138,7 +138,7 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
 
 
 def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.int64], None, None]:
-    """Yield first rows of usable samples, up to 64 of one shard at a time, once the shard's checksum is verified."""
+    """Yield first rows of usable samples, some of one shard at a time, after a comparison of the shard's checksum."""
     rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
@@ -151,7 +151,7 @@ def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.
 
 
 def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
-    """Compare a shard with the checksum it was indexed with. Raises StaleIndexError, StorageError."""
+    """Compare a shard with its checksum in the index. Raises StaleIndexError, StorageError."""
     info = index.shards[number]
     with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder())) as shard:
         if shard.checksum() != info.checksum:
@@ -161,13 +161,13 @@ def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
 
 
 def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
-    """Yield each row with its built step. One process gets a whole stretch, and so reads a shard from front to back."""
+    """Yield each row's step. A process has a stretch for itself, so that it reads a shard from front to back."""
 
-    def rows_of_worker() -> Iterator[int]:
+    def take_rows() -> Iterator[int]:
         for stretch in stretches:
             yield from stretch.tolist()
 
-    rows = [rows_of_worker() for _ in range(jobs)]
+    rows = [take_rows() for _ in range(jobs)]
     queues: list[deque[Future[BuiltStep]]] = [deque() for _ in range(jobs)]
     under_way: dict[Future[BuiltStep], tuple[int, int]] = {}
 
@@ -177,7 +177,7 @@ def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int6
             queue.append(engine.submit(StepTask(0, row, np.array([row])), worker))
             under_way[queue[-1]] = row, worker
         if queue:
-            engine.expect(queue[0])  # the worker is at this one: its time begins
+            engine.expect(queue[0])  # the worker's current sample: its time begins
 
     for worker in range(jobs):
         feed(worker)
@@ -190,6 +190,6 @@ def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int6
 
 
 def _worded(failure: DataError) -> DataError:
-    """Return the failure in a loader's words, with the limit of this module."""
+    """Return the failure with a loader's message, except for the limit, which is this module's."""
     limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
     return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))

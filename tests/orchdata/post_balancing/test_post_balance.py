@@ -125,62 +125,62 @@ def test_a_step_that_would_gain_too_little_is_left_as_it_is(tmp_path: Path) -> N
 
 
 def test_a_failing_loader_gives_every_rank_an_error_with_its_rank_and_step(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_job("failing_loader", 3, tmp_path)):
-        assert found["steps"] == [0, 1, 2, 3, 4]  # what was drawn before is delivered
-        assert found["error"] == "rank 1 failed at step 5: OSError: the disk is gone"
-        assert found["rank"] == 1
-        assert (found["cause"] == "OSError") == (rank == 1)
+    for rank, by_rank in enumerate(run_job("failing_loader", 3, tmp_path)):
+        assert by_rank["steps"] == [0, 1, 2, 3, 4]  # steps drawn before are delivered
+        assert by_rank["error"] == "rank 1 failed at step 5: OSError: the disk is gone"
+        assert by_rank["rank"] == 1
+        assert (by_rank["cause"] == "OSError") == (rank == 1)
 
 
 def test_a_sample_that_cannot_be_sent_gives_every_rank_its_path(tmp_path: Path) -> None:
-    for found in run_job("bad_sample", 2, tmp_path):
-        assert found["steps"] == [0, 1]
-        assert found["error"].startswith("rank 1 failed at step 2: TypeError: sample['meta'][0] is a builtins.set")
+    for by_rank in run_job("bad_sample", 2, tmp_path):
+        assert by_rank["steps"] == [0, 1]
+        assert by_rank["error"].startswith("rank 1 failed at step 2: TypeError: sample['meta'][0] is a builtins.set")
 
 
 def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -> None:
     results = run_job("dying_rank", 4, tmp_path, lost=[1])
-    for found in (results[0], results[2], results[3]):
-        last = found["steps"][-1]
-        assert found["steps"] == list(range(last + 1))
-        assert found["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
-        assert found["rank"] == 1
-        assert found["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
+    for by_rank in (results[0], results[2], results[3]):
+        last = by_rank["steps"][-1]
+        assert by_rank["steps"] == list(range(last + 1))
+        assert by_rank["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
+        assert by_rank["rank"] == 1
+        assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
 def test_each_of_several_failures_names_its_own_rank(tmp_path: Path) -> None:
     for rank, each in enumerate(run_job("failures_in_turn", 2, tmp_path)):
         *first, last = each["found"]
         said = "failed in step 0: MemoryError: no room for samples"
-        for failing, found in enumerate(first):
-            assert found["steps"] == []
-            assert found["rank"] == failing
+        for failing, by_rank in enumerate(first):
+            assert by_rank["steps"] == []
+            assert by_rank["rank"] == failing
             lost = "" if rank == failing else "post_balance lost other ranks at step 0: "
-            assert found["error"] == f"{lost}rank {failing} {said}"
+            assert by_rank["error"] == f"{lost}rank {failing} {said}"
         assert last["error"] == f"rank {rank} {said}"
 
 
 def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
-    for found in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
-        assert found["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
-        assert found["error"].startswith("post_balance lost other ranks at step 4: ")
-        assert found["error"].endswith("without the job's store, which often goes with rank 0")
-        assert found["rank"] is None
-        assert found["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
+    for by_rank in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
+        assert by_rank["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
+        assert by_rank["error"].startswith("post_balance lost other ranks at step 4: ")
+        assert by_rank["error"].endswith("without the job's store, often lost with rank 0")
+        assert by_rank["rank"] is None
+        assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
 def test_a_rank_that_leaves_its_loop_alone_is_named_by_the_others(tmp_path: Path) -> None:
     results = run_job("one_leaves", 3, tmp_path)
     assert results[1]["threads"] == []
-    for found in (results[0], results[2]):
-        assert found["rank"] == 1
-        assert f"before step {len(found['steps'])}, which needs every rank" in found["error"]
+    for by_rank in (results[0], results[2]):
+        assert by_rank["rank"] == 1
+        assert f"before step {len(by_rank['steps'])}, which needs every rank" in by_rank["error"]
 
 
 def test_nothing_is_left_when_all_leave_and_they_can_start_again(tmp_path: Path) -> None:
-    for found in run_job("all_leave", 2, tmp_path):
-        assert found["first"] == [0, 0]
-        assert found["threads"] == [[], [], []]
+    for by_rank in run_job("all_leave", 2, tmp_path):
+        assert by_rank["first"] == [0, 0]
+        assert by_rank["threads"] == [[], [], []]
 
 
 def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
@@ -189,14 +189,14 @@ def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
         assert result["resumed"] == result["whole"]
         assert [state["step"] for state in result["states"]] == [0, 1, 2, 3]
         assert result["end"] == {"version": 1, "step": 0, "exhausted": False, "loader": {"position": 0}}
-    # Rank 1 had drawn ahead; rank 0 had no third list, and found that out while making step 2.
+    # Rank 1 had drawn ahead; rank 0 had no third list, and noticed that while building step 2.
     assert [state["loader"] for state in results[1]["states"]] == [{"position": step} for step in range(4)]
     assert [state["exhausted"] for state in results[0]["states"]] == [False, False, False, True]
 
 
 def test_ranks_that_were_given_different_arguments_are_told(tmp_path: Path) -> None:
-    for found in run_job("unlike", 2, tmp_path):
-        assert found["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
+    for by_rank in run_job("unlike", 2, tmp_path):
+        assert by_rank["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
 
 
 def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 @pytest.mark.parametrize(
     ("steps", "cost", "said"),
     [
-        ([{"input_ids": [1]}], len, "step 0: TypeError: the loader must give lists of samples, got a dict"),
+        ([{"input_ids": [1]}], len, "step 0: TypeError: the loader must yield lists of samples, got a dict"),
         ([["a"], ["b"]], lambda sample: 1.5, "step 0: TypeError: cost must return an integer, got 1.5"),
         ([["a"], ["b"]], lambda sample: -1, "step 0: ValueError: cost must return an integer from 0"),
         ([["a"]], lambda sample: {"llm": "x"}, "cost of phase 'llm' must return an integer, got 'x'"),
@@ -328,7 +328,7 @@ def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRu
     arriving = sorted(chain(*(plan.arriving(rank) for rank in range(num_ranks))))
     assert leaving == arriving == sorted([*plan.moved_within, *plan.moved_between])
     if leaving and not rule.balance.equal_count:
-        assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the gain asked for
+        assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the required gain
     if rule.balance.scope == "grouped":
         assert len(plan.moved_between) == 0
     counts = np.bincount(plan.rank, minlength=num_ranks)

@@ -23,7 +23,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
-from orchdata.profile.held import held_by
+from orchdata.profile.chosen_totals import chosen_totals
 from orchdata.profile.planned import Draws
 from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
 from orchdata.profile.scales import SCOPES
@@ -51,16 +51,16 @@ def small(tmp_path: Path) -> Index:
 
 
 def test_counts_are_those_of_the_usable_samples(small: Index) -> None:
-    found = profile(small, ranks=(1,), batch_size=1)
-    assert (found.samples, found.bad, found.shards) == (4, 1, 1)
-    assert found.bytes == 3 * 10 + len(_jpeg(112, 112)) + 2
-    assert (found.modalities["text"].samples, found.modalities["text"].tokens) == (4, 3 * 10 + 2)
+    result = profile(small, ranks=(1,), batch_size=1)
+    assert (result.samples, result.bad, result.shards) == (4, 1, 1)
+    assert result.bytes == 3 * 10 + len(_jpeg(112, 112)) + 2
+    assert (result.modalities["text"].samples, result.modalities["text"].tokens) == (4, 3 * 10 + 2)
     # 112 / 14 = 8 patches a side; merged 2 x 2: 16 tokens.
-    image = found.modalities["image"]
+    image = result.modalities["image"]
     assert (image.samples, image.share, image.parts, image.tokens) == (1, 1 / 4, 1, 16)
-    assert found.phases["image"].positions == 64
-    assert found.phases["llm"].positions == 3 * 10 + 2 + 16
-    assert "audio" not in found.phases
+    assert result.phases["image"].positions == 64
+    assert result.phases["llm"].positions == 3 * 10 + 2 + 16
+    assert "audio" not in result.phases
 
 
 def test_what_chosen_samples_hold_adds_up_to_what_all_do(small: Index) -> None:
@@ -69,25 +69,29 @@ def test_what_chosen_samples_hold_adds_up_to_what_all_do(small: Index) -> None:
     for index in (small, JoinedIndex([small, small])):
         odd = np.flatnonzero(np.arange(index.num_samples) % 2)
         even = np.setdiff1d(np.arange(index.num_samples), odd)
-        halves = sum_totals([held_by(index, odd), held_by(index, even)])
+        halves = sum_totals([chosen_totals(index, odd), chosen_totals(index, even)])
         assert halves["bytes"] == index.totals["bytes"]
         assert halves["loss_tokens"] == index.totals["loss_tokens"]
-        for name, held in halves["modalities"].items():
-            assert held.items() <= index.totals["modalities"][name].items()
+        for name, figures in halves["modalities"].items():
+            assert figures.items() <= index.totals["modalities"][name].items()
     image = int(np.flatnonzero(np.diff(small.part_offsets))[0])
-    assert held_by(small, np.delete(rows, image))["modalities"]["image"] == {"samples": 1, "parts": 1, "tokens": 16}
+    assert chosen_totals(small, np.delete(rows, image))["modalities"]["image"] == {
+        "samples": 1,
+        "parts": 1,
+        "tokens": 16,
+    }
 
 
 def test_percentiles_cover_the_samples_in_the_phase(small: Index) -> None:
-    found = profile(small, ranks=(1,), batch_size=1)
-    assert found.phases["image"].percentiles == dict.fromkeys(PERCENTILES, 64)
-    assert found.phases["llm"].percentiles["min"] == 10
-    assert found.phases["llm"].percentiles["max"] == 18
+    result = profile(small, ranks=(1,), batch_size=1)
+    assert result.phases["image"].percentiles == dict.fromkeys(PERCENTILES, 64)
+    assert result.phases["llm"].percentiles["min"] == 10
+    assert result.phases["llm"].percentiles["max"] == 18
 
 
 def test_bad_samples_are_counted_by_reason(small: Index) -> None:
-    found = profile(small, ranks=(1,), batch_size=1)
-    assert found.bad_by_reason == {"not an image: starts with '...'": 1}
+    result = profile(small, ranks=(1,), batch_size=1)
+    assert result.bad_by_reason == {"not an image: starts with '...'": 1}
 
 
 def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
@@ -138,9 +142,9 @@ COST = od.CostModel(
 
 
 def test_balancing_helps_and_respects_its_bound(omni: Index) -> None:
-    found = profile(omni, cost=COST, ranks=(8, 64), batch_size=8)
-    assert found.balanced_phases == ("image", "audio", "llm")
-    for scale in found.scales:
+    result = profile(omni, cost=COST, ranks=(8, 64), batch_size=8)
+    assert result.balanced_phases == ("image", "audio", "llm")
+    for scale in result.scales:
         assert scale.step.lower_bound <= scale.step.balanced + 1e-12
         assert scale.step.balanced < scale.step.unbalanced
         assert scale.speedup == pytest.approx(scale.step.unbalanced / scale.step.balanced)
@@ -149,11 +153,11 @@ def test_balancing_helps_and_respects_its_bound(omni: Index) -> None:
 
 
 def test_without_a_cost_model_llm_tokens_are_balanced_and_encoders_reported(omni: Index) -> None:
-    found = profile(omni, ranks=(8,), batch_size=16)
-    assert not found.has_cost_model
-    assert found.balanced_phases == ("llm",)
-    assert set(found.phases) == {"image", "audio", "llm"}
-    scale = found.scales[0]
+    result = profile(omni, ranks=(8,), batch_size=16)
+    assert not result.has_cost_model
+    assert result.balanced_phases == ("llm",)
+    assert set(result.phases) == {"image", "audio", "llm"}
+    scale = result.scales[0]
     assert scale.step == scale.phases["llm"]
     assert scale.phases["image"].balanced > scale.phases["llm"].balanced
 
@@ -167,9 +171,9 @@ def test_same_arguments_give_the_same_profile(tmp_path: Path) -> None:
 
 
 def test_to_dict_is_json(omni: Index) -> None:
-    found = profile(omni, cost=COST, ranks=(8,)).to_dict()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["scales"][0]["phases"]["llm"]["balanced"] >= 1.0
+    result = profile(omni, cost=COST, ranks=(8,)).to_dict()
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["scales"][0]["phases"]["llm"]["balanced"] >= 1.0
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_scopes_none_and_global_are_the_unbalanced_and_the_balanced_step(omni: I
 
 
 def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
-    # Two groups of one rank, a stream each: one reads the first shard, the other the second.
+    # Two groups of one rank, a stream each: one reads the first shard, the other one the second.
     shards = [write_texts(tmp_path / f"{number}.tar", [10] * 4) for number in range(2)]
     index = build_index(shards, RECIPE)
     near = profile(index, ranks=(2,), batch_size=2, group_size=1).scales[0]
@@ -264,7 +268,7 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
     mixed = profile(index, ranks=(2,), batch_size=4, group_size=1, streams=1).scales[0]
     assert mixed.steps == 1
     assert mixed.scopes["grouped"].groups_per_shard == 2.0
-    # All ranks are one group: it reads all in any scope.
+    # All ranks in one group: with any scope, it reads all.
     together = profile(index, ranks=(2,), batch_size=2).scales[0]
     assert together.groups == 1
     for scope in together.scopes.values():
@@ -274,30 +278,30 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_samples", "streams"), [(10, 4), (3, 8), (7, 7), (5, 1)])
 def test_draws_with_replacement_keep_to_the_streams(num_samples: int, streams: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(streams=streams), seed=1)
-    held = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
+    by_stream = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
     _, rows = Draws(order, 5, 1_000).rows(0, 200, 1_000)
     used = min(streams, num_samples)
     drawn = [set(rows[(np.arange(200, 1_000) % used) == stream].tolist()) for stream in range(used)]
-    assert drawn == held[:used]
+    assert drawn == by_stream[:used]
 
 
 def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
     plain = build_index([write_texts(tmp_path / "a.tar", [10, 30])], RECIPE)
-    found = profile(plain, ranks=(1,)).read_amplification
-    assert found.by_range == 1.0  # one member a sample: nothing between
-    assert found.whole_shards == (tmp_path / "a.tar").stat().st_size / 40
+    result = profile(plain, ranks=(1,)).read_amplification
+    assert result.by_range == 1.0  # one member a sample: nothing between
+    assert result.whole_shards == (tmp_path / "a.tar").stat().st_size / 40
     pq.write_table(pa.table({"text": ["0123456789"]}), tmp_path / "a.parquet")
     mixed = profile(build_index([str(tmp_path / "a.parquet")], RECIPE), ranks=(1,)).read_amplification
     assert mixed.by_range is None
     (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n')
     named = profile(build_index([str(tmp_path / "a.jsonl")], RECIPE), ranks=(1,)).read_amplification
-    assert named.by_range is None and named.whole_shards is None  # what records name lies in files of its own
+    assert named.by_range is None and named.whole_shards is None  # the media of records are in other files
 
 
 def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tmp_path: Path) -> None:
     index = build_index([write_texts(tmp_path / "giant.tar", [10, 30, 10, 10])], RECIPE)
-    found = profile(index, ranks=(4,), batch_size=1)
-    advice = found.scales[0].advice["llm"]
+    result = profile(index, ranks=(4,), batch_size=1)
+    advice = result.scales[0].advice["llm"]
     # The mean load is 60 / 4 = 15; halves of the giant fit into it, as do the rest: 15, 15, 10 + 10, 10.
     assert (advice.limit, advice.giants, advice.largest, advice.imbalance) == ("giant sample", 1, 2.0, 2.0)
     assert (Path(advice.largest_shard).name, advice.largest_key) == ("giant.tar", "1")
@@ -305,10 +309,10 @@ def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tm
     helps = {remedy.remedy: remedy for remedy in advice.remedies}
     assert helps["context parallel"].imbalance == pytest.approx(20 / 15)
     assert helps["more samples"].imbalance < 1.05
-    printed = render(found)
+    printed = render(result)
     assert "4 ranks, llm: 2.00 over 1 steps; in a usual one, balanced by itself, 2.00 at best: samples above" in printed
     assert "the mean load of a rank: 1, up to 2.0 x it ('1' of giant.tar); 1.33 if up to 2 ranks shared each" in printed
-    assert [(change.change, change.factor) for change in found.scales[0].changes] == [
+    assert [(change.change, change.factor) for change in result.scales[0].changes] == [
         ("batch_size", 2),
         ("batch_size", 4),
         ("tokens", None),
@@ -317,14 +321,14 @@ def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tm
 
 def test_nothing_is_advised_where_nothing_holds_the_step_back(tmp_path: Path) -> None:
     index = build_index([write_texts(tmp_path / "even.tar", [10] * 8)], RECIPE)
-    found = profile(index, ranks=(2,), batch_size=2)
-    assert found.scales[0].advice["llm"].limit == "nothing"
-    assert "at best" not in render(found)
+    result = profile(index, ranks=(2,), batch_size=2)
+    assert result.scales[0].advice["llm"].limit == "nothing"
+    assert "at best" not in render(result)
 
 
-def render(found: Profile) -> str:
+def render(result: Profile) -> str:
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(profile_table(found))
+    console.print(profile_table(result))
     return console.export_text()
 
 

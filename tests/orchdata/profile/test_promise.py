@@ -58,7 +58,7 @@ def train(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> tupl
 
 
 def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale:
-    found = profile(
+    result = profile(
         dataset.index(),
         cost=COST,
         balance=balance,
@@ -70,7 +70,7 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale
         seed=SEED,
         steps=99,
     )
-    return found.scales[0]
+    return result.scales[0]
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_micro_steps_worked_out_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("policy", "order"), [("own", 4), ("drop", 3)])
 def test_samples_above_a_cap_are_counted(tmp_path: Path, policy: Any, order: int) -> None:
     index = texts(tmp_path, 20, 90, 20, 20)
-    found = profile(index, balance=od.Balance(max_tokens=50, oversize=policy), ranks=(1,), batch_size=order)
-    assert found.caps is not None
-    assert (found.caps.above, found.caps.samples, found.samples) == ({"llm": 1}, 1, 4)
-    assert not found.scales[0].with_replacement
+    result = profile(index, balance=od.Balance(max_tokens=50, oversize=policy), ranks=(1,), batch_size=order)
+    assert result.caps is not None
+    assert (result.caps.above, result.caps.samples, result.samples) == ({"llm": 1}, 1, 4)
+    assert not result.scales[0].with_replacement
     with pytest.raises(ValueError, match=r"'1' has 90 llm positions, max_tokens allows 50 \(the largest of 1 sample"):
         profile(index, balance=od.Balance(max_tokens=50))
     with pytest.raises(ValueError, match="all 4 usable samples are above max_tokens"):

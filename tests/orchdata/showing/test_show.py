@@ -25,7 +25,7 @@ from orchdata.showing.shown import ShownText, _plain, shown_rows
 
 TALK = [
     {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
-    {"__key__": "sound", "json": chat("<audio> Who speaks?", "No one."), "wav": audio(0.5)},
+    {"__key__": "sound", "json": chat("<audio> Who speaks?", "Robert."), "wav": audio(0.5)},
     {"__key__": "plain", "txt": b"no media at all"},
     {"__key__": "broken", "jpg": b"none", "txt": b"x"},
 ]
@@ -62,10 +62,10 @@ def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
     )
     (batch,) = od.DataLoader(dataset, batch_size=20, num_threads=0)
     bounds = batch.llm.cu_seqlens.tolist()
-    places = {key: place for place, (_, key) in enumerate(batch.keys)}
+    numbers = {key: number for number, (_, key) in enumerate(batch.keys)}
     kinds = set()
     for sample in shown:
-        mine = slice(bounds[places[sample.key]], bounds[places[sample.key] + 1])
+        mine = slice(bounds[numbers[sample.key]], bounds[numbers[sample.key] + 1])
         ids, labels = batch.llm.input_ids[mine].tolist(), batch.llm.labels[mine]
         assert sum(span.tokens for span in sample.spans) == sample.tokens == len(ids)
         assert int((labels != -100).sum()) == sample.trained_tokens
@@ -96,17 +96,17 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
     given = list(loader.steps())
     state = tmp_path / "state.json"
     state.write_text(json.dumps(loader.state_dict()))
-    found = run_json(path, "--recipe", name, "--epoch", 2, "--step", 3, "--rank", 1, "--ranks", 2, "--state", state)
-    (group,) = found["groups"]
+    printed = run_json(path, "--recipe", name, "--epoch", 2, "--step", 3, "--rank", 1, "--ranks", 2, "--state", state)
+    (group,) = printed["groups"]
     assert [sample["key"] for sample in group["samples"]] == [key for _, key in given[3][0].keys]
     assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
     loads = given[3][0].plan.loads("llm")
     assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
-    for given in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
-        assert f"leave out {given[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *given).stderr
+    for options in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
+        assert f"leave out {options[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *options).stderr
     assert "the state says 11" in run(path, "--step", 0, "--state", state, "--seed", 3).stderr
     state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
-    assert "does not say their order" in run(path, "--step", 0, "--state", state).stderr
+    assert "does not have their order" in run(path, "--step", 0, "--state", state).stderr
     for name_of, value in (("shuffle", 3), ("shuffle", {"wide": 1}), ("seed", [1])):
         order = {**loader.state_dict()["fingerprint"]["order"], name_of: value}
         fingerprint = {**loader.state_dict()["fingerprint"], "order": order}
@@ -147,10 +147,10 @@ def test_a_step_is_shared_out_as_the_run_did(
     state.write_text(json.dumps(loader.state_dict()))
     caps = ("--max-tokens", 250, "--oversize", "own") if "--objective" in arguments else ()
     for rank in range(4):
-        found = run_json(
+        printed = run_json(
             path, "--recipe", name, "--step", 1, "--rank", rank, "--ranks", 4, "--state", state, *arguments, *caps
         )
-        assert [[sample["key"] for sample in group["samples"]] for group in found["groups"]] == [
+        assert [[sample["key"] for sample in group["samples"]] for group in printed["groups"]] == [
             [key for _, key in batch.keys] for batch in loader.step_at(0, 1, rank=rank)
         ]
 
@@ -197,7 +197,7 @@ def nothing(dp):
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with functions that make loaders; its shards are in the same folder."""
+    """A module with functions that create loaders, with its shards next to it."""
     for name in ("left", "right"):
         write_shard(tmp_path / f"{name}.tar", omni_samples(20))
     (tmp_path / "shown_program.py").write_text(PROGRAM)
@@ -220,11 +220,11 @@ def test_a_run_is_what_its_program_makes(program: str, name: str, tmp_path: Path
         assert sum(group["cost"]["llm"] for group in groups) == int(loads[rank])
     state = tmp_path / "state.json"
     state.write_text(json.dumps(loader.state_dict()))
-    held = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", 1, "--ranks", 2, "--state", state)["groups"]
-    assert held == groups
+    repeated = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", 1, "--ranks", 2, "--state", state)["groups"]
+    assert repeated == groups
     first = run_json(*of_it)["groups"][0]["samples"]
     assert len(first) == 3 and run_json(*of_it, "--key", first[1]["key"])["groups"][0]["samples"][0] == first[1]
-    if name == "ordered":  # by its cost model, which no option says
+    if name == "ordered":  # by its cost model, for which there is no option
         for sample in groups[0]["samples"]:
             images = sum(span["positions"] for span in sample["spans"] if span.get("modality") == "image")
             assert sample["costs"]["image"] * sample["tokens"] == 2 * images * sample["costs"]["llm"]
@@ -261,9 +261,9 @@ def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         od.ShardDataset(path, RECIPE), batch_size=20, balance=od.Balance(max_tokens=cap), dp=(0, 2), num_threads=0
     )
     (given,) = loader.steps()
-    found = run_json(path, "--recipe", name, "--step", 0, *options)["groups"]
-    assert len(found) == len(given) > 1
-    assert [[sample["key"] for sample in group["samples"]] for group in found] == [
+    printed = run_json(path, "--recipe", name, "--step", 0, *options)["groups"]
+    assert len(printed) == len(given) > 1
+    assert [[sample["key"] for sample in group["samples"]] for group in printed] == [
         [key for _, key in batch.keys] for batch in given
     ]
     lines = run(path, "--recipe", name, "--step", 0, *options).stdout
@@ -456,10 +456,10 @@ def test_a_modality_of_ones_own_is_written_as_its_arrays(tmp_path: Path) -> None
     assert np.array_equal(np.load(io.BytesIO(content))["points"], values)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)  # small whole numbers are exact in bfloat16
     arrays = {"values": bits, "times": np.arange(4)}
-    found = np.load(io.BytesIO(Tracks().to_file(b"", size, arrays, od.Limits())[1]))
-    assert found["values"].dtype == np.float32
-    assert np.array_equal(found["values"], values)
-    assert np.array_equal(found["times"], arrays["times"])
+    printed = np.load(io.BytesIO(Tracks().to_file(b"", size, arrays, od.Limits())[1]))
+    assert printed["values"].dtype == np.float32
+    assert np.array_equal(printed["values"], values)
+    assert np.array_equal(printed["times"], arrays["times"])
 
 
 def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
@@ -482,7 +482,7 @@ def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
         (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
         (("--step", 0, "--multiple-of", 0), "multiple_of"),
         (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is none of those that --filter"),
-        (("--key", "missing"), "keys here look like 'talk', 'sound', 'plain'"),
+        (("--key", "no-key"), "keys here look like 'talk', 'sound', 'plain'"),
         (("--step", 9), "step 9 is outside the epoch"),
         (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),
         (("--step", 0, "--balance", "best"), "scope"),

@@ -50,12 +50,12 @@ def epoch(
 
 
 def check_against_epochs(
-    shards: Sequence[str], found: Verification, tmp_path: Path, recipe: od.Recipe = RECIPE
+    shards: Sequence[str], verified_failures: Verification, tmp_path: Path, recipe: od.Recipe = RECIPE
 ) -> None:
     """The listed are those that an epoch fails for, by all four fields; without them an epoch fails for none."""
     delivered, failures = epoch(shards, recipe)
-    assert sorted(failure.args for failure in found) == sorted(failure.args for failure in failures)
-    write_quarantine(tmp_path / "bad.jsonl", found)
+    assert sorted(failure.args for failure in verified_failures) == sorted(failure.args for failure in failures)
+    write_quarantine(tmp_path / "bad.jsonl", verified_failures)
     assert sorted(epoch(shards, recipe, quarantine=tmp_path / "bad.jsonl")[0]) == sorted(delivered)
 
 
@@ -66,7 +66,7 @@ def hostile_shard(folder: Path, fixtures: Path, step: int) -> list[str]:
     with tarfile.open(members, "w") as archive:
         for number, path in enumerate(files):
             add_member(archive, f"h{number:04d}.{FEW_FIELDS[number % len(FEW_FIELDS)]}", path.read_bytes())
-            add_member(archive, f"h{number:04d}.{path.suffix[1:].lower() or 'txt'}x.txt", b"other")
+            add_member(archive, f"h{number:04d}.{path.suffix[1:].lower() or 'txt'}x.txt", b"next to")
             add_member(archive, f"own{number:04d}{path.suffix.lower() or '.txt'}", path.read_bytes())
     shards = [str(members)]
     for number, path in enumerate(path for path in files if path.suffix in (".tar", ".parquet")):
@@ -101,13 +101,13 @@ def test_what_is_listed_is_what_an_epoch_refuses(tmp_path: Path, fixtures_dir: P
     assert ended.exit_code == 1, ended.output
     report, rows = json.loads(ended.stdout), [json.loads(line) for line in out.read_text().splitlines()]
     assert rows == report["failures"] and report["bad"] == len(rows)
-    found = [od.DataError(**row) for row in rows]
-    listed = [failure.key for failure in found if failure.shard in shards[:3]]
+    failures = [od.DataError(**row) for row in rows]
+    listed = [failure.key for failure in failures if failure.shard in shards[:3]]
     assert listed == ["cut", "none", "raise", "a", "a", ""]
     assert report["bad_when_decoded"] >= 2 and report["samples"] > 20
-    check_against_epochs(shards, found, tmp_path, RECIPE)
-    # A list that lacks one does not pass.
-    write_quarantine(out, [failure for failure in found if failure.key != "cut"])
+    check_against_epochs(shards, failures, tmp_path, RECIPE)
+    # A list without one of them does not pass.
+    write_quarantine(out, [failure for failure in failures if failure.key != "cut"])
     with pytest.raises(od.DataError, match="'cut', field 'jpg'"):
         epoch(shards, RECIPE, quarantine=out)
 
@@ -131,22 +131,22 @@ def test_a_sound_data_set_has_nothing_to_list(tmp_path: Path) -> None:
 def test_what_ends_or_fills_a_process_is_named(tmp_path: Path) -> None:
     traps = {"a": "abort", "b": "allocate", "c": "exit", "d": "raise", "e": f"abort once {tmp_path / 'was here'}"}
     shards = everything(tmp_path, traps)
-    found = verified(shards)
-    reasons = {failure.key: failure.reason for failure in found.failures if failure.shard == shards[0]}
+    verification = verified(shards)
+    reasons = {failure.key: failure.reason for failure in verification.failures if failure.shard == shards[0]}
     assert sorted(reasons.keys() & traps.keys()) == ["a", "b", "c", "d"]
     assert (tmp_path / "was here").exists()  # it ended one process, and not the next
     assert "killed by signal: Aborted, whenever this sample was loaded alone" in reasons["a"]
     assert f"went beyond {2 << 30} bytes of memory" in reasons["b"]
     assert "ended with status 7" in reasons["c"]
     assert "ValueError: a trap" in reasons["d"]
-    write_quarantine(tmp_path / "bad.jsonl", found.failures)
-    assert len(epoch(shards, quarantine=tmp_path / "bad.jsonl")[0]) == found.num_samples == 10 + 5 + 1 + 2
+    write_quarantine(tmp_path / "bad.jsonl", verification.failures)
+    assert len(epoch(shards, quarantine=tmp_path / "bad.jsonl")[0]) == verification.num_samples == 10 + 5 + 1 + 2
 
 
 @pytest.mark.slow
 def test_what_hangs_is_named(tmp_path: Path) -> None:
-    found = verified(everything(tmp_path, {"a": "hang", "b": "hang"}), timeout=10.0)
-    reasons = [failure.reason for failure in found.failures if "timed out after 10 seconds" in failure.reason]
+    verification = verified(everything(tmp_path, {"a": "hang", "b": "hang"}), timeout=10.0)
+    reasons = [failure.reason for failure in verification.failures if "timed out after 10 seconds" in failure.reason]
     assert len(reasons) == 2
 
 

@@ -1,4 +1,4 @@
-"""What chosen samples of an index hold in all, where a filter or a split leaves some out."""
+"""Totals of the chosen samples of an index, if a filter or a split leaves some out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import Totals, overflow_of, sum_totals
 
 
-def held_by(index: Index, left_out: NDArray[np.int64]) -> Totals:
-    """Of samples that are not left out: bytes, loss_tokens, overflow, and of each modality samples, parts and tokens.
+def chosen_totals(index: Index, left_out: NDArray[np.int64]) -> Totals:
+    """Return totals of the samples that are not left out: bytes, loss_tokens, overflow, and for each modality samples,
+    parts and tokens.
 
     Args:
         left_out: rows of whole samples, ascending, int64.
@@ -25,21 +26,21 @@ def held_by(index: Index, left_out: NDArray[np.int64]) -> Totals:
     if isinstance(index, JoinedIndex):
         bounds = np.searchsorted(left_out, index.first_rows)
         parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
-        return sum_totals([held_by(part, left_out[low:high] - first) for part, first, low, high in parts])
-    makers = columns_of(index)
-    return sum_totals([_held(index, makers, *stretch, left_out) for stretch in stretches(index)])
+        return sum_totals([chosen_totals(part, left_out[low:high] - first) for part, first, low, high in parts])
+    columns = columns_of(index)
+    return sum_totals([_stretch_totals(index, columns, *stretch, left_out) for stretch in stretches(index)])
 
 
-def _held(
-    index: Index, makers: dict[str, Callable[[int, int], Any]], start: int, stop: int, left_out: NDArray[np.int64]
+def _stretch_totals(
+    index: Index, columns: dict[str, Callable[[int, int], Any]], start: int, stop: int, left_out: NDArray[np.int64]
 ) -> Totals:
     kept = np.ones(stop - start, bool)
     kept[left_out[np.searchsorted(left_out, start) : np.searchsorted(left_out, stop)] - start] = False
     pieces, cut_tokens = index.piece[start:stop], index.cut_tokens[start:stop]
-    chosen = kept & (pieces == 0)  # columns have what whole samples have
+    chosen = kept & (pieces == 0)  # columns have the values of whole samples
 
     def of(column: str) -> NDArray[np.int64]:
-        values: NDArray[np.int64] = np.asarray(makers[column](start, stop))[chosen].astype(np.int64)
+        values: NDArray[np.int64] = np.asarray(columns[column](start, stop))[chosen].astype(np.int64)
         return values
 
     modalities = {"text": {"samples": int(np.count_nonzero(of("text_tokens"))), "tokens": int(of("text_tokens").sum())}}
