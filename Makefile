@@ -5,11 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
-# What codespell reads. Folders are added as soon as they are free of the words in docs/words.txt.
-SPELLED := README.md CONTRIBUTING.md docs/api.md docs/architecture.md docs/balancing.md docs/coming_from_torch.md \
-	docs/data.md docs/mixtures.md docs/modalities.md docs/order-and-resume.md docs/throughput.md docs/training.md \
-	examples orchdata/cli datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus \
-	tests/loaders/modalities tests/loaders/samples tests/loaders/text
+# What codespell reads, with its own dictionary and the words in docs/words.txt.
+SPELLED := README.md CONTRIBUTING.md docs/*.md datasets balancers loaders native orchdata examples tests/loaders
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.

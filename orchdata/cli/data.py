@@ -156,11 +156,11 @@ def verify(
     start = time.perf_counter()
     if out is not None:
         check_target(out)
-    held = recipe_named(recipe)
-    built, _ = _build(paths, held, media_root, force=False)
+    chosen = recipe_named(recipe)
+    built, _ = _build(paths, chosen, media_root, force=False)
     try:
         with progress_bar("decoding samples") as advance:
-            verification = verify_index(built, named, jobs=jobs, timeout=timeout, progress=advance)
+            verification = verify_index(built, chosen, jobs=jobs, timeout=timeout, progress=advance)
     except TypeError as error:  # what does not pickle, named
         raise ValueError(str(error)) from error
     if out is not None:

@@ -152,7 +152,7 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
 
 
 @pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("deep"), IndexError("beyond")])
-def test_whatever_decoding_raises_is_the_samples_failure(
+def test_an_exception_while_decoding_fails_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     loader = skipping_loader(tmp_path, monkeypatch, error)

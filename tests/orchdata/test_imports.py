@@ -112,7 +112,7 @@ def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
-            imported |= {name if name in modules else str(node.module) for name in full}
+            imported |= {name if name in MODULES else str(node.module) for name in full}
     return imported
 
 
