@@ -47,6 +47,6 @@ def prepare_iterable(dataset: Any, options: LoaderOptions) -> PreparedDataset:
         fingerprint={"dataset": {"type": name}, **batches.describe()},
         failures=[],
         num_indexed=0,
-        steps=StreamSteps(length=partial(len, dataset), batches=batches),
+        torch_steps=StreamSteps(length=partial(len, dataset), batches=batches),
         is_torchs=True,
     )

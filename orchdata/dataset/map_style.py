@@ -100,7 +100,7 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
         },
         failures=failures,
         num_indexed=num_indexed,
-        steps=steps,
+        torch_steps=steps,
         is_torchs=options.is_inline and options.rank.size == 1 and not skip_errors and values is None and not own_step,
         sampler=sampler,
         batch_sampler=batch_sampler,

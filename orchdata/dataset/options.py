@@ -20,7 +20,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle
-from orchdata.order.steps import Batches, GlobalBatches, OrderedSteps, Steps, StreamSteps, Sums, TokenBatches
+from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sums, TokenBatches
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
@@ -119,7 +119,7 @@ class PreparedDataset:
         failures: samples known to be bad before anything is decoded; the order does not contain them.
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
-        steps: the steps of an epoch.
+        torch_steps: the steps of an epoch, if they are not those of the plan.
         is_torchs: whether torch's own loader reads the data set, and no step is planned.
         sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
     """
@@ -128,12 +128,17 @@ class PreparedDataset:
     fingerprint: Mapping[str, Any]
     failures: Sequence[DataError]
     num_indexed: int
-    steps: Steps
+    torch_steps: Steps | None = None
     num_lost: int = 0
     is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None
     collate_fn: Any = None
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of each epoch."""
+        return self.torch_steps or self.spec.plan.steps
 
     @property
     def is_iterable(self) -> bool:
@@ -151,7 +156,7 @@ class PreparedDataset:
         if isinstance(batches, TokenBatches):
             batches = replace(batches, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
-        return replace(self, spec=spec, steps=OrderedSteps(batches=batches, length=order.length))
+        return replace(self, spec=spec)
 
     def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a state with this position stores of the order, besides the fingerprint."""

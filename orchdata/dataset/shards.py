@@ -29,7 +29,7 @@ from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
-from orchdata.order.steps import Batches, OrderedSteps, TokenBatches
+from orchdata.order.steps import Batches, TokenBatches
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts, IndexTokens
@@ -114,7 +114,6 @@ def prepare_shards(
     spec = options.build_spec(costs, order, batches, _content(recipes, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,
-        steps=OrderedSteps(batches=batches, length=order.length),
         fingerprint={**identity, **batches.describe(), **measure},
         failures=_Failures(index, bad),
         num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),

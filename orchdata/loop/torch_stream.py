@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
-from itertools import chain
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
@@ -160,14 +160,11 @@ class MapStream:
 
 def _ordered(plan: PlanSpec, steps: OrderedSteps, position: Position, draw: Draw | None) -> Iterator[list[int]]:
     """Yield the rows of each step of an order, from a position on."""
-    if steps.check is not None:
-        steps.check()
-    epoch = position.epoch
-    count, length = steps.count(epoch, draw), steps.length(epoch)
-    for first in range(position.step, count, _BLOCK_STEPS):
-        bounds = [steps.bounds(step, length, epoch, draw) for step in range(first, min(first + _BLOCK_STEPS, count))]
+    tasks = steps.tasks(position.epoch, position.step, draw, again=False)
+    while block := list(islice(tasks, _BLOCK_STEPS)):
+        bounds = [steps.bounds(task) for task in block]
         begin = bounds[0][0]
-        rows = plan.order.rows(epoch, begin, bounds[-1][1])[1].tolist()
+        rows = plan.order.rows(position.epoch, begin, bounds[-1][1])[1].tolist()
         for start, stop in bounds:
             yield rows[start - begin : stop - begin]
 

@@ -236,9 +236,9 @@ class OrderedSteps:
             return {"position": position}
         return {"position": position, "tokens": self.batches.sums.before(epoch, position)}
 
-    def bounds(self, step: int, length: int, epoch: int, draw: Draw | None) -> tuple[int, int]:
-        """Return the positions [start, stop) of a step; `length` is that of the epoch."""
-        return self.batches.bounds(step, length, epoch, _begin_of(draw))
+    def bounds(self, task: StepTask) -> tuple[int, int]:
+        """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
+        return self.batches.bounds(task.step, self.length(task.epoch), task.epoch, task.begin)
 
     def draw(self) -> Draw | None:
         return None
@@ -255,7 +255,7 @@ class OrderedSteps:
         if self.check is not None:
             self.check()
         task = StepTask(epoch, step, begin=_begin_of(draw))
-        self.batches.bounds(step, self.length(epoch), epoch, task.begin)
+        self.bounds(task)
         return task
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
-from orchdata.order.steps import Batches, GlobalBatches, StepTask
+from orchdata.order.steps import Batches, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
@@ -94,15 +94,20 @@ class PlanSpec:
             )
 
     @property
+    def steps(self) -> OrderedSteps:
+        """The steps of each epoch, if the order knows its samples before they are drawn."""
+        return OrderedSteps(batches=self.batches, length=self.order.length)
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of the first epoch."""
-        return self.batches.count(self.order.length(0))
+        return self.steps.count(0)
 
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
     if task.rows is None:
-        start, stop = spec.batches.bounds(task.step, spec.order.length(task.epoch), task.epoch, task.begin)
+        start, stop = spec.steps.bounds(task)
         source, row = spec.order.rows(task.epoch, start, stop)
     else:
         start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
