@@ -65,7 +65,7 @@ class DataLoader(Generic[T_co]):
         shuffle: True, False, an `od.Shuffle`, or, for a ShardDataset, your own order: an integer array of rows of its
             index, the same in each epoch. Rows of excluded samples are skipped.
         sampler, batch_sampler: for map-style data sets, as in torch: any iterable. The loader draws from it lazily.
-            Over several ranks: a `DistributedSampler` of the same ranks and data. Its order, seed and `set_epoch` hold.
+            Over several ranks: a `DistributedSampler` of the same ranks and data, with its order, seed and `set_epoch`.
         num_workers: number of worker processes, with `num_threads` threads each. One worker builds a whole step. 0 uses
             threads of this process. A worker that is lost is replaced, and its steps are built again.
         collate_fn: default `od.Packed()` for shards, torch's for map-style data; `od.hf.Inputs(config)` for a Hugging

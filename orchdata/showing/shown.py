@@ -135,7 +135,6 @@ def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str,
             raise index.failure(row)
         stored.decode(recipe)  # a sample that fails to decode is in no batch
         spans = tuple(_spans(stored, recipe))
-        stored.decode(recipe)  # its media too: a sample that fails to decode is in no batch
     except FieldError as failure:
         error = str(failure.at(stored.shard, stored.key))
     except DataError as failure:

@@ -1,4 +1,4 @@
-"""`orchdata demo`, made short: it runs end to end, its numbers are consistent, and it removes its files."""
+"""`orchdata demo`, made short: it runs end to end, its numbers are consistent, and no file or process is left."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_too_few_samples_for_a_step_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, list[tuple[str, int, int]], Path]:
-    """A short demo, its reports of progress, and the folder for its temporary files."""
+    """A short demo, the progress that it reported, and its folder for temporary files."""
     folder = tmp_path_factory.mktemp("demo")
-    reported: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.setenv("ORCHDATA_CACHE", str(folder / "user-cache"))
-        report = run_demo(SHORT, progress=lambda *step: reported.append(step))
-    return report, reported, folder
+        report = run_demo(SHORT, progress=lambda *step: progress.append(step))
+    return report, progress, folder
 
 
 def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any]) -> None:
@@ -96,9 +96,9 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
 
 
 def test_the_demo_tells_how_far_it_is(finished: tuple[DemoReport, list[tuple[str, int, int]], Any]) -> None:
-    reported = finished[1]
-    assert ("writing samples", 48, 48) in reported
-    assert reported[-1] == ("training", 5, 5)
+    progress = finished[1]
+    assert ("writing samples", 48, 48) in progress
+    assert progress[-1] == ("training", 5, 5)
 
 
 def test_the_demo_leaves_no_file(finished: tuple[Any, Any, Path]) -> None:
@@ -118,11 +118,11 @@ def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -
     assert "not a prediction for your GPUs" in " ".join(text.split())
 
 
-def launch(tmp_path: Path, source: str, reported: Callable[[int, int], None] = lambda done, total: None) -> None:
+def launch(tmp_path: Path, source: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
     with (tmp_path / "log").open("w+b") as log:
-        torchrun([str(script)], num_ranks=2, environment={}, log=log, progress=reported)
+        torchrun([str(script)], num_ranks=2, environment={}, log=log, progress=progress)
 
 
 def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_files_of_the_cache_that_cannot_be_looked_at(private_cache: Path, monkey
     monkeypatch.setattr(Path, "stat", refusing)
     _, by_name = findings()
     assert by_name["cache", "folder"]["verdict"] != "broken"
-    assert "2.0 KiB held" in by_name["cache", "folder"]["found"]
+    assert "2.0 KiB used" in by_name["cache", "folder"]["found"]
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -167,7 +167,7 @@ def test_very_many_runs_are_the_undisturbed_one(
     assert run(dataset, stretched, 2, **BALANCES[balance]) == expected[balance]
 
 
-def test_a_lost_a_doubled_and_an_altered_sample_are_told(dataset: od.ShardDataset) -> None:
+def test_a_lost_a_doubled_and_an_altered_sample_are_reported(dataset: od.ShardDataset) -> None:
     (loader,) = loaders(dataset, 1, num_threads=0)
     steps = list(loader.steps())
     digests = [global_batch([step]) for step in steps]

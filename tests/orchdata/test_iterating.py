@@ -243,7 +243,7 @@ def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: st
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_on_one_rank_an_iteration_goes_on_behind_an_error_as_torchs_does(num_threads: int) -> None:
+def test_on_one_rank_an_iteration_continues_after_an_error_as_torchs_does(num_threads: int) -> None:
     loader = od.DataLoader(Failing(3), batch_size=2, collate_fn=list, num_threads=num_threads)
     steps = iter(loader)
     assert next(steps) == [0, 1]

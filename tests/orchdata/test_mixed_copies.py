@@ -43,7 +43,7 @@ def imported(cwd: Path, *options: str, path: str = "") -> tuple[int, str]:
     return done.returncode, done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
-def test_a_clone_beside_an_editable_install_of_another_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_a_clone_next_to_an_editable_install_of_another_is_an_error_that_names_both(tmp_path: Path) -> None:
     clone = checkout(tmp_path / "clone")
     status, said = imported(clone)
     assert status and said.startswith("ImportError: two copies of orchdata are mixed")
@@ -52,7 +52,7 @@ def test_a_clone_beside_an_editable_install_of_another_is_an_error_that_names_bo
     assert imported(clone, "-P") == (0, str(REPOSITORY / "orchdata" / "__init__.py"))  # the way out
 
 
-def test_a_clone_beside_an_installed_wheel_is_an_error_that_names_the_clone(tmp_path: Path) -> None:
+def test_a_clone_next_to_an_installed_wheel_is_an_error_that_names_the_clone(tmp_path: Path) -> None:
     clone, site = checkout(tmp_path / "clone"), installed(tmp_path / "site")
     status, said = imported(clone, *ALONE, path=str(site))
     assert status and said.startswith(f"ImportError: orchdata is imported from the checkout {clone}, which is not")

@@ -260,7 +260,7 @@ def test_loss_weights_are_planned_into_the_denominator(data: dict[str, od.ShardD
     assert next(iter(plain)).loss_weights is None
 
 
-def test_a_collate_fn_is_told_the_sources(data: dict[str, od.ShardDataset]) -> None:
+def test_a_collate_fn_gets_the_sources(data: dict[str, od.ShardDataset]) -> None:
     def collate(samples: list[od.Sample], step: od.StepInfo) -> list[tuple[str, str]]:
         return [(source, sample.key[0]) for source, sample in zip(step.sources, samples, strict=True)]
 

@@ -70,7 +70,7 @@ def ran(script: ModuleType, **changed: Any) -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_differs_is_told(script: ModuleType, changed: dict[str, Any], said: str) -> None:
+def test_differences_are_reported(script: ModuleType, changed: dict[str, Any], said: str) -> None:
     assert script.difference(ran(script), ran(script, **changed)) == said
     if changed:
         assert script.difference(ran(script, error="ValueError: no"), ran(script)) == "does not run with torch's loader"

@@ -57,7 +57,7 @@ def test_samples_that_a_user_takes_out_are_no_cut_where_he_says_so(tmp_path: Pat
     assert read_quarantine(path) == PAIRS[:-1]
 
 
-def test_lists_without_blanks_and_several_behind_one_another_are_read(tmp_path: Path) -> None:
+def test_lists_without_blanks_and_concatenated_ones_are_read(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     row = {"shard": "b.tar", "key": "ü\u2028", "note": "by hand"}
     older = json.dumps(row, ensure_ascii=False) + "\r\n\n" + json.dumps({"shard": "c.tar", "key": "x"}) + "\n"

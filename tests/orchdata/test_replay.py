@@ -63,7 +63,7 @@ def test_every_step_of_every_rank_is_built_again(dataset: od.ShardDataset, optio
     assert asked.stats()["steps"] == 0
 
 
-def test_a_run_that_was_cut_anew_is_told_by_its_state(dataset: od.ShardDataset) -> None:
+def test_a_run_that_was_cut_again_is_rebuilt_from_its_state(dataset: od.ShardDataset) -> None:
     run = loaders(dataset, 1, global_batch_tokens=300)[0]
     steps = run.steps()
     for _ in range(3):

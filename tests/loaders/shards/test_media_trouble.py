@@ -163,8 +163,8 @@ def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str
     assert len(keys(loader(url, root, on_error="skip"))) == 10
     (tmp_path / "8.jpg").rename(moved["8.jpg"])
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was built"):
-        found = loader(url, root, on_error="skip")
-    assert len(keys(found)) == 11
+        data_loader = loader(url, root, on_error="skip")
+    assert len(keys(data_loader)) == 11
 
 
 def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> None:
@@ -172,8 +172,8 @@ def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> Non
     for path in root.iterdir():
         os.utime(path, ns=(1, 1))
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was built"):
-        found = loader(url, root, on_error="skip")
-    assert len(keys(found)) == 12
+        data_loader = loader(url, root, on_error="skip")
+    assert len(keys(data_loader)) == 12
 
 
 def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_copy_with_another_time_of_change_is_not_measured_again(shards: list[s
         assert len(keys_of(loader(shards))) == 12
 
 
-def test_copies_beyond_what_is_compared_are_told(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_beyond_the_compared_ones_are_reported(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MOST_SHARDS", 2)
     for shard in shards:
         os.utime(shard)

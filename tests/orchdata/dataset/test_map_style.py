@@ -185,7 +185,7 @@ def test_a_sampler_gives_integers_where_samples_have_costs(index: Any) -> None:
     assert [batch["number"].item() for batch in od.DataLoader(Numbers(3), sampler=sampler, cost=[1, 2, 3])] == [2, 1]
 
 
-def test_without_costs_a_sampler_gives_whatever_the_data_set_takes() -> None:
+def test_without_costs_a_sampler_may_yield_any_index() -> None:
     named = {"a": 1, "b": 2, ("c", 3): 4}
     assert list(od.DataLoader(named, batch_size=2, sampler=["b", ("c", 3), "a"], collate_fn=list)) == [[2, 4], [1]]
     assert list(od.DataLoader(named, batch_sampler=[["a"], ["b", "a"]], collate_fn=list)) == [[1], [2, 1]]

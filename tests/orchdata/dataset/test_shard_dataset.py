@@ -184,7 +184,7 @@ def test_filters_that_do_not_fit_the_index_name_its_columns(folder: Path, expres
         dataset_of(folder).filter(3)  # type: ignore[arg-type]
 
 
-def test_a_long_list_of_values_is_told_from_another(folder: Path) -> None:
+def test_long_lists_of_values_are_distinguished(folder: Path) -> None:
     # pyarrow shows only the beginning and the end of such a list.
     names = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
     one, other = (pc.field("key").isin(some) for some in (names, [*names[:19], "no-key", *names[20:]]))
@@ -197,7 +197,7 @@ def test_a_long_list_of_values_is_told_from_another(folder: Path) -> None:
     assert dataset.filter(one).selections == dataset.filter(one).selections != dataset.filter(other).selections
 
 
-def test_a_split_goes_by_key_whatever_files_they_lie_in(folder: Path) -> None:
+def test_a_split_goes_by_key_in_any_files(folder: Path) -> None:
     dataset = dataset_of(folder)
     train, test = dataset.split("train", 0.7), dataset.split("test", 0.7)
     assert 20 <= len(train) <= 36

@@ -189,7 +189,7 @@ def test_a_trainer_that_would_count_microbatches_raises_an_error(
     assert sized_len(make(dataset)) == STEPS  # a step is one microbatch
 
 
-def test_others_that_ask_are_warned(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_len_from_other_modules_warns(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchdata.notices._warned", set())
     with pytest.warns(UserWarning, match=r"loader\.steps\(\)"):
         assert len_from("my.lightning")(make(dataset, **SEVERAL)) == STEPS

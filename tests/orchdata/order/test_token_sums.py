@@ -72,7 +72,7 @@ def test_a_sample_belongs_to_the_step_its_last_token_falls_into(
 
 @given(case=orders(), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_ramps_and_cuts_begun_anew_leave_out_nothing(case: tuple[Order, Listed], data: st.DataObject) -> None:
+def test_ramps_and_new_cuts_leave_out_nothing(case: tuple[Order, Listed], data: st.DataObject) -> None:
     order, counts = case
     largest, total = int(counts.tokens.max()), int(running(order, counts, 0)[-1])
     bounds = sorted(data.draw(st.sets(st.integers(1, 4 * total), max_size=4)))
@@ -94,7 +94,7 @@ def test_ramps_and_cuts_begun_anew_leave_out_nothing(case: tuple[Order, Listed],
     assert at == order.num_samples
 
 
-def test_a_budget_holds_from_the_first_cut_behind_its_bound() -> None:
+def test_a_budget_applies_from_the_first_cut_after_its_bound() -> None:
     order = Order(100, shuffle=None, seed=0)
     sums = TokenSums(order, Listed(np.ones(100, np.int64)))
     batches = TokenBatches(sums=sums, budgets=((0, 10), (25, 20), (170, 50)))

@@ -69,7 +69,7 @@ def test_uneven_empty_and_missing_lists_are_shared_out_until_all_ranks_have_no_m
     assert any(one["keys"] for one in results[0]["epochs"][0])  # rank 0 draws nothing, and gets its share
 
 
-def test_lists_longer_than_what_is_told_at_once(tmp_path: Path) -> None:
+def test_lists_longer_than_the_first_message(tmp_path: Path) -> None:
     results = run_job("long_lists", 3, tmp_path)
     by_rank = [result["epochs"][0] for result in results]
     check_epoch(by_rank, lambda rank: make_steps(rank, 4, LONG_COUNTS[rank]), num_steps=4)
@@ -160,7 +160,7 @@ def test_each_of_several_failures_names_its_own_rank(tmp_path: Path) -> None:
         assert last["error"] == f"rank {rank} {said}"
 
 
-def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
+def test_when_the_rank_that_serves_the_store_dies_the_others_know_immediately(tmp_path: Path) -> None:
     for by_rank in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
         assert by_rank["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
         assert by_rank["error"].startswith("post_balance lost other ranks at step 4: ")
@@ -194,7 +194,7 @@ def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
     assert [state["exhausted"] for state in results[0]["states"]] == [False, False, False, True]
 
 
-def test_ranks_that_were_given_different_arguments_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_arguments_raise(tmp_path: Path) -> None:
     for by_rank in run_job("unlike", 2, tmp_path):
         assert by_rank["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
 

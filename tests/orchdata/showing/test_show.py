@@ -462,7 +462,7 @@ def test_a_modality_of_ones_own_is_written_as_its_arrays(tmp_path: Path) -> None
     assert np.array_equal(printed["times"], arrays["times"])
 
 
-def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
+def test_any_extras_of_a_size_are_json() -> None:
     assert _plain(np.array([[1.5, np.nan], [np.inf, 2.0]], np.float32)) == [[1.5, None], [None, 2.0]]
     assert _plain(np.array([[np.nan]])) == [None]
     assert _plain(np.array([[2, 3]], np.int32)) == [2, 3]
