@@ -175,7 +175,7 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
         *(f"orchdata.bench.throughput.{name}" for name in ("child", "processes")),
         *(
             f"orchdata.engines.{name}"
-            for name in ("pickling", "processes.restart_state", "processes.message", "processes.worker")
+            for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
         ),
     ]
     assert users == (ours if folder == "pickle" else [])

@@ -51,7 +51,7 @@ def test_samples_that_a_user_takes_out_are_no_cut_where_he_says_so(tmp_path: Pat
     path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")
     assert read_quarantine(path) == [PAIRS[0], *PAIRS[2:]]
     path.write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(ValueError, match="take that blank out too"):
+    with pytest.raises(ValueError, match="remove that blank too"):
         read_quarantine(path)
     path.write_text("\n".join(lines[:-1]).lstrip() + "\n")
     assert read_quarantine(path) == PAIRS[:-1]
