@@ -442,7 +442,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"shuffle": "yes"}, "shuffle must be True, False, an od.Shuffle or an array of rows, got 'yes'"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"timeout": None}, "timeout is a number of seconds"),
-        ({"batch_size": None, "global_batch_size": None}, "give batch_size=1, or global_batch_size"),
+        ({"batch_size": None, "global_batch_size": None}, "pass batch_size=1, or global_batch_size"),
         ({"worker_init_fn": print}, "it would seed the training process's random state"),
         ({"multiprocessing_context": "spawn"}, "leave it out, or pass num_workers"),
         ({"num_threads": 0, "timeout": 5}, "timeout needs threads or workers"),
