@@ -291,7 +291,7 @@ def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDat
         (lambda data: od.Source(data["omni"], weight=10**400), "Source.weight must be a number"),
         (lambda data: od.Source(data["omni"], weight=np.float32("nan")), "Source.weight must be a number"),
         (lambda data: mixture(data, (0, 0, 0)), "every source of the mixture has weight 0"),
-        (lambda data: mixture(data, epoch_samples=5), "give one of epoch_tokens and epoch_samples"),
+        (lambda data: mixture(data, epoch_samples=5), "pass one of epoch_tokens and epoch_samples"),
         (lambda data: mixture(data, stop="all"), "epoch_tokens is for stop='repeat'"),
         (lambda data: mixture(data, by="bytes"), "Mixture.by must be one of 'tokens', 'samples', got 'bytes'"),
         (lambda data: mixture(data, stages=[(5, {"omni": 1})]), "ascending from 0; one begins at 5"),

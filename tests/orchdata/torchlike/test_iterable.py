@@ -103,7 +103,7 @@ def test_chained_ones_are_one() -> None:
         ({"shuffle": True}, ValueError, "expected unspecified shuffle option"),
         ({"sampler": [1]}, ValueError, "expected unspecified sampler option"),
         ({"batch_sampler": [[1]]}, ValueError, "expected unspecified batch_sampler option"),
-        ({"cost": [1]}, ValueError, "cost shares samples out"),
+        ({"cost": [1]}, ValueError, "cost balances samples"),
         ({"on_error": "skip"}, ValueError, "skip in its __iter__"),
         ({"num_threads": 2}, ValueError, "one at a time"),
         ({"collate_fn": od.Packed()}, TypeError, "for a ShardDataset"),
