@@ -105,10 +105,10 @@ def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 @cache
 def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
-    found = set()
+    imported = set()
     for node in _nodes(ast.parse(path.read_text()), typing=typing):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
