@@ -151,7 +151,7 @@ def _end_threads() -> None:
         _join([thread for thread in running if not thread.given_up], END_SECONDS / 2)
         running = [thread for thread in running if thread.is_alive()]
         for thread in running:
-            _raise_in(thread, SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         _join_those_at_work(running, END_SECONDS / 2)
     finally:  # Ctrl-C included
         if left := [thread for thread in running if thread.is_alive()]:
@@ -179,10 +179,6 @@ def _nanoseconds_on_cpu(thread: threading.Thread) -> float:
             return float(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return float("nan")
-
-
-def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
 
 
 def _end_without_destructors() -> None:

@@ -161,14 +161,9 @@ class StepMemory:
     def __init__(self, slabs: Slabs) -> None:
         self.slabs: list[_Slab] = []
         self._pool = slabs
-        self._used: list[int] = []
+        self.used: list[int] = []  # bytes of each slab that are in use
         self._starts: list[int] = []
         self._lock = threading.Lock()
-
-    @property
-    def used(self) -> list[int]:
-        """Bytes of each slab that are in use."""
-        return self._used
 
     def reserve(self, num_bytes: int) -> None:
         if num_bytes:
@@ -200,21 +195,21 @@ class StepMemory:
 
     def _location_for(self, num_bytes: int) -> Location:
         for number, slab in enumerate(self.slabs):
-            start = -(-self._used[number] // _ALIGNMENT) * _ALIGNMENT
+            start = -(-self.used[number] // _ALIGNMENT) * _ALIGNMENT
             if start + num_bytes <= len(slab.array):
                 return self._put(number, start, num_bytes)
         self._grow(num_bytes)
         return self._put(len(self.slabs) - 1, 0, num_bytes)
 
     def _put(self, number: int, start: int, num_bytes: int) -> Location:
-        self._used[number] = start + num_bytes
+        self.used[number] = start + num_bytes
         self.slabs[number].written = max(self.slabs[number].written, start + num_bytes)
         return Location(number, start, num_bytes)
 
     def _grow(self, num_bytes: int) -> None:
         slab = self._pool.allocate(num_bytes)
         self.slabs.append(slab)
-        self._used.append(0)
+        self.used.append(0)
         self._starts.append(slab.array.__array_interface__["data"][0])
 
 
