@@ -131,7 +131,7 @@ def test_a_nested_tensor_raises_an_error() -> None:
 
 @pytest.mark.parametrize("buffer", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
 def test_a_buffer_that_occurs_twice_raises_an_error(buffer: Any) -> None:
-    with pytest.raises(TypeError, match="or one twice"):
+    with pytest.raises(TypeError, match="or one of them twice"):
         describe([buffer, {"again": buffer}], exact=True)
     assert (
         len(describe([buffer, buffer.copy() if isinstance(buffer, np.ndarray) else buffer.clone()], exact=True).buffers)
