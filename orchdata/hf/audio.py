@@ -175,7 +175,7 @@ def _by_rule(processor: Any, given: str, long_clips: LongClips) -> WhisperAudio 
 
 
 def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the processor gives what the rule gives, of noise of several lengths."""
+    """Return whether the processor gives what the rule gives, for noise of several lengths."""
     from orchdata.loaders.modalities.audio_decode import write_features
 
     longest = rule.window_samples or 0

@@ -124,7 +124,7 @@ class HFAudio(Clips):
 
     @property
     def pads_with_zeros(self) -> bool:
-        """Whether its processor fills the shorter of two clips of a sample with zeros, as batches here are filled."""
+        """Return whether the processor pads the shorter of two clips of a sample with zeros, as batches here do."""
         return _pads_with_zeros(self)
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
@@ -149,7 +149,7 @@ class HFAudio(Clips):
         return 1 if largest.axis or not largest.row else max(largest.row)
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
-        """What the processor writes for the clip."""
+        """Return the text that the processor writes for the clip."""
         return _measured(self, size.extent[0]).pieces if self.places else None
 
     def decode(self, data: bytes | memoryview, limits: Limits) -> Mapping[str, Any]:
@@ -184,7 +184,7 @@ class HFAudio(Clips):
 
 
 def extractor_of(processor: Any) -> Any:
-    """Its feature extractor of audio, or None."""
+    """Return the feature extractor of audio, or None."""
     return next((extractor for name in _EXTRACTORS if (extractor := getattr(processor, name, None)) is not None), None)
 
 
@@ -219,7 +219,7 @@ def described(processor: Any) -> str:
 
 
 def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON holds, but for templates of text."""
+    """Return the values that JSON can hold, without text templates."""
     items: dict[str, Any] = {}
     for name, value in values.items():
         try:

@@ -91,7 +91,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def _is_text(config: Any) -> bool:
-    """Whether its model reads text and nothing else: a configuration that is its text's own may have towers too."""
+    """Return whether the model reads only text: a configuration that is its own text part may have towers too."""
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return False
     kind = model_class(config)
@@ -120,7 +120,7 @@ def model_class(config: Any) -> type[Any]:
 
 
 def _writes_text(kind: type[Any]) -> bool:
-    """Whether a class generates tokens, and its forward takes them with labels."""
+    """Return whether a class generates tokens, and its forward takes tokens with labels."""
     can_generate = getattr(kind, "can_generate", None)
     named = inspect.signature(kind.forward).parameters
     return bool(can_generate and can_generate()) and {"input_ids", "labels"} <= named.keys()

@@ -144,7 +144,7 @@ def _advised(modality: str) -> Iterator[None]:
 
 
 def _template(processor: Any) -> Any:
-    """What renders its chats: its own template, else what it does without, else a refusal."""
+    """Return what renders chats: the processor's template, else its default, else a refusal."""
     name = type(processor).__name__
     holders = (processor, getattr(processor, "tokenizer", None))
     if any(getattr(holder, "chat_template", None) for holder in holders):

@@ -73,7 +73,7 @@ class Output:
 
 
 class _Found(NamedTuple):
-    """What a size gives: rows, the numbers that follow from it, and the text, in runs."""
+    """What an image of one size becomes: rows, numbers that follow from the size, and the text, in runs."""
 
     rows: int
     numbers: tuple[int, ...]
@@ -140,11 +140,11 @@ class HFImages(ImageFiles):
 
     def _sharing(self, size: PartSize) -> int | None:
         """The images of its sample, where the processor tells them apart by it; None where it does not."""
-        return None if self._sharing_place is None else int(size.extent[self._sharing_place])
+        return None if self._sharing_index is None else int(size.extent[self._sharing_index])
 
     @cached_property
-    def _sharing_place(self) -> int | None:
-        """Where an extent has it."""
+    def _sharing_index(self) -> int | None:
+        """Index in an extent of the number of images that share a sample."""
         sized = [each for each in self.outputs if each.per == "size"]
         at = next((at for at, each in enumerate(sized) if each.name == _SHARING), None)
         return None if at is None else 2 + sum(each.count for each in sized[:at])
@@ -246,7 +246,7 @@ class HFImages(ImageFiles):
         return PartSize(self.row_positions, least.tokens // least.num_rows, 1, least.extent)
 
     def _with_grid(self, numbers: Sequence[int], side: int) -> tuple[int, ...]:
-        """What follows from the size of an image, of one whose grid is a square of so many patches."""
+        """Return the numbers that follow from an image's size, with a square grid of `side` patches."""
         changed, first = list(numbers), 0
         for each in self.outputs:
             if each.per == "size":
@@ -284,13 +284,13 @@ class HFImages(ImageFiles):
         return _Found(rows, self._numbers(outputs), None if text is None else runs(text, str(self.slot.mark)))
 
     def _numbers(self, outputs: Outputs) -> tuple[int, ...]:
-        """What follows from the size, of one image's outputs."""
+        """Return the numbers that follow from the size, from one image's outputs."""
         sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
         return tuple(number for numbers in sized for number in numbers)
 
 
 def _is_pixels(output: Output) -> bool:
-    """Whether it holds colours."""
+    """Return whether an output holds colours."""
     return "pixel_values" in output.name
 
 
@@ -300,7 +300,7 @@ def as_shape(value: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _found(images: HFImages, width: int, height: int, sharing: int = 1) -> _Found:
-    """What a size gives. Raises ValueError for one that the processor refuses."""
+    """Return what an image of a size becomes. Raises ValueError for a size that the processor refuses."""
     run = running(images.source)
     outputs, text = run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)
     if sharing == 1:
@@ -385,7 +385,7 @@ def _says(images: HFImages, counted: Sequence[_Found]) -> bool:
 
 
 def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Sequence[Outputs]) -> bool:
-    """Whether this library gives the processor's values, to the bit."""
+    """Return whether this library gives the processor's values, to the bit."""
     rows = [each for each in images.outputs if each.per != "size"]
     if len(rows) != 1 or rows[0].dtype != "float32":
         return False
@@ -402,7 +402,7 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
 
 
 def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Sequence[Outputs]) -> bool:
-    """Whether an image processor makes of bytes, to the bit, what it makes of Pillow's images."""
+    """Return whether an image processor gives the same values, to the bit, for arrays and for Pillow's images."""
     try:
         for image, expected in zip(looked_at, seen, strict=True):
             made, _ = running(source).outputs(image.copy())
@@ -434,7 +434,7 @@ def _inputs(processor: Any, outputs: Outputs) -> set[str]:
 
 
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:
-    """What an image processor gives, from what it gave of several sizes. Raises ValueError."""
+    """Describe the arrays that an image processor gives, from its outputs for several sizes. Raises ValueError."""
     names = [each for each in seen[0] if each in kept]
     main = next(
         (each for each in names if hasattr(seen[0][each], "dtype") and seen[0][each].dtype.is_floating_point), None

@@ -123,7 +123,7 @@ def _with_video(model: CostModel, patches: int) -> CostModel:
 
 
 def _thinker(config: Any) -> Any:
-    """Of omni models the part that reads and thinks."""
+    """Return the thinker of an omni model's configuration."""
     return getattr(config, "thinker_config", None) or config
 
 
@@ -159,7 +159,7 @@ def _described(config: Any, given: Mapping[str, Any]) -> _Described:
 
 
 def _is_open(given: Any) -> bool:
-    """Whether the cost of a phase has to be found out: it is not given, and no sizes are."""
+    """Return whether the cost of a phase must be computed: neither the cost nor sizes are given."""
     return isinstance(given, Mapping) and set(given) <= _PASSES
 
 
@@ -179,7 +179,7 @@ def _object_of(config: Any) -> Any:
 
 
 def _is_ruled(config: Any, phase: str) -> bool:
-    """Whether a phase is read by a rule that tests hold equal to what torch counts."""
+    """Return whether a phase has a rule, which tests compare with what torch counts."""
     keys = model_keys(config)
     kind = (phase_keys(keys, phase) or {}).get("model_type")
     if phase == BACKBONE:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.index.index import Index
     from orchdata.loaders.shards.open import OpenShards
 
-Held = tuple[int, Mapping[int, bytes | memoryview]]
+StoredRow = tuple[int, Mapping[int, bytes | memoryview]]
 """A row, and its bytes by member."""
 
 
@@ -86,13 +86,13 @@ class StoredSamples:
         load_required(self._shards.recipe)
         return self._shards.open().index(), OpenShards(limits=self._shards.recipe.limits, cache=CacheFolder())
 
-    def read(self, number: int) -> Held:
+    def read(self, number: int) -> StoredRow:
         from orchdata.loaders.index.stored import StoredSample
 
         row = self._rows[number]
         return row, StoredSample(*self._opened, row).read(self._shards.recipe)
 
-    def decode(self, payload: Held) -> Any:
+    def decode(self, payload: StoredRow) -> Any:
         from orchdata.loaders.index.stored import StoredSample
         from orchdata.loaders.samples.decode import decode_sample
 

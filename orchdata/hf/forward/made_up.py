@@ -90,11 +90,11 @@ class MadeUp:
         self._index, self._recipe, self._rows = index, recipe, rows
 
     def has(self, kind: Kind) -> bool:
-        """Whether the recipe takes all samples of a kind."""
+        """Return whether the recipe takes all samples of a kind."""
         return kind.name in self._rows
 
     def why_not(self) -> str:
-        """What is wrong with the first sample that the recipe does not take; "" where it takes all."""
+        """Return what is wrong with the first sample that the recipe refuses; "" if it takes all."""
         bad = self._index.bad_rows()
         return self._index.failure(int(bad[0])).reason if len(bad) else ""
 

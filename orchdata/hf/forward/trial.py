@@ -72,7 +72,7 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a trial.
+    """The result of a trial.
 
     Attributes:
         failed: kinds that are to be refused.
@@ -150,7 +150,7 @@ class _Trial:
     def error(
         self, model: Sized, kind: Kind, *, encoders: tuple[str, ...] | None = None, padded: bool | None = None
     ) -> str:
-        """What the model raises of a kind; "" where it takes it."""
+        """Return what the model raises for a kind; "" if it takes the kind."""
         try:
             own = self._own(model, self.inputs.padded if padded is None else padded)
             batch = self.samples.batch(kind, self.encoders if encoders is None else encoders, own.layout)
@@ -221,7 +221,7 @@ class _Trial:
 
 
 def _run(model: Sized, own: Inputs, batch: Batch, *, part_axes: PartAxes = MappingProxyType({})) -> Any:
-    """What the forward returns, without labels. Of parts with `part_axes`, ones are the padding."""
+    """Run the forward without labels. Parts with `part_axes` are padded with ones."""
     with torch.no_grad():
         arguments = as_float32(own.arguments(batch))
         arguments.pop("labels", None)

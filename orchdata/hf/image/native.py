@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
 
 class Steps:
-    """What canvases are made with: a processor's settings and its resizing. Raises LookupError for others' settings."""
+    """A processor's settings and resizing, to make canvases with. Raises LookupError for unknown settings."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -70,7 +70,7 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
 
 
 def cut_of(source: str) -> Cut:
-    """How the processor described by `source` cuts its canvases. Raises LookupError for a class that is not known."""
+    """Return how the processor of `source` cuts its canvases. Raises LookupError for an unknown class."""
     run = running(source)
     return _FAMILIES[class_name(run.image_processor)][1](run.settings)
 

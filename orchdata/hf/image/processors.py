@@ -78,7 +78,7 @@ def _without_marks(value: Any) -> Any:
 
 
 def _takes_nested(processor: Any) -> bool:
-    """Whether images go to the image processor as a list of each text's images."""
+    """Return whether the image processor takes a list of each text's images."""
     from PIL import Image
 
     blank = Image.new("RGB", (8, 8))
@@ -94,7 +94,7 @@ def _takes_nested(processor: Any) -> bool:
 
 @dataclass(frozen=True)
 class Running:
-    """What a source describes, rebuilt."""
+    """The processor that a source describes, rebuilt."""
 
     image_processor: Any
     processor: Any
@@ -137,7 +137,7 @@ class Running:
         return arrays, self.text(arrays)
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
-        """As `outputs`, of a grey image of this size."""
+        """Return what `outputs` gives for a grey image of this size."""
         from PIL import Image
 
         return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))

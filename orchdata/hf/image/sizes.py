@@ -21,7 +21,7 @@ Outputs = dict[str, Any]
 
 
 class Settings:
-    """What an image processor is called with: arguments of the call before attributes."""
+    """The settings of an image processor: arguments of the call come before attributes."""
 
     def __init__(self, image_processor: Any, call: Mapping[str, Any]) -> None:
         self.processor = image_processor

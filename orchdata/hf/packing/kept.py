@@ -43,7 +43,7 @@ _NAMES: Final = (
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """What a model's code does depends on: its configuration and class, and the versions of both packages."""
+    """Return what a model's behaviour depends on: its configuration and class, and the versions of both packages."""
     import torch
     import transformers
 
@@ -89,12 +89,12 @@ def _digest_of_file(module: str) -> str:
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
-    """Of JSON-like facts; of anything else its text."""
+    """Return the digest of JSON-like facts; anything else counts as its text."""
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
 
 def find(digest: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
-    """What was kept under a digest, if it has these fields of these types."""
+    """Return the result stored under a digest, if it has these fields of these types."""
     if digest in _seen:
         return _seen[digest]
     try:

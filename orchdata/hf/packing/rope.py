@@ -29,7 +29,7 @@ class SwitchingRope:
     tokens: int
 
     def changes(self, longest: int, lengths: Tensor) -> bool:
-        """Whether samples of a microbatch would have other positions than alone.
+        """Return whether samples of a microbatch would have other positions than alone.
 
         Args:
             longest: positions of its longest row or sequence, padding included.

@@ -69,7 +69,7 @@ class Found:
 
 
 def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Arguments) -> Found:
-    """Whether a tiny model gives packed samples, and padded ones, what it gives each alone.
+    """Try whether a tiny model gives packed samples, and padded ones, what it gives each alone.
 
     Args:
         in_one_row, in_rows: of the model's forward, for batches packed and padded.
@@ -103,7 +103,7 @@ def _judged(difference: Difference, noise: float) -> tuple[bool, str]:
 
 
 def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> Outputs:
-    """Of a batch for each sample, or of one with all of them."""
+    """Return outputs for a batch of each sample, or for one with all of them."""
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for batch in batches:
@@ -125,7 +125,7 @@ def _by_sample(logits: Tensor, lengths: list[int]) -> list[Tensor]:
 
 
 def _noise(model: Any, arguments: Arguments, rows: Batch, alone: Outputs) -> float:
-    """How much samples in padded rows differ from each alone; 0 where the model takes no such batch."""
+    """Return how much samples in padded rows differ from each alone; 0 if the model takes no such batch."""
     try:
         return _difference(_outputs(model, arguments, [rows]), alone).largest
     except Exception:  # noqa: BLE001 - then the bound for float32 stands

@@ -86,7 +86,7 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
 
 
 def attention_of(config: Any) -> str:
-    """What the configuration says of the language model's attention; "" for transformers' own choice."""
+    """Return the configuration's choice of the language model's attention; "" for transformers' own choice."""
     return str(text_part(config)._attn_implementation or config._attn_implementation or "")
 
 

@@ -107,17 +107,17 @@ def _kind(layer: int, total: int, fields: Fields) -> tuple[str, ...]:
 
 
 def _by_layer(value: Any, total: int) -> bool:
-    """Whether it has an entry for each layer."""
+    """Return whether the value has an entry for each layer."""
     return isinstance(value, list | tuple | str) and len(value) == total > _FEWEST and not _counts_up(value)
 
 
 def _counts_up(value: Sequence[Any]) -> bool:
-    """Whether it is a list of all layers' own numbers, which names layers and does not describe them."""
+    """Return whether the value is the list of all layers' numbers, which names layers and does not describe them."""
     return list(value) == list(range(len(value)))
 
 
 def _numbers_layers(name: str, value: Any, total: int) -> bool:
-    """Whether it is a list of numbers of layers, each once and from the front."""
+    """Return whether the value is a list of layer numbers, each once and in ascending order from the first."""
     return (
         isinstance(value, list | tuple)
         and bool(_NUMBERS.fullmatch(name))

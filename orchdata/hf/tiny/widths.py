@@ -142,7 +142,7 @@ def _expands(fields: Fields) -> bool:
 
 
 def _heads(name: str, fields: Fields) -> int:
-    """How many heads of queries belong to a number of heads of keys."""
+    """Return the number of query heads that belong to a number of key heads."""
     stem = re.sub(r"(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_heads)$", "", name)
     for end in ("num_attention_heads", "num_value_heads", "n_heads", "num_heads"):
         if type(heads := fields.get(stem + end)) is int:
@@ -165,7 +165,7 @@ def _multiple(value: int, width: int, hidden: int) -> int:
 
 
 def _consistent(fields: Fields, new_fields: dict[str, Any], widths: Widths) -> dict[str, Any]:
-    """What follows from other fields: heads of a state's width, heads of queries and keys in parts, rotary sections."""
+    """Add fields that depend on others: heads of a state's width, query and key heads of parts, rotary sections."""
     if type(turned := fields.get("qk_rope_head_dim")) is int and turned > widths.head:
         # A head has a turned part and another: both, and their sum, are divided by the same number.
         by = turned // widths.head

@@ -60,7 +60,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What ran at one length: products with weights, and attention by module."""
+    """The products of one length: those with weights, and attention by module."""
 
     length: int
     weights: Sequence[Product]
@@ -95,7 +95,7 @@ def _find_attention(products: Sequence[Product]) -> None:
 
 
 def _fits(product: Product, pairs: tuple[int, ...], softmax: tuple[int, ...]) -> bool:
-    """Whether a product has the pairs of a softmax, which may have a column more (a sink)."""
+    """Return whether a product has the pairs of a softmax, which may have one more column (a sink)."""
     if product.weight or not product.flops or len(pairs) < 2:
         return False
     return pairs[-2] == softmax[-2] and pairs[-1] in (softmax[-1], softmax[-1] - 1)

@@ -183,7 +183,7 @@ def _seen(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-    """What an operation gives on tensors of which some are large."""
+    """Run an operation on tensors, some of which are large."""
     if torch.Tag.pointwise in func.tags or func in (aten._to_copy.default, aten.masked_fill.Tensor):
         return _each_number(func, args, kwargs)
     try:
@@ -216,7 +216,7 @@ def _each_number(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_if_alike(value: Tensor) -> Tensor:
-    """Its first number where all are the same."""
+    """Return the first number of a tensor if all are equal."""
     if not value.is_floating_point() or value.numel() < 2:
         return value
     first = value[(slice(1),) * value.dim()]
@@ -230,7 +230,7 @@ def _without_values(value: Any) -> Any:
 
 
 def _as_one_number(value: Any) -> Any:
-    """Of floats one number; what is of integers (indices of a sort) is 0, and so is a valid index."""
+    """Return one number for floats; integers (indices of a sort) are 0, which is a valid index."""
     if not isinstance(value, Tensor):
         return value
     if value.is_floating_point() and value.numel() > SMALL:

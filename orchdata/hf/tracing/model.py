@@ -153,7 +153,7 @@ def _renamed(product: Product, first: str, name: str) -> Product:
 
 
 def _listed(config: Any, count: int) -> list[Any]:
-    """What configs say of each of so many layers."""
+    """Return what configs say of each layer."""
     return [
         value
         for each in configs_of(config)
@@ -163,7 +163,7 @@ def _listed(config: Any, count: int) -> list[Any]:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """What tells layers apart that do not do the same."""
+    """Return a key that differs for layers that compute something else."""
     return tuple(
         (
             name,
@@ -182,7 +182,7 @@ def _signature(layer: nn.Module) -> Any:
 
 
 def _shapes(values: Any) -> Any:
-    """Of arguments what products follow from: shapes of floats, masks and integers themselves."""
+    """Return what products depend on: the shapes of float arguments, and the values of masks and integers."""
     return tuple(_shape(each) for each in tree_leaves(values, is_leaf=lambda each: each is None))
 
 

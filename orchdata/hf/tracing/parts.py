@@ -29,7 +29,7 @@ def main_list(model: TracedModel, run: Run) -> str:
 
 
 def active(config: Any, product: Product, length: int) -> Fraction:
-    """Of a product over all experts, the share of those that a position is sent to."""
+    """Return the share of experts that a position is sent to, for a product over all experts."""
     text = config.get_text_config()
     experts = next((count for key in _EXPERTS if isinstance(count := getattr(text, key, None), int)), 0)
     active = next((count for key in _ACTIVE if isinstance(count := getattr(text, key, None), int)), 0)
@@ -60,7 +60,7 @@ def last_layer(config: Any, phase: str, model: TracedModel, layers: str) -> int 
 
 
 def parts_of(run: Run, layers: str, tower: str, last: int | None) -> Iterator[Part]:
-    """What each product with weights of a tower belongs to, in the order in which they run."""
+    """Return the part that each product with a tower's weights belongs to, in the order in which they run."""
     entered = joined = False
     for each in run.weights:
         inside = each.module.startswith(f"{layers}.") if layers else False

@@ -195,7 +195,7 @@ def _runs(model: TracedModel, calls: Any) -> list[Run]:
 
 
 def _decoder(config: Any, runs: Sequence[Run], layers: str, windows: Mapping[int, int]) -> TracedPhase:
-    """Of a decoder: its layers, and what comes after them, which is not recomputed."""
+    """Trace a decoder: its layers, and what follows them, which is not recomputed."""
 
     def part(name: str) -> Part:
         return "layers" if not layers or name.startswith(f"{layers}.") else "head"
@@ -216,7 +216,7 @@ def _decoder(config: Any, runs: Sequence[Run], layers: str, windows: Mapping[int
 
 
 def _encoder(model: TracedModel, config: Any, phase: str, llm: str) -> TracedPhase:
-    """Of a tower and its connector, in the first way of giving it media that it takes."""
+    """Trace a tower and its connector, with the first form of media that it accepts."""
     method, why = _METHODS[phase], None
     names = media.names_of(model.model, method)
     for way in _MEDIA[phase](config, names):

@@ -77,7 +77,7 @@ class TrainerMixin(_Base):
         self.add_callback(_EpochOfSteps)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Train as the Trainer does, with steps of the loader."""
         self.train_dataset = steps = _counted(self.train_dataset)
         ignores = self.args.ignore_data_skip
         if isinstance(steps, OptimizerSteps):

@@ -38,7 +38,7 @@ _PROCESSORS: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcess
 
 
 class Metadata(NamedTuple):
-    """What is known of a clip: as transformers' VideoMetadata."""
+    """The metadata of a clip, with the attributes of transformers' VideoMetadata."""
 
     total_num_frames: int
     fps: float
@@ -99,7 +99,7 @@ class HFVideos(VideoFiles):
         return PartSize(patches, patches // self.merge**2, patches, extent)
 
     def parameters(self) -> dict[str, Any]:
-        """Without how pixels are come by, which does not change them."""
+        """Leave out how pixels are computed, which does not change them."""
         return {name: value for name, value in super().parameters().items() if name != "native"}
 
     def decode_into(
@@ -257,7 +257,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
 
 
 def _proven(videos: HFVideos, processor: Any) -> bool:
-    """Whether this library gives the processor's pixels, to the bit. Raises ValueError where it gives other counts."""
+    """Return whether this library gives the processor's pixels, to the bit. Raises ValueError if counts differ."""
     from transformers.video_utils import VideoMetadata
 
     run, same, name = running(videos.source), True, type(processor).__name__

@@ -81,7 +81,7 @@ RULES: Final[Mapping[str, Rule]] = {"Qwen2VLVideoProcessor": _qwen2, "Qwen3VLVid
 
 @dataclass(frozen=True)
 class Running:
-    """What a source describes, rebuilt."""
+    """The processor that a source describes, rebuilt."""
 
     processor: Any
     call: Mapping[str, Any]
@@ -96,7 +96,7 @@ class Running:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What `sample_frames` is called with: all settings of the processor, as its `preprocess` does."""
+        """The arguments of `sample_frames`: all settings of the processor, as in its `preprocess`."""
         names = self.processor.valid_kwargs.__annotations__
         settings = {name: getattr(self.settings, name, None) for name in names}
         left_out = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
@@ -112,7 +112,7 @@ class Running:
 
     @cached_property
     def cut(self) -> Cut:
-        """How this library makes the same patches. Raises LookupError for settings that it does not know."""
+        """Return how this library makes the same patches. Raises LookupError for unknown settings."""
         settings = self.settings
         sides = (settings.patch_size, settings.merge_size, settings.temporal_patch_size)
         patch, merge, times = map(int, sides)
