@@ -3,7 +3,7 @@
 length lists, real and made up --one step's samples--> each method --> bins --> fill, micro-steps, cost, time
 
 The others are written after their descriptions, not their code. First-fit decreasing packs all of a step too. The rest
-see each rank's own samples in their order, as loaders that pack behind a sampler do:
+see each rank's own samples in their order, as loaders that pack after a sampler do:
 
 - buffer: torchtitan's packing of a buffer: a bin takes the largest sample of the buffer that fits, until none does.
 - open bins: Grain's best fit: a sample goes into the fullest open bin with room for it, else the fullest of all leaves.
@@ -56,7 +56,7 @@ class BinsBench:
 
 
 def captions(generator: np.random.Generator, count: int) -> Ints:
-    """A caption beside an image of one of four sizes."""
+    """Lengths of samples of a caption and an image of one of four sizes."""
     words = np.clip(generator.normal(60, 20, count), 8, 200).astype(np.int64)
     images: Ints = generator.choice([256, 576, 1024, 2304], count, p=[0.3, 0.4, 0.2, 0.1])
     return words + images
@@ -251,7 +251,7 @@ def tables(config: BinsBench) -> list[Result | WideTable]:
     if config.peers:
         columns = ("list", "ours", "cost", *(each for name in PEERS for each in (name, "cost")))
         note = "micro-steps of each method, and what ranks wait for in them over what even full bins would take"
-        found.append(WideTable(title=f"Beside others: {size}", columns=columns, rows=tuple(peer_rows), note=note))
+        found.append(WideTable(title=f"Compared to others: {size}", columns=columns, rows=tuple(peer_rows), note=note))
     return found
 
 

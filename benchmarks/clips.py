@@ -1,4 +1,4 @@
-"""What clips take: finding their header, and decoding the pictures that are taken, beside PyAV and torchcodec alone.
+"""The time of clips: finding their header, and decoding the chosen pictures, compared to PyAV and torchcodec alone.
 
     the same bytes --header: tables, or a scan of packets--> counts
                    --our decoder--------------------------> 16 pictures, patches

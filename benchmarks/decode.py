@@ -1,4 +1,4 @@
-"""What decoding takes, stage by stage, beside Pillow, soundfile and torch as a webdataset pipeline calls them.
+"""The time of decoding by stage, compared to Pillow, soundfile and torch as a webdataset pipeline calls them.
 
     the same bytes --our decoders, default recipe----------------> patches, mel frames, ids
                    --Pillow, soundfile, torch, one after another--> the same tensors, but for the resizer's rounding
@@ -266,7 +266,7 @@ def reference_mel(each: Held, pre: AudioPreprocessor) -> torch.Tensor:
     """Log-mel frames (num_frames, num_mels) of a clip at the recipe's rate, as Whisper makes them."""
     wave, _ = soundfile.read(io.BytesIO(each.data), dtype="float32")
     frames = each.size.num_rows
-    padded = torch.zeros((frames + 3) * pre.hop_length)  # silence behind, as ours
+    padded = torch.zeros((frames + 3) * pre.hop_length)  # silence after the clip, as ours
     padded[: len(wave)] = torch.from_numpy(wave)
     window = torch.hann_window(pre.n_fft)
     spectrum = torch.stft(padded, pre.n_fft, pre.hop_length, window=window, return_complex=True)[:, :frames]

@@ -1,4 +1,4 @@
-"""Images of Hugging Face's processors: this library's way beside the processors' own class, in CPU time.
+"""Images of Hugging Face's processors: CPU time of this library and of the processors' own class.
 
     the same bytes --od.hf.images.image_modality--> the batch's arrays
                    --Pillow, image processor------> tensors, equal to the bit

@@ -1,7 +1,7 @@
 """What a piece of a long text costs: tokenized alone, and with its whole text.
 
     made-up documents --index, undivided and in pieces--> seconds a document
-                      --StoredSample.decode, in any order--> milliseconds a piece, beside the whole document
+                      --StoredSample.decode, in any order--> milliseconds a piece, and the whole document
 
 A byte-level BPE is trained on the documents' words, and uses one thread. Files are in the page cache.
 """

@@ -1,4 +1,4 @@
-"""What `post_balance` adds to a step, beside the same loop over the bare loader.
+"""What `post_balance` adds to a step, compared to the same loop over the bare loader.
 
     lists of samples --loop------------------> milliseconds a step
                      --post_balance--> loop--> milliseconds a step, and how many more these are
@@ -30,7 +30,7 @@ from orchdata.bench.harness import Result
 from orchdata.post_balancing.loader import post_balance
 from orchdata.reference.launch import end_with_parent, leave
 
-# A loop is timed from here on: the first step of an epoch has no training step to hide behind.
+# A loop is timed from here on: while the first step of an epoch is loaded, no training step runs that could hide it.
 _UNTIMED_STEPS = 2
 
 

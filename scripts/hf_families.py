@@ -155,12 +155,12 @@ def row_of(name: str, folder: Path) -> Row:
     try:
         config = _config_of(name)
         of_text = _is_of_text(config)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises
+    except Exception as error:  # noqa: BLE001 - a model may raise any exception
         return Row(name, False, "untried", _short(error), _short(error))
     no_cost = _no_cost(config)
     try:
         word, why = _text_outcome(config, folder) if of_text else _media_outcome(name, folder)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises
+    except Exception as error:  # noqa: BLE001 - a model may raise any exception
         word, why = "untried", _short(error)
     return Row(name, of_text, word, why, no_cost)
 
@@ -193,7 +193,7 @@ def _no_cost(config: Any) -> str:
 
     try:
         od.hf.cost(config)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises
+    except Exception as error:  # noqa: BLE001 - a model may raise any exception
         try:
             od.hf.cost(tiny_config(config))
         except Exception:  # noqa: BLE001
@@ -295,9 +295,9 @@ def tables(rows: Sequence[Row]) -> str:
             lines.append(
                 f"| {heading} | {' | '.join(f'{len(names)}: {_code(names)}' if names else '' for names in cells)} |"
             )
-    told = [row for row in rows if row.why and row.word != "untried"]
+    explained = [row for row in rows if row.why and row.word != "untried"]
     lines += ["", "| `model_type` | what is wrong |", "| --- | --- |"]
-    lines += [f"| `{row.model_type}` | {row.why} |" for row in told]
+    lines += [f"| `{row.model_type}` | {row.why} |" for row in explained]
     unbuilt = [row for row in rows if row.word == "untried"]
     lines += ["", f"**{HEADINGS['untried'].capitalize()}** ({len(unbuilt)}), which says nothing of published ones:"]
     for cause, names in _by_cause(unbuilt).items():

@@ -6,7 +6,7 @@
 Four lanes share out the same samples: dealt out in turn, balanced by the LLM's cost alone, by both phases with samples
 whole, and phase by phase with images encoded on any rank. All cost models come from the fit. Ranks wait for each other
 after each phase, so a step takes the sum over phases of the largest time over ranks; the largest sum over phases of any
-rank, where they wait at the end only, is reported beside it.
+rank, where they wait at the end only, is reported too.
 
 `--tiny` runs the same with small models, on any machine; its times mean nothing.
 """

@@ -25,7 +25,7 @@ PATCH_DIM = 588
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pack:
-    """Sequences of random rows behind each other.
+    """Concatenated sequences of random rows.
 
     Attributes:
         rows: int64 token ids (n,), or patches (n, PATCH_DIM).

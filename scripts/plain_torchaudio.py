@@ -1,6 +1,6 @@
-"""Let torchaudio be imported beside a torch without CUDA, in the environment that this runs in: for its tests.
+"""Let torchaudio be imported with a torch without CUDA, in the environment that this runs in: for its tests.
 
-torchaudio's wheel on PyPI has compiled libraries that need those of CUDA: importing it fails beside a CPU build of
+torchaudio's wheel on PyPI has compiled libraries that need those of CUDA: importing it fails with a CPU build of
 torch. orchdata does without. transformers imports torchaudio wherever it is installed, so that none of its processors
 could be tested. This adds two files to site-packages, which put an empty module in the place of the one that loads the
 libraries: what is written in Python works (`functional.resample`, `transforms`), `rnnt_loss` and `forced_align` do not.

@@ -56,7 +56,7 @@ def draw(regime: Regime, found: Sequence[Row], path: Path) -> None:
 
 
 def _label(axes: Axes, names: Sequence[str], colours: Sequence[str], found: Sequence[Row]) -> None:
-    """Name and last value of each series beside its end, pushed apart where they would overlap."""
+    """Write name and last value of each series next to its end, pushed apart where they would overlap."""
     last = max(row.step for row in found)
     ends = {row.series: row.mean for row in found if row.step == last}
     low, high = axes.get_ylim()

@@ -4,7 +4,7 @@
         --losses, calls of the model--> a table: torch's loader, ours, what differs
 
 torch's loader is the denominator: a script that does not run with it says nothing of ours. `--site FOLDER` is put
-on the path for packages that are not installed beside orchdata (lightning, accelerate, torchdata). What scripts need of
+on the path for packages that are not installed with orchdata (lightning, accelerate, torchdata). What scripts need of
 torchvision, and of a GPU, are the stand-ins of `scripts/stand_ins`, for both loaders alike.
 """
 

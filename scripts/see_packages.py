@@ -18,9 +18,9 @@ _PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 def main(environment: Path, *folders: str) -> None:
     python = str(environment / "bin" / "python")
     theirs = subprocess.run([python, "-c", _PACKAGES], check=True, capture_output=True, text=True).stdout.strip()
-    beside = [sysconfig.get_path("purelib"), *map(os.path.abspath, folders)]
+    site_folders = [sysconfig.get_path("purelib"), *map(os.path.abspath, folders)]
     # Not the path alone: what is installed for editing is found by .pth files of our folder, which this reads too.
-    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in beside]
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in site_folders]
     (Path(theirs) / "zz_orchdata.pth").write_text("".join(lines))
 
 

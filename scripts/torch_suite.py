@@ -121,7 +121,7 @@ def run_file(file: Path, place: Path, ours: bool, options: argparse.Namespace) -
     place.mkdir()
     module = place / file.name
     module.write_text(substituted(file.read_text(), ours=ours))
-    # Its own helpers, and torchdata where it lies beside its tests.
+    # Its own helpers, and torchdata if it is next to its tests.
     paths = [str(place), *(str(above) for above in file.resolve().parents if (above / "torchdata").is_dir())]
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = {
@@ -170,7 +170,7 @@ def forked(test: unittest.TestCase, timeout: float) -> Outcome:
             os.write(writer, json.dumps(run_one(test)).encode()[:60000])
         os._exit(0)
     os.close(writer)
-    told, until = b"", time.monotonic() + timeout
+    answer, until = b"", time.monotonic() + timeout
     os.set_blocking(reader, False)
     while time.monotonic() < until:
         try:
@@ -178,15 +178,15 @@ def forked(test: unittest.TestCase, timeout: float) -> Outcome:
         except BlockingIOError:
             time.sleep(0.005)
             continue
-        told += piece
-        if not piece or told.endswith(b"]"):
+        answer += piece
+        if not piece or answer.endswith(b"]"):
             break
     os.close(reader)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    if told:
-        outcome: Outcome = tuple(json.loads(told))
+    if answer:
+        outcome: Outcome = tuple(json.loads(answer))
         return outcome
     return ("failed", f"no end within {timeout:g} s" if time.monotonic() >= until else "the process died")
 
@@ -232,10 +232,10 @@ def report(file: Path, theirs: dict[str, Outcome], ours: dict[str, Outcome], onl
 
 
 def source_of(file: Path) -> str:
-    """Repository, path and commit of a file: `NAME.source` beside it has one line of them, where git knows nothing."""
-    beside = file.parent / f"{file.stem}.source"
-    if beside.exists():
-        return beside.read_text().strip()
+    """Repository, path and commit of a file: the line in `NAME.source` next to it if that exists, else from git."""
+    stored = file.parent / f"{file.stem}.source"
+    if stored.exists():
+        return stored.read_text().strip()
     command = ["git", "-C", str(file.parent), "log", "-1", "--format=%h", "--", file.name]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return f"{file.name} {commit}".strip()

@@ -2,7 +2,7 @@
 
     python scripts/torch_thread_abort.py [--times 8] [--tensors 40000]
 
-A thread of ProcessGroupGloo ("pt_gloo_runloop") drops a collective's tensors after it has told the waiting thread that
+A thread of ProcessGroupGloo ("pt_gloo_runloop") drops a collective's tensors after it notified the waiting thread that
 the collective is over. To drop one that Python made it takes the interpreter's lock. If the interpreter is on its way
 out by then, Python before 3.14 ends the thread in that place, by pthread_exit through frames of C++ that let nothing
 through: std::terminate, "terminate called without an active exception", SIGABRT.

@@ -2,9 +2,9 @@
 
     python scripts/try_wheel.py [--folder FOLDER]
 
-No constraints, nothing of this checkout on sys.path, and nothing mended by hand: whatever the newest versions of the
-requirements are, they have to work. The environment takes some gigabytes, since pip chooses a torch with CUDA, and is
-removed. Where there is no room for it, it is not tried, and said so.
+No constraints, nothing of this checkout on sys.path, and nothing repaired by hand: the newest versions of the
+requirements have to work. The environment takes some gigabytes, since pip chooses a torch with CUDA, and is removed.
+Where there is no room for it, it is not tried, and the script says so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def try_in(folder: Path) -> None:
 
 
 def built(folder: Path) -> Path:
-    """The wheel, built from a copy: setuptools leaves a folder behind, whose old files would get into the next one."""
+    """Build the wheel from a copy: setuptools leaves a folder, and its old files would get into the next wheel."""
     source, out = folder / "source", folder / "wheel"
     source.mkdir()
     for name in SOURCES:

@@ -116,12 +116,12 @@ def _assigned(costs: NDArray[np.int64], rank: peers.Ranks, num_ranks: int) -> As
 
 
 def _against(name: str, ours: Mapping[str, Timed], theirs: Mapping[str, Timed], demand: float | None) -> list[Result]:
-    """Our makespan/LB over theirs, each on its worst distribution; and where we fall back most behind them."""
+    """Our makespan/LB over theirs: each on its worst distribution, and on the one worst for us against them."""
     mine, other = ({case: _ratios(ours[case], each[case]) for case in ours} for each in (ours, theirs))
     worst_mine, worst_other = (max(each, key=lambda case: statistics.median(each[case])) for each in (mine, other))
     apart = {case: tuple(a / b for a, b in zip(mine[case], other[case], strict=True)) for case in ours}
-    behind = max(apart, key=lambda case: statistics.median(apart[case]))
-    ahead = min(apart, key=lambda case: statistics.median(apart[case]))
+    worst = max(apart, key=lambda case: statistics.median(apart[case]))
+    best = min(apart, key=lambda case: statistics.median(apart[case]))
     return [
         Result(
             name=f"{name}: makespan/LB on each one's worst distribution",
@@ -132,10 +132,10 @@ def _against(name: str, ours: Mapping[str, Timed], theirs: Mapping[str, Timed], 
             f"theirs {statistics.median(other[worst_other]):.4f} on {worst_other}",
         ),
         Result(
-            name=f"{name}: makespan where theirs does best beside ours",
+            name=f"{name}: makespan where ours does worst against theirs",
             unit="x",
-            values=apart[behind],
-            note=f"{behind}; where ours does best: {statistics.median(apart[ahead]):.4f}, {ahead}",
+            values=apart[worst],
+            note=f"{worst}; where ours does best: {statistics.median(apart[best]):.4f}, {best}",
         ),
     ]
 

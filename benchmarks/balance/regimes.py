@@ -136,11 +136,11 @@ def minimal_move(generator: np.random.Generator, num_ranks: int) -> Values:
     """Per cent of the cost that moves; both are balanced to 0.1 %."""
     costs = omni_lengths(generator, num_ranks * SAMPLES_PER_RANK)
     owner = owners(len(costs), num_ranks)
-    anew = balance(costs, num_ranks).rank
+    from_scratch = balance(costs, num_ranks).rank
     found = balance_from(costs, owner, num_ranks)
     moved = found.moved_cost_within + found.moved_cost_between
     return {
-        "dealt anew (balance)": 100 * float(costs[anew != owner].sum() / costs.sum()),
+        "from scratch (balance)": 100 * float(costs[from_scratch != owner].sum() / costs.sum()),
         "minimal move (balance_from)": 100 * moved / int(costs.sum()),
     }
 

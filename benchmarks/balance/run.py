@@ -1,4 +1,4 @@
-"""`python -m benchmarks.balance`: how well and how fast batches are balanced, beside the peers and against the demands.
+"""`python -m benchmarks.balance`: how well and how fast batches are balanced, compared to peers and demands.
 
 seeded costs of each distribution --each method, in turn--> tables of quality, time and memory
                                   --each regime--> demands met or missed

@@ -1,4 +1,4 @@
-"""What groups and grids of ranks must reach where ranks wait after each phase, beside balancing over all of them."""
+"""What groups and grids of ranks must reach if ranks wait after each phase, compared to balancing over all ranks."""
 
 from __future__ import annotations
 

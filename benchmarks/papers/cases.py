@@ -1,4 +1,4 @@
-"""What is planned beside which paper: every setting a declared assumption, none fitted to a reported number.
+"""What is planned for comparison with each paper: every setting is a declared assumption, none fits a reported number.
 
 What the papers report stands in `REPORTED`, with where we have it from and what of it no balancing of data gives.
 """

@@ -94,7 +94,7 @@ class Listed:
 
 
 def large_mixes() -> dict[str, Mix]:
-    """Mixes of large global batches: two of all mixes, and texts of a long tail beside images and speech."""
+    """Mixes of large global batches: two of all mixes, and texts of a long tail together with images and speech."""
     found = {name: _MADE_UP[name] for name in ("instructions", "albums")}
     found["long tails"] = replace(
         found["instructions"],

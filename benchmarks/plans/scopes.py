@@ -1,4 +1,4 @@
-"""Plans of every scope beside each other and beside a simple way: what ranks wait for over the mean."""
+"""Plans of every scope, compared to each other and to a simple way: what ranks wait for over the mean."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NOTE = (
     "Sum over micro-steps and phases of the largest load of a rank. By sums: ranks by all phases, each rank's samples "
     "split by the sum of their costs. Simple: samples sorted by a phase or by the sum, then cut into as many "
     "micro-steps as joint has, of equal LLM tokens, or dealt in turn, each balanced by balance_phases; the best of "
-    "these, and whatever the caps. Bound: of whole samples in one micro-step. Groups of "
+    "these, with any caps. Bound: of whole samples in one micro-step. Groups of "
     f"{GROUP_SIZE}. Micro-steps: in the order of the columns, simple left out"
 )
 

@@ -59,7 +59,7 @@ def _task_encoder(decoder: Decoder) -> Any:
 
 
 def prepare_energon(job: PeersJob, folder: Path) -> None:
-    """Links to the tars, and the index that it wants beside them."""
+    """Write links to the tars, and the index that energon expects next to them."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 

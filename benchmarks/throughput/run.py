@@ -1,4 +1,4 @@
-"""Loading speed beside other loaders, with the same decoding.
+"""Loading speed compared to other loaders, with the same decoding.
 
     tars --index--> Records --a child process a lane and turn: measure()--> Figures --> report
          '--prepare, not timed--> formats that peers want

@@ -1,6 +1,6 @@
 """`hf_trainer.py WORKERS given|seeded`: transformers.Trainer on a small language model, with the loader imported here.
 
-Accelerate, where it knows the loader's class, draws the order by a generator of its own ("seeded") unless told not to.
+If Accelerate knows the loader's class, it draws the order from its own generator ("seeded") unless it is set not to.
 """
 
 from __future__ import annotations

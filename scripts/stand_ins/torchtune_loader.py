@@ -1,6 +1,6 @@
 """`torchtune_loader.py`: torchtune's recipe for finetuning on one device, its loader and loop without its model.
 
-`_setup_data` and the collate function are taken from torchtune's source beside this file; the loop is the recipe's:
+`_setup_data` and the collate function are taken from torchtune's source next to this file; the loop is the recipe's:
 `set_epoch`, an iteration an epoch, a state in the middle of one, and from it a second loader that goes on.
 """
 
