@@ -7,7 +7,7 @@ LINKS := .typing/orchdata
 ARGS ?=
 # What codespell reads, with its own dictionary and the words in docs/words.txt.
 SPELLED := README.md CONTRIBUTING.md docs/*.md datasets balancers loaders native orchdata benchmarks examples scripts \
-	tests/loaders
+	tests
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.

@@ -38,11 +38,11 @@ def pytest_collection_finish() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many points of a run were tried, where tests record it (`record_property("points", number)`)."""
     reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "nodeid")]
-    told = [
+    points = [
         dict(report.user_properties).get("points", 0) for report in reports if getattr(report, "when", "") == "call"
     ]
-    if sum(told):
-        terminalreporter.write_line(f"{sum(told):,} faults were injected at one call each")
+    if sum(points):
+        terminalreporter.write_line(f"{sum(points):,} faults were injected at one call each")
 
 
 @pytest.fixture(scope="session")

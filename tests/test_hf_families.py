@@ -50,7 +50,7 @@ def test_the_tables_say_what_the_command_finds(tmp_path: Path) -> None:
         assert listed(name) == (hf_families.HEADINGS[word], "text")
 
 
-def test_a_refusal_of_neighbours_is_told_from_others() -> None:
+def test_a_refusal_of_neighbours_is_distinguished_from_others() -> None:
     assert hf_families._refused("aa lets samples of a microbatch, or their padding, change each other: on") == (
         "alone",
         "",

@@ -1,4 +1,4 @@
-"""The launcher of rank jobs tells who failed and why, and leaves nobody behind."""
+"""The launcher of rank jobs tells which ranks failed and why, and leaves no process running."""
 
 from __future__ import annotations
 

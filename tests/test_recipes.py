@@ -210,7 +210,7 @@ def small(shards: list[str], **options: Any) -> tuple[Any, od.DataLoader]:
 
 
 def trained(shards: list[str]) -> dict[str, torch.Tensor]:
-    """Weights behind an epoch of the plain loop."""
+    """Weights after an epoch of the plain loop."""
     model, loader = small(shards)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in loader:

@@ -134,7 +134,7 @@ def test_a_grid_comes_close_to_balancing_all_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("cost", [OMNI_COST, LARGE_VISION_COST])
 @pytest.mark.parametrize("num_ranks", [64, pytest.param(512, marks=pytest.mark.slow)])
-def test_by_phase_a_grid_comes_close_to_balancing_all_ranks_and_groups_to_balancing_them_anew(
+def test_by_phase_a_grid_comes_close_to_balancing_all_ranks_and_groups_to_balancing_them_from_scratch(
     num_ranks: int, cost: CostModel
 ) -> None:
     costs = omni_phases(np.random.default_rng(3), num_ranks * 32, cost)

@@ -31,8 +31,8 @@ def test_the_other_methods_worked_out_by_hand() -> None:
 
 
 def test_a_micro_step_costs_at_least_its_largest_sample() -> None:
-    """Two ranks, one micro-step: a bin of one long sample beside one of two short."""
+    """Two ranks, one micro-step: a bin of one long sample next to one of two short ones."""
     sizes = np.array([24_576, 12_288, 12_288])
     ratio, over_mean = priced(sizes, np.array([0, 1, 1]), np.zeros(3, np.int64), 24_576, 2)
-    assert ratio == 1.0  # 1 + 1 beside 1 + 1 / 2, in units of the length
+    assert ratio == 1.0  # 1 + 1 next to 1 + 1 / 2, in units of the length
     assert over_mean == 2 / 1.75

@@ -1,4 +1,4 @@
-"""What is measured shows the same pictures, and other pictures are told."""
+"""All decoders that are measured return the same pictures; other pictures are an error."""
 
 from __future__ import annotations
 

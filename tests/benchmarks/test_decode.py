@@ -1,4 +1,4 @@
-"""What decoding is measured beside gives the same tensors, but for the resizer's rounding."""
+"""The decoders that ours are compared to return the same tensors, but for the resizer's rounding."""
 
 from __future__ import annotations
 

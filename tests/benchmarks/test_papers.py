@@ -1,4 +1,4 @@
-"""The benchmark beside the papers at tiny sizes: all of it runs, and its made-up samples are what was declared."""
+"""The comparison with the papers at tiny sizes: all of it runs, and its made-up samples are what was declared."""
 
 from __future__ import annotations
 

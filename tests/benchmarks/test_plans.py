@@ -49,7 +49,7 @@ def test_large_global_batches_have_rows_with_micro_steps_and_time(monkeypatch: p
 
 
 def test_the_simple_way_by_hand() -> None:
-    """Two micro-steps of two ranks: the two images together, the two long texts together, and nobody waits."""
+    """Two micro-steps of two ranks: the two images together, the two long texts together, and no rank waits."""
     costs = {"image": np.array([50, 0, 50, 0]), "llm": np.array([10, 10, 10, 10])}
     assert scopes.simple(costs, np.array([10, 10, 10, 10]), 2, 2) == 50 + 10 + 10
 

@@ -130,9 +130,9 @@ def rows_of(folder: Path, epoch_steps: int, *, peers: bool) -> list[Row]:
     for rank, path in enumerate(sorted(folder.iterdir())):
         for line in read_rows([path]):
             epoch, step = divmod(line["step"] - 1, epoch_steps)
-            if not peers or (told := (line["step"], str(line["keys"]))) not in seen:
+            if not peers or (delivery := (line["step"], str(line["keys"]))) not in seen:
                 rows.append({"rank": rank, "epoch": epoch, "step": step, "keys": line["keys"]})
-                seen.add(told if peers else "")
+                seen.add(delivery if peers else "")
     return rows
 
 
@@ -174,7 +174,7 @@ def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, sh
     expected = plain_loop(name, shards)
     assert len({step.loss for step in expected}) == STEPS and len(expected[0].keys) == SIZE
     killed = run(name, 2, tmp_path, shards, dies_at=DIES_AT)
-    check({step: told for step, told in killed.items() if step < DIES_AT}, expected, range(1, DIES_AT))
+    check({number: step for number, step in killed.items() if number < DIES_AT}, expected, range(1, DIES_AT))
     other = (4, "--tp", 2) if name == "hsdp_tp" else (1,)
     check(run(name, other[0], tmp_path, shards, *other[1:]), expected, range(SAVED + 1, STEPS + 1))
     check_keys(name, tmp_path, shards, 2, other[0])

@@ -25,7 +25,7 @@ from planted_faults import REPOSITORY, Fault, PatchError, faults
 
 FIXTURES = REPOSITORY.parent / "shared" / "fixtures"
 _MAPPED = ("loaders", "balancers", "native")
-"""Folders beside `orchdata` that are rooms of it."""
+"""Folders next to `orchdata` that are packages of it."""
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "demo-out")
 _SECONDS = 900.0
 _FILES = (
@@ -85,7 +85,7 @@ def _module_of(path: str) -> str:
 
 
 def run_tests(tree: Path, tests: Sequence[str], *options: str) -> Outcome:
-    """Run tests in a copy. Their report and temporary files lie beside it."""
+    """Run tests in a copy. Their report and temporary files are next to it."""
     report = tree.with_suffix(".xml")
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     command += [f"--junitxml={report}", f"--basetemp={tree.with_suffix('.tmp')}", *options, *tests]

@@ -1,5 +1,5 @@
-/* System calls on files of chosen folders that fail, are cut or end the process at the n-th: preloaded (LD_PRELOAD), told
-   by a mapped file.
+/* System calls on files of chosen folders that fail, are cut or end the process at the n-th: preloaded (LD_PRELOAD),
+   controlled by a mapped file.
 
    The file that FAULT_CONTROL names holds `struct control`, shared by all processes that inherit the variable, so that a
    test arms and disarms a running process, and counts over its children too. Every wrapper makes the kernel's call

@@ -53,7 +53,7 @@ SWAPPED = [STEPS[0], STEPS[2], STEPS[1]]
 
 
 @pytest.mark.parametrize(
-    ("runs", "told"),
+    ("runs", "problem"),
     [
         ([run(0, 0, [STEPS[0], STEPS[1][:3], STEPS[2]])], "1 samples (a.tar: s7) missing, where 0 are to be left out"),
         ([run(0, 0, [STEPS[0], STEPS[1], [*STEPS[2], KEYS[3]]])], "1 samples (a.tar: s3) more than once"),
@@ -70,9 +70,9 @@ SWAPPED = [STEPS[0], STEPS[2], STEPS[1]]
     ],
     ids=["lost", "doubled", "foreign", "other order", "lost at resume", "late", "again", "skipped", "nothing"],
 )
-def test_what_is_wrong_is_told(runs: list[list[dict[str, Any]]], told: str) -> None:
-    found = wrong_deliveries(runs, KEYS, epochs=1)
-    assert any(told in each for each in found), found
+def test_each_problem_is_reported(runs: list[list[dict[str, Any]]], problem: str) -> None:
+    reported = wrong_deliveries(runs, KEYS, epochs=1)
+    assert any(problem in each for each in reported), reported
 
 
 def test_samples_that_are_left_out_are_counted() -> None:

@@ -1,6 +1,6 @@
 """Every system call of a build, a start and an epoch fails in turn: complete data or one clear error, nothing between.
 
-Whatever the calls are told, a trial may end in two ways. It gives what a run without faults gives, to the bit; or it
+With any fault in the calls, a trial may end in two ways. It gives what a run without faults gives, to the bit; or it
 raises a StorageError that names a file, after batches that were right. In both ways, and where the process was killed
 amid a call, the cache folder that it leaves must give the right samples to the next run: what could not be read for a
 moment is never written down as bad data.
@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keys(data: Path) -> dict[str, list[str]]:
-    """Those of each container, which lies beside the mixture."""
+    """The keys of each container; the containers are next to the mixture."""
     return write_containers(data)
 
 

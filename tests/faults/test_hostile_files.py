@@ -1,7 +1,7 @@
 """Hostile files, real and made, as every kind of shard, member and cell: no crash, hang, or memory past its limits.
 
 Each batch runs in a child with limits. The index is built and an epoch taken under on_error="skip"; every sample must
-arrive or fail with shard, field and reason, and the good ones beside the hostile must arrive. A batch that does not
+arrive or fail with shard, field and reason, and the good ones next to the hostile must arrive. A batch that does not
 end well is halved until the one file is found.
 """
 
@@ -155,7 +155,7 @@ def good_shard(folder: Path) -> tuple[str, list[tuple[str, str]]]:
 
 
 def as_shards(things: Sequence[tuple[Path, str]], folder: Path) -> Batch:
-    """Each file under a suffix; one good shard beside them."""
+    """Each file under a suffix, and one good shard."""
     good, keys = good_shard(folder)
     shards = []
     for number, (path, suffix) in enumerate(things):
@@ -165,7 +165,7 @@ def as_shards(things: Sequence[tuple[Path, str]], folder: Path) -> Batch:
 
 
 def as_members(things: Sequence[tuple[Path, str]], folder: Path) -> Batch:
-    """Each file as a member with a suffix, all in one tar, good samples before, between and behind."""
+    """Each file as a member with a suffix, all in one tar, good samples before, between and after."""
     path = folder / "members.tar"
     good = []
     with tarfile.open(path, "w") as archive:
@@ -214,7 +214,7 @@ def column_of(column: str, contents: list[bytes]) -> dict[str, Any]:
 
 
 def as_samples(things: Sequence[HostileSample], folder: Path) -> Batch:
-    """Made samples in one tar, a good one before, between and behind."""
+    """Made samples in one tar, a good one before, between and after."""
     path = folder / "samples.tar"
     keys = [thing.key if thing.key is not None else f"hostile-{number}" for number, thing in enumerate(things)]
     with tarfile.open(path, "w") as archive:
@@ -237,8 +237,8 @@ def as_samples(things: Sequence[HostileSample], folder: Path) -> Batch:
 
 
 def as_made_shards(things: Sequence[HostileShard], folder: Path) -> Batch:
-    """Made shards, and a good one beside them."""
-    beside, good = good_shard(folder)
+    """Made shards, and a good one."""
+    good_path, good = good_shard(folder)
     shards = []
     for number, thing in enumerate(things):
         path = folder / f"hostile-{number}{thing.suffix}"
@@ -256,7 +256,7 @@ def as_made_shards(things: Sequence[HostileShard], folder: Path) -> Batch:
             wrong = [text.replace(shard, f"{thing.name} ({Path(shard).name})") for text in wrong]
         return wrong
 
-    return Batch([*shards, beside], judge)
+    return Batch([*shards, good_path], judge)
 
 
 def in_batches(hunt: Hunt, things: Sequence[Any], write: Callable[[Sequence[Any], Path], Batch], size: int) -> None:

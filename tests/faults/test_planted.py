@@ -86,7 +86,7 @@ def written(folder: Path, text: str) -> Path:
         (HEAD + DIFF + "and more\n", "'and more' is no line of a diff"),
     ],
 )
-def test_one_that_does_not_fit_is_told(text: str, words: str, tmp_path: Path) -> None:
+def test_a_fault_that_does_not_fit_is_an_error(text: str, words: str, tmp_path: Path) -> None:
     check(read_fault(written(tmp_path, HEAD + DIFF)), tmp_path / "sound")
     with pytest.raises((AssertionError, PatchError), match=words):
         check(read_fault(written(tmp_path, text)), tmp_path / "tree")
@@ -127,7 +127,7 @@ def test_what_is_harmless_survives_and_what_ends_otherwise_is_broken(tmp_path: P
         path.write_text(test + diff)
         others.append(read_fault(path))
     assert plant.run([caught, *others], tmp_path / "work", jobs=2) == 3
-    told = capfd.readouterr().out
-    assert "order-excluded-sample-comes: caught by test_no_shuffle" in told
-    assert "harmless: SURVIVED" in told and "broken: BROKEN: cannot be imported" in told
-    assert "outdated: BROKEN: 0 places of orchdata/order/listed.py have these lines" in told
+    output = capfd.readouterr().out
+    assert "order-excluded-sample-comes: caught by test_no_shuffle" in output
+    assert "harmless: SURVIVED" in output and "broken: BROKEN: cannot be imported" in output
+    assert "outdated: BROKEN: 0 places of orchdata/order/listed.py have these lines" in output

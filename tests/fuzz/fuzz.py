@@ -126,7 +126,7 @@ class Fuzzer:
 
 
 def write_cases(cases: Sequence[Case], folder: Path) -> list[str]:
-    """Cases as shards: members of one tar, each beside a text, or each a shard."""
+    """Cases as shards: members of one tar, each together with a text, or each a shard."""
     kind = cases[0].kind
     if kind in SHARD_KINDS:
         paths = [folder / f"{case.number:08d}.{kind}" for case in cases]
@@ -139,7 +139,7 @@ def write_cases(cases: Sequence[Case], folder: Path) -> list[str]:
         if kind == "json" and b"image" in seed_files(kind)[case.number % len(seed_files(kind))]:
             members[f"{case.number:08d}.jpg"] = seed_files("jpg")[0]
         if kind not in ("json", "txt"):
-            members[f"{case.number:08d}.txt"] = b"beside"
+            members[f"{case.number:08d}.txt"] = b"a text"
     path = folder / "cases.tar"
     path.write_bytes(tar_of(members))
     return [str(path)]
@@ -158,7 +158,7 @@ def wrong_with(answer: dict[str, Any]) -> str:
         if not shard or not reason:
             return "failed without shard or reason"
         if "cannot be measured: " in reason or "cannot be scanned: " in reason or "cannot be decoded: " in reason:
-            return f"refused by an exception that nobody expected: {reason}"
+            return f"refused by an unexpected exception: {reason}"
     return "; ".join(answer["different"][:3])
 
 

@@ -17,7 +17,7 @@ EDGE_VALUES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x
 
 
 class Operation(NamedTuple):
-    """One change; `seed` draws whatever it needs, so that it means the same alone."""
+    """One change; `seed` draws all that it needs, so that it means the same alone."""
 
     name: str
     seed: int
@@ -32,7 +32,7 @@ def operations(kind: str, number: int, seed: int) -> list[Operation]:
 
 
 def mutated(kind: str, files: Sequence[bytes], number: int, done: Sequence[Operation]) -> bytes:
-    """The bytes of a case, with checksums mended in two of three, so that what lies behind them is reached."""
+    """The bytes of a case, with checksums mended in two of three, so that the data after them is read."""
     data = files[number % len(files)]
     for operation in done:
         data = MUTATORS[operation.name](data, files, np.random.default_rng(operation.seed))
@@ -58,7 +58,7 @@ def _flip(data: bytes, _files: Sequence[bytes], random: Random) -> bytes:
 
 
 def _length(data: bytes, _files: Sequence[bytes], random: Random) -> bytes:
-    """A number where one may stand, set to an edge or beside what it was."""
+    """Set a number, where one may be, to an edge value or to one that is close to the old value."""
     width, order = int(random.choice((1, 2, 4, 8))), str(random.choice(("little", "big")))
     place = max(0, min(_place(data, random), len(data) - width))
     old = int.from_bytes(data[place : place + width], order)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def _swap_halves(data: bytes, files: Sequence[bytes], random: Random) -> bytes:
 
 
 def _grow(data: bytes, _files: Sequence[bytes], random: Random) -> bytes:
-    """A header, and more behind it than it ever had."""
+    """A header, followed by more bytes than it ever had."""
     fill = bytes([int(random.choice((0, 0xFF, 0x20)))]) if random.integers(2) else random.bytes(64)
     return data[: max(1, _place(data, random))] + fill * int(random.integers(1, 4096))
 

@@ -57,12 +57,12 @@ def test_what_is_wrong_is_said() -> None:
     assert wrong_with(fine) == ""
     assert "3 samples, 1 delivered, 1 failed" in wrong_with(fine | {"samples": 3})
     assert "without shard or reason" in wrong_with(fine | {"failures": [["s", "b", "jpg", ""]]})
-    assert "nobody expected" in wrong_with(fine | {"failures": [["s", "b", "", "cannot be decoded: KeyError: 1"]]})
+    assert "unexpected exception" in wrong_with(fine | {"failures": [["s", "b", "", "cannot be decoded: KeyError: 1"]]})
     assert "takes" in wrong_with(fine | {"peak_bytes": 64 << 30})
     assert wrong_with(fine | {"different": ["a: 3 tokens, the index has 4"]})
 
 
-def test_other_counts_than_the_index_has_are_told() -> None:
+def test_other_counts_than_the_index_has_are_reported() -> None:
     assert _image(jpeg(40, 30), (40, 30)) == ""
     assert "Pillow finds (40, 30)" in _image(jpeg(40, 30), (30, 40))
     assert "Pillow raises" in _image(b"none", (30, 40))

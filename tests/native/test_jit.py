@@ -88,7 +88,7 @@ def plus(number: int, more: int) -> int:
     return number + more
 
 
-def test_constants_of_a_caller_compile_nothing_anew() -> None:
+def test_constants_of_a_caller_compile_nothing_again() -> None:
     inner = kernel(plus)
 
     def calls(number: int) -> int:

@@ -82,7 +82,7 @@ def test_sizes_that_do_not_fit_are_refused_before_the_kernel(shape, out_shape, d
         patchify(np.zeros(shape, np.uint8), 14, 2, channel_table(MEAN, STD, "uint8"), np.zeros(out_shape, dtype))
 
 
-def test_rows_that_are_not_behind_one_another_are_refused():
+def test_rows_that_are_not_contiguous_are_refused():
     apart = np.zeros((2 * 9, 3 * 4), np.uint8)[::2]
     with pytest.raises(ValueError, match="C-contiguous"):
         patchify(np.zeros((6, 6, 3), np.uint8), 2, 1, channel_table(MEAN, STD, "uint8"), apart)
@@ -90,7 +90,7 @@ def test_rows_that_are_not_behind_one_another_are_refused():
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("channels", [3, 4])
-def test_pictures_of_a_clip_lie_behind_one_another_in_each_channel_of_a_patch(times: int, channels: int) -> None:
+def test_pictures_of_a_clip_are_contiguous_in_each_channel_of_a_patch(times: int, channels: int) -> None:
     pixels = np.random.default_rng(times).integers(0, 256, (times, 24, 40, channels), np.uint8)
     table = channel_table((0.4, 0.5, 0.6), (0.2, 0.3, 0.4), "float32")
     out = np.empty((6 * 10, 3 * times * 16), np.float32)

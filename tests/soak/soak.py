@@ -2,9 +2,9 @@
 
 Launch after launch trains on one data set: some ranks, each a forked process with some engine, under some balance, from
 the state that the launch before left. Each ends in one of several ways, at a random moment. Every step that all ranks
-of a launch have delivered is held against the global batch that one undisturbed rank builds inline; whatever was under
-way is delivered again by the next. The keys of all launches are held against those of the shards. What is left after
-each launch is counted: processes, shared memory, locks, temporary files.
+of a launch have delivered is compared to the global batch that one undisturbed rank builds inline; the steps that were
+under way are delivered again by the next. The keys of all launches are compared to those of the shards. What is left
+after each launch is counted: processes, shared memory, locks, temporary files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def loader_of(shards: list[str], rank: int, ranks: int, **options: Any) -> od.Da
 
 
 def train(job: dict[str, Any]) -> None:
-    """Deliver steps from where `job` says, one line of JSON each, until told to stop or for `steps` steps."""
+    """Deliver steps from where `job` says, one line of JSON each, until asked to stop or for `steps` steps."""
     errors = os.open(f"{job['log']}.errors", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -230,7 +230,7 @@ class Soak:
         self.found.wrong.append(f"{what}: rank {job['rank']} of {job['ranks']}, {job['engine']}: {errors}")
 
     def _check(self, jobs: list[dict[str, Any]], number: int) -> None:
-        """Hold what all ranks delivered against the undisturbed, and go on behind it."""
+        """Compare what all ranks delivered to the undisturbed run, and continue after it."""
         by_rank = [list(rows_of(Path(job["log"]))) for job in jobs]
         self._runs.append([row_of(rank, row) for rank, rows in enumerate(by_rank) for row in rows])
         for rows in by_rank:
@@ -355,12 +355,12 @@ def report(found: Found, seconds: float) -> str:
         f"{found.steps} steps ({found.steps / STEPS:.1f} epochs) held against the undisturbed",
         f"{found.again} shares delivered again",
         f"{found.killed_workers} workers killed; {found.lost_interrupts} Ctrl-C swallowed",
-        f"slowest end {found.slowest_end:.2f} s; processes left for {found.slowest_clearing:.2f} s behind one at most",
+        f"slowest end {found.slowest_end:.2f} s; processes left for {found.slowest_clearing:.2f} s after one at most",
         f"memory slope: median {slopes[len(slopes) // 2]:+.2f} MB a 1,000 steps over {len(slopes)} long runs"
         if slopes
         else "memory slope: no launch was long enough",
         f"{found.socket_folders} temporary folders of multiprocessing left by what was killed",
-        f"{len(found.left)} left behind; {len(found.wrong)} wrong",
+        f"{len(found.left)} left over; {len(found.wrong)} wrong",
     ]
     return "\n".join([*lines, *found.left[:20], *found.wrong[:20]])
 

@@ -118,7 +118,7 @@ def _file(name: str) -> str:
     return "".join(each for each in name if each.isalnum())
 
 
-def _told(error: BaseException) -> list[str]:
+def _type_and_message(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error)]
 
 
@@ -135,7 +135,7 @@ def indexed(folder: Path, name: str) -> list[str] | str:
         shard, recipe = _given(folder, name)
         od.ShardDataset(shard, recipe=recipe).index()
     except Exception as error:
-        return _told(error)
+        return _type_and_message(error)
     return "built"
 
 
@@ -154,7 +154,7 @@ def loaded(folder: Path, name: str) -> dict[str, Any]:
 
         found["verify"] = [str(failure) for failure in verify(index, recipe, jobs=1).failures]
     except Exception as error:
-        found["verify"] = _told(error)
+        found["verify"] = _type_and_message(error)
     return found
 
 
@@ -168,7 +168,7 @@ def _attempt(folder: Path, name: str, policy: str, options: dict[str, Any]) -> A
         count = sum(1 for _ in loader)
     except Exception as error:
         failures = 0 if loader is None else loader.stats()["failures"]["count"]
-        return [*_told(error), failures]
+        return [*_type_and_message(error), failures]
     return [count, loader.stats()["failures"]["count"]]
 
 

@@ -184,7 +184,7 @@ QWEN3 = """{%- if tools %}
     {%- endif %}
 {%- endif %}"""
 
-# Hermes and Qwen2.5 write arguments as JSON, whatever they are.
+# Hermes and Qwen2.5 write any arguments as JSON.
 HERMES = QWEN3.replace("tool_call.arguments is string", "false").replace("message.reasoning_content is string", "false")
 
 NAMED = {

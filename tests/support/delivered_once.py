@@ -5,8 +5,8 @@ ranks writes a line of JSON a step:
 
     {"rank": 0, "epoch": 0, "step": 3, "keys": [["a.tar", "s0001"], ["b.tar", "s0042"]]}
 
-The first step of a run says from which state it went on. Whatever the runs before it wrote of that step, and of later
-ones, came after that state: it does not count, and must come again.
+The first step of a run says from which state it continued. All that earlier runs wrote of that step and of later ones
+came after that state: it does not count, and must come again.
 """
 
 from __future__ import annotations

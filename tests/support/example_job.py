@@ -1,6 +1,6 @@
 """Run by test_examples: one of the examples, as a rank of a job.
 
-example_job.py NAME DIES_AT ARGUMENT...: behind step DIES_AT the process kills itself; 0 for never.
+example_job.py NAME DIES_AT ARGUMENT...: after step DIES_AT the process kills itself; 0 for never.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run by test_exchange, one process a rank: every check that needs a process group, and what came of it.
 
 exchange_job.py checks    check -> "" or its traceback
-exchange_job.py killed    the last rank ends itself; the others say what they were told
+exchange_job.py killed    the last rank ends itself; the others report their error
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def every_dtype_travels_bit_by_bit() -> None:
     for seed, dtype in enumerate(DTYPES):
         case = Case.random(seed)
         everything = case.everything(5, dtype=dtype)
-        told = dtype.is_floating_point
-        result = exchange(everything[case.held()], case.route(), requires_grad=told)
+        is_floating = dtype.is_floating_point
+        result = exchange(everything[case.held()], case.route(), requires_grad=is_floating)
         assert result.dtype == dtype
         assert torch.equal(result, everything[case.wanted()])
-        if told:
+        if is_floating:
             result.sum().backward()
 
 
@@ -97,7 +97,7 @@ def a_dummy_goes_nowhere_and_gets_zeros() -> None:
 
 
 @check
-def whether_the_result_requires_a_gradient_is_told() -> None:
+def the_caller_says_whether_the_result_requires_a_gradient() -> None:
     case = swap()
     frozen = dist.get_rank() == 0
     mine = case.everything(2)[case.held()].requires_grad_(not frozen)
@@ -322,10 +322,10 @@ def a_rank_with_other_rows_than_planned_fails_the_others_in_time() -> None:
             refused = r"the features have 1 rows, but the plan has rank 0 send 3"
             raises(ValueError, refused, lambda: exchange(mine[:1], case.route(), group=group, requires_grad=True))
         else:
-            told = (
+            message = (
                 rf"forward of exchange \(image of step 7\) on rank {dist.get_rank()} of {dist.get_world_size()} failed"
             )
-            raises(RuntimeError, told, lambda: exchange(mine, case.route(), group=group, requires_grad=True))
+            raises(RuntimeError, message, lambda: exchange(mine, case.route(), group=group, requires_grad=True))
 
     impatiently(go_wrong)
 
@@ -340,8 +340,8 @@ def an_unused_result_fails_the_others_in_time_and_says_what_to_do() -> None:
         if dist.get_rank() == 0:
             own.backward()
         else:
-            told = r"backward of exchange \(image\) on rank .* did not run this backward .* add result\[:0\]\.sum\(\)"
-            raises(RuntimeError, told, lambda: (own + result.sum()).backward())
+            error = r"backward of exchange \(image\) on rank .* did not run this backward .* add result\[:0\]\.sum\(\)"
+            raises(RuntimeError, error, lambda: (own + result.sum()).backward())
 
     impatiently(go_wrong)
 
@@ -366,12 +366,12 @@ def each_failure_in_a_group_names_its_own_rank() -> None:
         for absent in range(2):
             dist.barrier()
             rows = mine[:1] if dist.get_rank() == absent else mine
-            kind, told = (
+            kind, message = (
                 (ValueError, "the features have 1 rows")
                 if dist.get_rank() == absent
                 else (RuntimeError, f"; no word from rank {absent}, which died or hangs$")
             )
-            raises(kind, told, lambda rows=rows: exchange(rows, case.route(), group=group, requires_grad=True))
+            raises(kind, message, lambda rows=rows: exchange(rows, case.route(), group=group, requires_grad=True))
 
     impatiently(go_wrong)
 
@@ -414,13 +414,13 @@ def run_killed() -> dict[str, Any]:
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    told = ""
+    message = ""
     try:
         for _ in range(3):  # what was under way when the rank died may still arrive
             exchange(mine, case.route(), group=group, requires_grad=False)
     except RuntimeError as error:
-        told = str(error)
-    return {"error": told, "seconds": time.monotonic() - started}
+        message = str(error)
+    return {"error": message, "seconds": time.monotonic() - started}
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ LASTING = ("EROFS", "EFBIG")
 """What no waiting mends."""
 _OF_THE_FILE = {"ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP"}
 _ERRNOS = sorted(set(errno.errorcode.values()) - _OF_THE_FILE)
-_STRIDE = 37  # of no common factor with their number: neighbours are told of differently, and each has its turn
+_STRIDE = 37  # coprime to their number: neighbouring calls fail with different ones, and each has its turn
 
 
 class _Traced(ctypes.Structure):
@@ -117,10 +117,10 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
     for nth, (kind, _, _) in enumerate(trace, 1):
         for lasts in ("once", LASTS[1 + nth % 2]):
             turn += _STRIDE
-            told = _ERRNOS[turn % len(_ERRNOS)]
-            if told == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
-                told = "EIO"
-            points.append(Fault(name=told, nth=nth, lasts=lasts, kinds=KINDS))
+            code = _ERRNOS[turn % len(_ERRNOS)]
+            if code == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
+                code = "EIO"
+            points.append(Fault(name=code, nth=nth, lasts=lasts, kinds=KINDS))
         points.append(Fault(name="kill", nth=nth, kinds=KINDS))
         if kind in REFUSES["short"]:
             points.append(Fault(name="short", nth=nth, kinds=KINDS))

@@ -339,7 +339,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not come between
+    os.dup2(2, 1)  # other output must not get between the answers
     hurry()
     control = Control(os.environ["FAULT_CONTROL"])
     with measuring():  # the children that measure Parquet files serve all trials

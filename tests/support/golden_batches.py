@@ -56,7 +56,7 @@ class BatchCase:
         make: makes the loader.
         ranks: of the job.
         step: of epoch 1.
-        options: of the loader, beside those of `make`.
+        options: of the loader, besides those of `make`.
     """
 
     make: Make
@@ -68,7 +68,7 @@ class BatchCase:
         """By rank, what each of its microbatches has."""
         loader = self.make(data, dp=(0, self.ranks))
         return {
-            f"rank {rank}": [_told(batch) for batch in loader.step_at(1, self.step, rank=rank)]
+            f"rank {rank}": [_described(batch) for batch in loader.step_at(1, self.step, rank=rank)]
             for rank in range(self.ranks)
         }
 
@@ -82,7 +82,7 @@ def costed(**options: Any) -> Make:
     return shards(**{"global_batch_size": 24, "cost": COST} | options)
 
 
-def _told(batch: od.Batch) -> dict[str, Any]:
+def _described(batch: od.Batch) -> dict[str, Any]:
     found: dict[str, Any] = {"samples": " ".join(names(batch))}
     found["loss tokens"] = f"{batch.loss_tokens} of {batch.global_loss_tokens}"
     found |= {name: _digest(tensor) for name, tensor in _integers(batch)}

@@ -1,8 +1,8 @@
-"""Golden cases: values that the library gave when they were stored, beside their test in `tests/orchdata/golden`.
+"""Golden cases: values that the library gave when they were stored, next to their test in `tests/orchdata/golden`.
 
     PYTHONPATH=tests/support .venv/bin/python tests/support/golden_cases.py NAME...
 
-makes the cases of these names anew and leaves all others as they are. A name may be a pattern, as 'plan, *'. A case
+makes the cases of these names again and leaves all others unchanged. A name may be a pattern, as 'plan, *'. A case
 that no longer exists is removed by its name.
 """
 

@@ -23,7 +23,7 @@ import orchdata as od
 from orchdata.order.sampler import generator_state
 
 END = "the epoch ends"
-FORKED = {"multiprocessing_context": "fork"}  # starts in milliseconds; other ways import torch anew
+FORKED = {"multiprocessing_context": "fork"}  # starts in milliseconds; other ways import torch again
 
 Make = Callable[..., od.DataLoader]
 
@@ -234,7 +234,7 @@ def _counted() -> Counted:
 STATES: dict[str, StateCase] = {
     "shards, before the first step": StateCase(make=shards(), steps=0),
     "shards, in an epoch": StateCase(make=shards(), steps=5, following=6),
-    "shards, behind the last step": StateCase(make=shards(), steps=8),
+    "shards, after the last step": StateCase(make=shards(), steps=8),
     "shards, between epochs": StateCase(make=shards(), steps=None),
     "shards, in a later epoch": StateCase(make=shards(), steps=2, set_epoch=3),
     "shards, in their order, drop_last": StateCase(make=shards(shuffle=False, drop_last=True), steps=5),

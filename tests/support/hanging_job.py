@@ -1,4 +1,4 @@
-"""Run by test_hanging: a loader whose threads all hang, each in its own way, and a process that ends as told.
+"""Run by test_hanging: a loader whose threads all hang, each in its own way, and a process that ends as ENDING says.
 
 hanging_job.py ENDING FIFO
 """
@@ -41,7 +41,7 @@ class Hanging(torch.utils.data.Dataset[int]):
         return 0
 
     def read(self) -> int:
-        with open(self.fifo) as file:  # nobody ever writes
+        with open(self.fifo) as file:  # no one ever writes
             return len(file.read())
 
     def sleep(self) -> int:

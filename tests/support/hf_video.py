@@ -73,18 +73,18 @@ def every_frame(data: bytes) -> torch.Tensor:
 
 
 def metadata_of(data: bytes, videos: HFVideos) -> VideoMetadata:
-    """What a decoder would tell transformers: frames, and frames / seconds."""
+    """Return what a decoder would report to transformers: frames, and frames / seconds."""
     width, height, frames, numerator, denominator = read_header(
         type(videos), len(data), lambda count: data[:count], LIMITS
     )
     fps = float(frames * denominator / numerator)
-    told = {
+    others = {
         "width": width,
         "height": height,
         "duration": numerator / denominator,
         "frames_indices": list(range(frames)),
     }
-    return VideoMetadata(total_num_frames=frames, fps=fps, **told)
+    return VideoMetadata(total_num_frames=frames, fps=fps, **others)
 
 
 CLIPS = {

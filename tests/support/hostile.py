@@ -1,7 +1,7 @@
 """What a hostile file is: a sample or a shard that claims, nests, repeats or hides more than it holds.
 
 Each says what must become of it: "fails" (named, with a reason that matches), "arrives", or "either", where a reader
-may well do both. What lies beside it always arrives.
+may well do both. The samples next to it always arrive.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class HostileSample:
     heavy: bool = False
 
 
-def beside(text: bytes) -> Callable[..., HostileSample]:
-    """Makes samples of one hostile member beside a text."""
+def next_to(text: bytes) -> Callable[..., HostileSample]:
+    """Return a function that makes samples of one hostile member and a text."""
 
     def sample(
         name: str, fate: str, field: str, make: Callable[[], bytes], reason: str = "", *, heavy: bool = False

@@ -100,7 +100,7 @@ def sharing_schema(times: int, note_bytes: int) -> bytes:
     schema = _ahead(described, _field(described, _ahead(described, 0), 2))
     place = _field(described, schema, 2)  # of how far ahead the list of notes lies
     listed = len(described)
-    note = listed + 4 + 4 * times + (4 if times % 2 == 0 else 0) + 8  # behind where its fields lie
+    note = listed + 4 + 4 * times + (4 if times % 2 == 0 else 0) + 8  # after its fields
     described += struct.pack("<I", times)
     described += b"".join(struct.pack("<I", note - (listed + 4 + 4 * number)) for number in range(times))
     described += bytes(note - 8 - len(described)) + struct.pack("<HHHHiII", 8, 12, 4, 8, 8, 8, 12)
@@ -124,21 +124,21 @@ def try_cases(folder: Path, cases: Sequence[Case], *, end_at: int = -1) -> str:
     """What was wrong with the first case that went wrong; nothing where none did.
 
     Args:
-        end_at: the case at which the child ends itself, to see that it is told.
+        end_at: the case at which the child ends itself, to see that it is reported.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(cases):
         (folder / f"{number}.arrow").write_bytes(case.data)
     listed = folder / "cases.json"
     listed.write_text(json.dumps([[case.schema, case.name] for case in cases]))
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, __file__, str(folder), str(end_at)], capture_output=True, text=True, timeout=600, check=False
     )
-    if told.returncode == 0:
+    if ended.returncode == 0:
         return ""
-    end = f"exit {told.returncode}" if told.returncode > 0 else signal.Signals(-told.returncode).name
-    *_, at = told.stdout.strip().splitlines() or ["before the first"]
-    return f"{at}: {end}: {told.stderr[-1500:]}"
+    end = f"exit {ended.returncode}" if ended.returncode > 0 else signal.Signals(-ended.returncode).name
+    *_, at = ended.stdout.strip().splitlines() or ["before the first"]
+    return f"{at}: {end}: {ended.stderr[-1500:]}"
 
 
 def _payloads() -> list[bytes]:
@@ -225,9 +225,9 @@ def _unread() -> dict[str, pa.Array]:
 
 
 def _labels() -> pa.Table:
-    told = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    metadata = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
     return pa.table({"label": pa.array([0, 1, -1] * 2), "text": _texts()}).replace_schema_metadata(
-        {"huggingface": json.dumps(told)}
+        {"huggingface": json.dumps(metadata)}
     )
 
 
@@ -248,7 +248,7 @@ def _set_numbers(data: bytes) -> Iterator[tuple[str, bytes]]:
             for value in (*_WORDS, old + 1, old - 1, 2 * old):
                 if value != old and -(1 << 63) <= value < 1 << 63:
                     yield f"word at {at} is {value}", _put(data, at, "<q", value)
-                    if value > 0 and at + 16 <= end:  # a node, and nobody knows how many are null
+                    if value > 0 and at + 16 <= end:  # a node with an unknown number of nulls
                         yield f"words at {at} are {value}, -1", _put(_put(data, at, "<q", value), at + 8, "<q", -1)
         for at in range(start, end - 3, 4):
             yield from ((f"half at {at} is {value}", _put(data, at, "<i", value)) for value in _HALVES)

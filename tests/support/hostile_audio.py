@@ -1,6 +1,6 @@
 """Audio that claims more than it holds, or becomes more than it is."""
 
-# ruff: noqa: E731 - small makers of bytes stand beside the one line that takes them
+# ruff: noqa: E731 - small makers of bytes are next to the one line that takes them
 from __future__ import annotations
 
 import io
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import soundfile
-from hostile import ARRIVES, EITHER, FAILS, MIB, HostileSample, beside
+from hostile import ARRIVES, EITHER, FAILS, MIB, HostileSample, next_to
 
 
 def bare_flac(samples: int = 16_000 * 3600 * 2, rate: int = 16_000) -> bytes:
@@ -46,7 +46,7 @@ def silence(seconds: int, rate: int = 16_000) -> bytes:
 
 
 def audio_samples() -> Iterator[HostileSample]:
-    one = beside(b"a clip")
+    one = next_to(b"a clip")
     yield HostileSample(
         "40 bare FLAC headers in one sample",
         FAILS,

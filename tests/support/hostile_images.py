@@ -1,6 +1,6 @@
 """Images that claim more pixels, chunks, tags or scans than they hold."""
 
-# ruff: noqa: E731 - small makers of bytes stand beside the one line that takes them
+# ruff: noqa: E731 - small makers of bytes are next to the one line that takes them
 from __future__ import annotations
 
 import io
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 
 import PIL
-from hostile import EITHER, FAILS, MIB, HostileSample, beside, zeros
+from hostile import EITHER, FAILS, MIB, HostileSample, next_to, zeros
 from shard_factory import jpeg, png
 
 # Before 13 Pillow reads what the tags of a TIFF say without a bound, and takes a JPEG of too many pixels for no image.
@@ -72,7 +72,7 @@ def scans_jpeg(scans: int) -> bytes:
 
 
 def image_samples() -> Iterator[HostileSample]:
-    one = beside(b"an image")
+    one = next_to(b"an image")
     yield HostileSample(
         "2,000 bare PNG headers in one sample",
         FAILS,
@@ -134,7 +134,7 @@ def image_samples() -> Iterator[HostileSample]:
     yield one("JPEG of 500 scans", EITHER, "jpg", lambda: scans_jpeg(500), heavy=True)
     app = b"\xff\xe1\xff\xff" + b"Exif\0\0" + bytes(65_527)
     yield one(
-        "JPEG behind 500 EXIF blocks",
+        "JPEG after 500 EXIF blocks",
         EITHER,
         "jpg",
         lambda: jpeg(40, 40)[:2] + app * 500 + jpeg(40, 40)[2:],

@@ -1,6 +1,6 @@
 """Parquet files that decode to more than they hold, count what is not there, or are damaged."""
 
-# ruff: noqa: E731 - small makers of bytes stand beside the one line that takes them
+# ruff: noqa: E731 - small makers of bytes are next to the one line that takes them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ def large_pages(path: Path, kind: str, value_bytes: int, groups: int, rows: int 
 
 
 def false_footer(path: Path, old: int, new: int, *, inside: str) -> None:
-    """Rows counted anew in the footer: of the file, or of its row group. One byte each, as zigzag numbers."""
+    """Write another count of rows into the footer: of the file or its row group. One byte each, as zigzag numbers."""
     write_parquet(path, {"text": [f"row {n}" for n in range(old)]}, compression="none")
     data = bytearray(path.read_bytes())
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")

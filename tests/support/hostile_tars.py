@@ -1,6 +1,6 @@
 """Archives whose headers lie, and compressed ones that hide more than they hold."""
 
-# ruff: noqa: E731 - small makers of bytes stand beside the one line that takes them
+# ruff: noqa: E731 - small makers of bytes are next to the one line that takes them
 from __future__ import annotations
 
 import gzip
@@ -58,7 +58,7 @@ def old_sparse(name: str, real_size: int, numbers: tuple[int, ...] = (0, 512)) -
 
 def tar_shards() -> Iterator[HostileShard]:
     def one(name: str, hostile: bytes | Callable[[], bytes], *, heavy: bool = False) -> HostileShard:
-        """Behind good samples, which no damage behind them may take; the last before it may belong to it."""
+        """Write it after good samples, which it must not harm; the last text before it may belong to it."""
 
         def write(path: Path) -> None:
             before = tar_of({**GOOD, "between.txt": b"the last before"}, ends=False)

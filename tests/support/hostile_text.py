@@ -1,6 +1,6 @@
 """Texts, chats and names of members that are not what a reader would think of."""
 
-# ruff: noqa: E731 - small makers of bytes stand beside the one line that takes them
+# ruff: noqa: E731 - small makers of bytes are next to the one line that takes them
 from __future__ import annotations
 
 import gzip

@@ -85,17 +85,17 @@ def forked(trial: Any) -> str:
     if child == 0:
         with suppress(BaseException):
             try:
-                told = trial()
+                result = trial()
             except BaseException as error:
-                told = f"{type(error).__name__}: {error}"
-            os.write(writing, told.encode()[:4000])
+                result = f"{type(error).__name__}: {error}"
+            os.write(writing, result.encode()[:4000])
         os._exit(0)
     os.close(writing)
-    told = b"no answer" if not select([reading], [], [], 60)[0] else os.read(reading, 1 << 16)
+    answer = b"no answer" if not select([reading], [], [], 60)[0] else os.read(reading, 1 << 16)
     os.close(reading)
     os.kill(child, 9)
     os.waitpid(child, 0)
-    return told.decode()
+    return answer.decode()
 
 
 def main(kind: str, folder: Path) -> None:

@@ -46,7 +46,7 @@ Found = dict[str, Any]
 
 
 def run_suite(suite: str, num_ranks: int, shards: Path, folder: Path, **options: Any) -> list[Found]:
-    """What each rank found, by scenario; the cache lies beside the shards. Options as in `run_ranks`."""
+    """What each rank found, by scenario; the cache is next to the shards. Options as in `run_ranks`."""
     environment = {"ORCHDATA_CACHE": str(shards / "cache")}
     return run_ranks(__file__, suite, shards, num_ranks=num_ranks, folder=folder, environment=environment, **options)
 
@@ -165,7 +165,7 @@ class Job:
         found["fails at a compared step"] = message(rest)
         found["fails at another"] = message(rest) if odd else None
         found["left"] = rest()
-        with other_plans(self.rank == 1):  # a receiver, and nobody compares
+        with other_plans(self.rank == 1):  # a receiver, and no rank compares
             unchecked = self.loader(DataParallel(self.mesh("dp", "tp"), dims=("dp",)))
             found["receiver"] = message(lambda: next(iter(unchecked)))
         return found
@@ -273,10 +273,10 @@ class Job:
         backend.options._timeout = PATIENCE
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            told = message(lambda: next(iter(loader)))
+            error = message(lambda: next(iter(loader)))
         comparing.LATE_SECONDS = usual
         own = seen(self.loader((0, 1)))
-        return {"error": told, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
+        return {"error": error, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
 
     def without_pickle(self) -> Found:
         """Failures of both ranks, gathered, and labels masked, where nothing can be unpickled."""

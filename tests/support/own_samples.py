@@ -32,7 +32,7 @@ COST = od.CostModel(
 
 @dataclass
 class Expected:
-    """A sample's sequence, and the features of each modality's tokens in order: rows of a token behind one another."""
+    """A sample's sequence, and the features of each modality's tokens in order: the rows of a token are contiguous."""
 
     input_ids: list[int]
     labels: list[int]
@@ -41,7 +41,7 @@ class Expected:
 
 
 def token_rows(rows: Tensor, per_token: int) -> Tensor:
-    """(num_rows, values) -> (num_tokens, per_token * values), zeros behind the last."""
+    """(num_rows, values) -> (num_tokens, per_token * values), zeros after the last."""
     missing = -len(rows) % per_token
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]).reshape(-1, per_token * rows.shape[1])
 
@@ -146,7 +146,7 @@ def encoded(batch: od.Batch, name: str) -> Tensor:
         rows = track_rows(held.values.reshape(-1, 2), held.times.reshape(-1)).reshape(*shape, 3)
         per_token = STRIDE
     if held.mask is not None:
-        assert rows.shape[:2] == held.mask.shape and not rows[~held.mask].any()  # zeros behind each part
+        assert rows.shape[:2] == held.mask.shape and not rows[~held.mask].any()  # zeros after each part
         parts = [row[mask] for row, mask in zip(rows, held.mask, strict=True)]
     else:
         parts = list(rows.split(held.cu_seqlens.diff().tolist()))

@@ -129,24 +129,24 @@ def swept(kind: str, inside: str | None) -> dict[str, Any]:
         inputs = od.hf.Inputs(config)
     except Exception as error:
         return {"kind": kind, "result": "refused", "why": f"{type(error).__name__}: {error}"[:150]}
-    told = {
+    row = {
         "kind": kind,
         "packed": not inputs.padded,
         "attention": inputs.verdict.attention,
         "why": inputs.verdict.why[:150],
     }
     if inputs.family.sees_ahead:  # the calls here give no masks; the parity tests compare these families
-        return told | {"result": f"{'packed' if told['packed'] else 'padded'}, sees ahead"}
+        return row | {"result": f"{'packed' if row['packed'] else 'padded'}, sees ahead"}
     try:
         packed, padded = compared(other_model(config), inputs.family.mrope)
     except Exception as error:
-        return told | {"result": f"{'packed' if told['packed'] else 'padded'}, no model", "error": str(error)[:150]}
-    told |= {"packed_off": packed, "padded_off": padded}
-    if told["packed"]:
-        return told | {"result": "packed and exact" if packed < EXACT else "PACKED AND OFF"}
+        return row | {"result": f"{'packed' if row['packed'] else 'padded'}, no model", "error": str(error)[:150]}
+    row |= {"packed_off": packed, "padded_off": padded}
+    if row["packed"]:
+        return row | {"result": "packed and exact" if packed < EXACT else "PACKED AND OFF"}
     if packed < EXACT:
-        return told | {"result": "padded, packed would be exact"}
-    return told | {"result": "padded and exact" if padded < EXACT else "padded and off"}
+        return row | {"result": "padded, packed would be exact"}
+    return row | {"result": "padded and exact" if padded < EXACT else "padded and off"}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

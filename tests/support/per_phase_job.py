@@ -230,7 +230,7 @@ class Job:
         return self.trained("broken")
 
     def refused(self) -> Found:
-        """on_error="raise": each rank's error, None where it encoded nothing broken; nobody exchanges anything."""
+        """on_error="raise": each rank's error, None where it encoded nothing broken; no rank exchanges anything."""
         loader = self.loader(Case("broken"), on_error="raise")
         delivered = 0
         try:

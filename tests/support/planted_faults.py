@@ -1,7 +1,7 @@
 """Planted faults: small mutations of the code, a patch each, and the tests that must find them.
 
     # tests that must find it, as pytest takes them
-    # what a user would lose if nobody did
+    # what a user would lose if no test did
     a unified diff with a line or two of context
 
 A hunk is found by its lines and not by its line numbers, so that a patch lasts as long as the lines that it is about.

@@ -214,7 +214,7 @@ def dying_server(rank: int, size: int) -> dict[str, Any]:
 
 
 def failures_in_turn(rank: int, size: int) -> dict[str, Any]:
-    """Each rank in turn cannot take what it gets, in a new post_balance of the same ranks; at last nobody can."""
+    """Each rank in turn cannot take what it gets, in a new post_balance of the same ranks; in the end no rank can."""
     found = []
     for failing in (*range(size), None):
         dist.barrier()

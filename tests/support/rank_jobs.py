@@ -4,8 +4,8 @@
           results, by rank <-----------------JSON on stdout--------       work(*arguments)
           all there -------------------------end of stdin---------> end
 
-Ranks end once all have told, so that nobody ends on those still at work; one that ends without a word ends the job,
-with what it wrote. Nothing waits by a clock, but for the end of a job that hangs, which shows where its ranks are.
+Ranks end once all have reported, so that no rank ends while others still work; one that ends without a result ends the
+job, with what it wrote. Nothing waits by a clock, but for the end of a job that hangs, which shows where its ranks are.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_ranks(
     Args:
         script: a file that calls `run_rank`.
         folder: takes what the ranks write, a log each.
-        environment: set for the ranks, beside this process's own and what torchrun would set.
+        environment: set for the ranks, besides this process's own and what torchrun would set.
         limit_seconds: after which a job hangs.
 
     Raises:
@@ -93,10 +93,10 @@ def run_ranks(
         failed = [rank for rank, process in enumerate(ranks) if rank not in lost and process.wait()]
         if failed:
             raise RanksFailed(f"ranks {failed} ended badly, their work done\n{_said(folder, failed)}")
-    told = [found.result() for found in telling]
-    if spoke := [rank for rank in lost if told[rank]]:
+    results = [found.result() for found in telling]
+    if spoke := [rank for rank in lost if results[rank]]:
         raise RanksFailed(f"ranks {spoke} were to be lost, and have results")
-    return [json.loads(text) if text else None for text in told]
+    return [json.loads(text) if text else None for text in results]
 
 
 def run_rank(
@@ -110,7 +110,7 @@ def run_rank(
         store: makes the one that ranks meet in; default: the one that is there whoever of them ends.
     """
     result = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not come between
+    os.dup2(2, 1)  # other output must not get into the result
     faulthandler.enable()
     end_with_parent()
     torch.set_num_threads(1)
@@ -131,16 +131,16 @@ def run_rank(
 def store_on_rank_0() -> dist.TCPStore:
     """A store that ends with rank 0, which tells its port to the others."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    told = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    launchers = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     if os.environ["RANK"] != "0":
-        return dist.TCPStore(address, int(told.get("port")), is_master=False, wait_for_workers=False)
+        return dist.TCPStore(address, int(launchers.get("port")), is_master=False, wait_for_workers=False)
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    told.set("port", str(store.port))
+    launchers.set("port", str(store.port))
     return store
 
 
 def _wait_for(telling: list[Future[bytes]], lost: Collection[int], limit_seconds: float) -> list[int] | None:
-    """Ranks that ended without a word, as soon as there are any; none where all have told; None where some hang."""
+    """Ranks that ended without a result, as soon as there are any; [] once all have reported; None if some hang."""
     deadline = time.monotonic() + limit_seconds
     ranks = {found: rank for rank, found in enumerate(telling) if rank not in lost}
     waiting: set[Future[bytes]] = set(ranks) or set(telling)  # where all are to be lost, until they are

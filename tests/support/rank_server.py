@@ -61,7 +61,7 @@ class Server:
 
     def start(self, program: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Rank:
         """A script and its arguments, with pipes to its stdin and from its stdout."""
-        stdin, told = os.pipe()
+        stdin, write = os.pipe()
         read, stdout = os.pipe()
         request = json.dumps({"program": program, "environment": dict(environment), "folder": os.getcwd()}).encode()
         assert len(request) < MOST_BYTES
@@ -70,7 +70,7 @@ class Server:
         os.close(stdout)
         while (answer := self._receive(None)) is None or "started" not in answer:
             pass
-        return Rank(self, answer["started"], os.fdopen(told, "wb", 0), os.fdopen(read, "rb"))
+        return Rank(self, answer["started"], os.fdopen(write, "wb", 0), os.fdopen(read, "rb"))
 
     def code(self, pid: int, timeout: float | None) -> int | None:
         """Its exit code; None where it has not ended within `timeout` seconds."""
@@ -109,7 +109,7 @@ class Rank:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._server.code(self.pid, 0) is None:
-            with suppress(ProcessLookupError):  # ended, and not told yet
+            with suppress(ProcessLookupError):  # ended, and not reported yet
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

@@ -85,7 +85,7 @@ def _video(data: bytes, header: tuple[int, ...]) -> str:
             size = (first.height, first.width) if turned else (first.width, first.height)
             span = float((max(times) - min(times)) * stream.time_base)
     except av.FFmpegError:
-        return ""  # damaged behind what was taken of it
+        return ""  # damaged after the part that was taken
     except Exception as error:
         return f"delivered, but PyAV raises {type(error).__name__}: {error}"
     frames, seconds = header[2], header[3] / header[4]

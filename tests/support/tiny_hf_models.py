@@ -277,7 +277,7 @@ class Adapted(nn.Module):
 
 
 def adapt(module: nn.Module) -> None:
-    """Adapters beside all layers of a module that was frozen."""
+    """Add adapters to all layers of a module, and freeze the rest."""
     module.requires_grad_(False)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

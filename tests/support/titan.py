@@ -90,7 +90,7 @@ titan = sys.modules["torchtitan.trainer"]
 
 
 class Dims:
-    """Of one rank, whatever loaders are told."""
+    """Dimensions of one rank, for any arguments of the loaders."""
 
     dp_enabled = ep_enabled = dp_cp_enabled = False
 

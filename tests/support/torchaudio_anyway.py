@@ -1,4 +1,4 @@
-"""torchaudio, also beside a torch that its compiled libraries do not fit: without them, which resampling, filter banks
+"""torchaudio, also with a torch that its compiled libraries do not fit: without them, which resampling, filter banks
 and the like do not need.
 """
 
@@ -20,7 +20,7 @@ def torchaudio() -> Any:
     try:
         return _loaded()
     except Exception:
-        # A failed import leaves parts of it behind.
+        # A failed import leaves parts of it in sys.modules.
         for name in [each for each in sys.modules if each.partition(".")[0] == "torchaudio"]:
             del sys.modules[name]
         sys.modules["torchaudio._extension"] = _WithoutLibraries("torchaudio._extension")

@@ -174,7 +174,7 @@ _MATRICES = {
 def without_first_group(
     data: bytes, container: str, options: tuple[tuple[str, str], ...] = (), *, leading: bool = True
 ) -> bytes:
-    """A clip that was cut without encoding it anew: from its second picture on that stands alone, in stored order, with
+    """A clip that was cut without re-encoding: from its second picture on that stands alone, in stored order, with
     those shown before it or without.
     """
     out = io.BytesIO()

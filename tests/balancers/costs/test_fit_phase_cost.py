@@ -65,7 +65,7 @@ def test_residuals_by_hand() -> None:
         st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=3, max_size=30, unique_by=lambda pair: pair[0]
     )
 )
-def test_never_negative_whatever_was_measured(measured: list[tuple[int, float]]) -> None:
+def test_no_measurements_make_a_fit_negative(measured: list[tuple[int, float]]) -> None:
     lengths, seconds = zip(*measured, strict=True)
     fitted = fit_phase_cost(lengths, seconds)
     assert all(value >= 0 for value in values(fitted.cost))
@@ -159,7 +159,7 @@ def seconds_of(lengths: dict[str, list[list[int]]], truth: dict[str, PhaseCost],
     return np.array(times) + constant
 
 
-def test_phases_are_told_apart_from_times_of_whole_steps() -> None:
+def test_the_costs_of_phases_are_fitted_from_times_of_whole_steps() -> None:
     truth = {"image": PhaseCost(2e-5, 4e-8, 1e-3), "llm": PhaseCost(6e-5, 5e-8, 1e-4)}
     lengths = steps(0)
     fitted = fit_phase_costs(lengths, seconds_of(lengths, truth, 0.02))

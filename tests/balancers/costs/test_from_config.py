@@ -183,7 +183,7 @@ def test_experts(text: dict[str, Any], moe: MoE) -> None:
     assert TransformerCost.from_config(LLAMA | text).moe == moe
 
 
-def test_models_that_nobody_knows_are_read_by_the_usual_keys() -> None:
+def test_unknown_models_are_read_by_the_usual_keys() -> None:
     assert TransformerCost.from_config(LLAMA | {"model_type": "new"}) == TransformerCost.from_config(LLAMA)
     gelu = LLAMA | {"model_type": "new", "hidden_act": "gelu"}
     assert TransformerCost.from_config(gelu, gated=False).gated is False

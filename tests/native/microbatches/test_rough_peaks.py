@@ -41,7 +41,7 @@ def test_bounds_of_phases_equal_their_twin(given_rows: Rows, num_ranks: int) -> 
 
 
 @given(rows, st.integers(1, 24))
-def test_an_item_is_alone_where_none_of_the_others_fits_beside_it(given_rows: Rows, cap: int) -> None:
+def test_an_item_is_alone_if_no_other_fits_with_it(given_rows: Rows, cap: int) -> None:
     _, sizes = arrays(given_rows)
     expected = [
         len(sizes) > 1 and all(sizes[item, 0] + sizes[other, 0] > cap for other in range(len(sizes)) if other != item)

@@ -34,7 +34,7 @@ def batches(dataset: Any, layout: Any) -> list[od.Batch]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_sequence_has_its_own_tokens_and_the_padding_behind_them(dataset: od.ShardDataset, name: str) -> None:
+def test_each_sequence_has_its_own_tokens_and_the_padding_after_them(dataset: od.ShardDataset, name: str) -> None:
     index = dataset.index()
     padded = 0
     for batch in batches(dataset, LAYOUTS[name]):

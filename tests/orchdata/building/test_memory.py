@@ -85,7 +85,7 @@ def test_collecting_an_array_calls_no_function_of_pythons() -> None:
     assert pool.free_bytes() == 4 << 20
 
 
-def test_what_comes_back_is_told_once() -> None:
+def test_an_array_that_comes_back_is_reported_once() -> None:
     returns = Returns[str]()
     arrays = [np.empty(9, np.uint8) for _ in range(3)]
     for name, array in zip("abc", arrays, strict=True):

@@ -144,7 +144,7 @@ def test_a_row_that_comes_twice_is_there_twice(shards: list[str], way: str) -> N
         (MediaPages, "decode", r"\w+ parts \[.*\] of a microbatch were never written"),
     ],
 )
-def test_a_slice_that_nobody_wrote_fails_the_build(
+def test_a_slice_that_was_never_written_fails_the_build(
     shards: list[str], monkeypatch: pytest.MonkeyPatch, owner: type, method: str, message: str
 ) -> None:
     spec = spec_of(shards)

@@ -1,6 +1,6 @@
 """What the library gives is what it gave when `golden.json` was stored: states, plans, batches and fingerprints.
 
-`tests/support/golden_cases.py` makes the cases, and says how one is made anew that changes on purpose.
+`tests/support/golden_cases.py` makes the cases, and says how to store one again that changes on purpose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Golden
 
 def test_the_file_has_exactly_the_cases_that_exist() -> None:
     assert list(GOLDEN) == list(CASES)
-    assert PATH.read_text() == as_text(GOLDEN), "golden_cases.py writes the file, nobody else"
+    assert PATH.read_text() == as_text(GOLDEN), "only golden_cases.py may write the file"
 
 
 @pytest.mark.parametrize("name", WHOLE)

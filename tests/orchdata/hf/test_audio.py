@@ -233,7 +233,7 @@ def test_whispers_audio_has_no_place_in_the_text():
         audio_modality(processor_of("whisper"), long_clips="split")
 
 
-def test_what_another_processor_would_drop_is_an_error_unless_told():
+def test_audio_that_another_processor_would_drop_is_an_error_unless_allowed():
     processor = processor_of("whisper", return_attention_mask=True, padding_value=0.5)
     modality = audio_modality(processor)
     assert type(modality) is HFAudio  # its silence is not zeros, which the rule's is

@@ -163,7 +163,7 @@ def test_random_state_is_untouched_and_the_verdict_is_kept(monkeypatch: pytest.M
         lambda held: "[" * 50_000,
     ],
 )
-def test_a_kept_verdict_of_another_shape_is_found_anew(
+def test_a_stored_verdict_of_another_shape_is_determined_again(
     private_cache: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]
 ) -> None:
     failed = trial.Failed("samples", "an error", ("image",), is_dummy=False, padded=False)

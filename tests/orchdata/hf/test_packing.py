@@ -168,7 +168,7 @@ def test_a_verdict_is_of_the_code_of_all_parts(planted: Any) -> None:
     assert set(kept.code_of(inside)) == {PlantedConfig.__module__}
 
 
-def test_a_small_leak_is_told_from_rounding(planted: Any) -> None:
+def test_a_small_leak_is_distinguished_from_rounding(planted: Any) -> None:
     """One in ten thousand of what a sample sees is another's: above every bound."""
     small = trial.Difference(logits=1e-4, gradients=1e-4)
     assert trial._judged(small, noise=1e-6)[0] is False

@@ -92,8 +92,8 @@ def test_what_worker_init_fn_raises_comes_with_the_first_batch(data: Any) -> Non
     batches = iter(od.DataLoader(data, num_workers=1, worker_init_fn=refuse, multiprocessing_context="fork"))
     with pytest.raises(ZeroDivisionError) as raised:
         next(batches)
-    told = str(raised.value).splitlines()
-    assert (told[0], told[-1]) == (
+    lines = str(raised.value).splitlines()
+    assert (lines[0], lines[-1]) == (
         "Caught ZeroDivisionError in DataLoader worker process 0.",  # torch's words
         "ZeroDivisionError: worker 0",
     )

@@ -44,7 +44,7 @@ def test_batches_are_torchs(count: int, batch_size: int | None, drop_last: bool)
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
-def test_a_state_goes_on_behind_what_was_delivered(batch_size: int | None) -> None:
+def test_a_state_continues_after_what_was_delivered(batch_size: int | None) -> None:
     one = od.DataLoader(range_dataset(10), batch_size=batch_size, collate_fn=list if batch_size else None)
     steps = iter(one)
     next(steps)
@@ -79,7 +79,7 @@ def test_its_length_is_counted_in_batches_and_more_is_said() -> None:
         list(iter(one))
 
 
-def test_an_error_is_raised_and_the_next_iteration_begins_anew() -> None:
+def test_an_error_is_raised_and_the_next_iteration_begins_from_scratch() -> None:
     numbers = Counting(6, bad=3)
     one = od.DataLoader(numbers, batch_size=2)
     steps = iter(one)

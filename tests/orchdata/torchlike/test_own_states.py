@@ -98,7 +98,7 @@ class Walk:
 
 
 class Restless(IterableDataset[Any]):
-    """Its own iterator; each `iter()` begins anew."""
+    """Its own iterator; each `iter()` begins from scratch."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         self.place = 0
@@ -172,7 +172,7 @@ def test_a_state_between_epochs_tells_the_next_one(kind: Any, workers: int, pers
     first = list(one)
     state = saved(one)
     if workers:
-        torch.rand(5)  # whatever is drawn between, as an evaluation does
+        torch.rand(5)  # anything may be drawn in between, as an evaluation does
     second = list(one)
     again = loader()
     again.load_state_dict(state)
@@ -357,7 +357,7 @@ def test_where_order_is_kept_a_word_says_so() -> None:
         od.DataLoader(numbers, num_workers=2, in_order=False, dp=(0, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        od.DataLoader(numbers, in_order=False)  # as with torch's: nobody could overtake
+        od.DataLoader(numbers, in_order=False)  # as with torch's: without workers no batch could overtake another
 
 
 class Augmented(Dataset[Any]):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loader has no steps")
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """A row beside what an augmentation draws for it."""
+    """A row together with what an augmentation draws for it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -158,7 +158,7 @@ def test_a_state_goes_on_where_the_epoch_was(
     again = make()
     again.load_state_dict(state)
     resumed = [np.asarray(batch).tolist() for batch in iter(again)]
-    assert resumed == rest or not rest  # behind the last step of an epoch the next one begins
+    assert resumed == rest or not rest  # after the last step of an epoch the next one begins
 
 
 def test_a_sampler_of_ten_billion_is_drawn_as_it_is_asked_for() -> None:

@@ -23,7 +23,7 @@ class Tagged(torch.Tensor):
 
 def tagged() -> Tagged:
     found = torch.ones(3).as_subclass(Tagged)
-    found.tag = "told"
+    found.tag = "a tag"
     return found
 
 
@@ -94,14 +94,14 @@ def described(value: Any) -> Any:
     if value is None:
         return None
     grad = value.grad if value.is_leaf else None
-    told = (type(value), value.dtype, value.layout, value.device, value.requires_grad, grad if grad is None else 1)
+    traits = (type(value), value.dtype, value.layout, value.device, value.requires_grad, grad if grad is None else 1)
     if value.is_nested:
-        return told, [each.tolist() for each in value.unbind()]
+        return traits, [each.tolist() for each in value.unbind()]
     if value.device.type == "meta":
-        return told, value.shape, value.stride()
+        return traits, value.shape, value.stride()
     strides = value.stride() if value.layout == torch.strided else None
     plain = value.dequantize() if value.is_quantized else value.to_dense() if strides is None else value
-    return told, strides, value.shape, plain.tolist(), getattr(value, "tag", None)
+    return traits, strides, value.shape, plain.tolist(), getattr(value, "tag", None)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -117,10 +117,10 @@ def test_what_torch_passes_arrives(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNSENT)
 def test_what_cannot_travel_is_an_error_that_names_it(name: str) -> None:
-    make, told = UNSENT[name]
+    make, message = UNSENT[name]
     batches = iter(od.DataLoader(Makes(make), num_workers=1, collate_fn=list))
     for _ in range(2):  # where torch's loader waits for ever
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             next(batches)
 
 

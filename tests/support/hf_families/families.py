@@ -50,7 +50,7 @@ class Family:
     chat: str = "chat"
 
     def build(self) -> tuple[Any, Any]:
-        """The processor, and a model for it. Models are made anew: their gradients are the caller's."""
+        """The processor, and a model for it. Each call builds a new model: its gradients are the caller's."""
         processor = cached_processor(self.name)
         return processor, self.model(processor)
 

@@ -163,7 +163,7 @@ def as_wave(data: bytes) -> Any:
 
 
 def write_samples(family: Family, samples: Sequence[Sample], folder: Path, shards: int = 2) -> list[str]:
-    """Shards of JSON chats or transcripts beside their media, as people keep them."""
+    """Shards of JSON chats or transcripts next to their media, as people keep them."""
     rows = [_fields(family, sample) for sample in samples]
     return [write_shard(folder / f"{family.name}-{at:06d}.tar", rows[at::shards]) for at in range(shards)]
 

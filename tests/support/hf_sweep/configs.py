@@ -27,7 +27,7 @@ _ENDS: Final = ("_token_id", "_token_index", "_index", "_id")
 
 def default_config(model_type: str) -> Any:
     """The default configuration, with those of its parts where defaults leave them out, and rotary fractions that the
-    sections of time, height and width fill. Raises whatever its class raises.
+    sections of time, height and width fill. Raises any error of its class.
     """
     kind = CONFIG_MAPPING[model_type]
     absent = {name: each for name, each in kind.sub_configs.items() if getattr(kind(), name, None) is None}

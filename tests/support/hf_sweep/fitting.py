@@ -156,7 +156,7 @@ def writes(processor: Any, config: Any) -> bool:
 
 
 def features_of(processor: Any, config: Any) -> tuple[int, int]:
-    """Features that a tiny model makes of an image, and of how many tiles. Raises whatever the model does."""
+    """Features that a tiny model makes of an image, and of how many tiles. Raises any error of the model."""
     found = processor.image_processor([_IMAGE], return_tensors="pt")
     model = tiny_model(config)
     method = getattr(model, "get_image_features", None) or model.base_model.get_image_features

@@ -85,13 +85,13 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         return Outcome(model_type, "refused", "", _shown(error))
     layout = "padded" if inputs.padded else "packed"
     samples = _samples(recipe, processor)
-    loader, told = _loader(recipe, inputs, samples, folder / f"{model_type}.tar")
-    is_alone = "change each other" in told
+    loader, message = _loader(recipe, inputs, samples, folder / f"{model_type}.tar")
+    is_alone = "change each other" in message
     if is_alone:
-        loader, told = _loader(recipe, inputs, samples, folder / f"{model_type}.tar", size=1)
+        loader, message = _loader(recipe, inputs, samples, folder / f"{model_type}.tar", size=1)
     if loader is None:
-        return Outcome(model_type, "refused", layout, told)
-    found = _compared(Outcome(model_type, "not built", layout, told), inputs, processor, loader, samples)
+        return Outcome(model_type, "refused", layout, message)
+    found = _compared(Outcome(model_type, "not built", layout, message), inputs, processor, loader, samples)
     return replace(found, word="alone") if is_alone and found.word == "exact" else found
 
 
@@ -127,8 +127,8 @@ def _proven(model_type: str, family: Family, folder: Path) -> Outcome:
 
 
 def _compared(row: Outcome, inputs: Any, processor: Any, loader: Any, samples: Sequence[Sample]) -> Outcome:
-    """The loss of the loader's batches beside that of the samples by the processor itself, on the first of small models
-    that takes the batches.
+    """Compare the loss of the loader's batches to that of the processor's own samples, on the first small model that
+    takes the batches.
     """
     error = ""
     for model in _models(inputs.config):
@@ -207,8 +207,8 @@ def _loader(
             )
         except (ValueError, TypeError, RuntimeError) as error:
             return None, _shown(error)
-    told = (str(each.message) for each in said)
-    return loader, " | ".join(each for each in told if "was not tried" in each)
+    warned = (str(each.message) for each in said)
+    return loader, " | ".join(each for each in warned if "was not tried" in each)
 
 
 def _loss(model: Any, batch: Any) -> float:

@@ -38,7 +38,7 @@ _BASIC: Final = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", 
 
 
 def processor_of(model_type: str, **settings: Any) -> Any:
-    """A processor of its classes' default settings. Raises whatever its class raises of what was made for it.
+    """A processor of its classes' default settings. Raises any error of its class about what was made for it.
 
     Args:
         settings: of the constructor, in place of its defaults.
