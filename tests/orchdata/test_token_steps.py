@@ -205,7 +205,7 @@ def test_what_is_above_the_budget_can_be_left_out(dataset: od.ShardDataset) -> N
 
 
 def test_data_without_an_index_has_no_tokens() -> None:
-    with pytest.raises(ValueError, match="make it an od.ShardDataset"):
+    with pytest.raises(ValueError, match="use an od.ShardDataset"):
         od.DataLoader(Numbers(10), global_batch_tokens=100)
 
 

@@ -299,7 +299,7 @@ def what_does_not_fit_the_route_is_refused() -> None:
     def refused(pattern: str, features: Tensor, route: Route = route, requires_grad: bool = True) -> None:
         raises(ValueError, pattern, lambda: exchange(features, route, requires_grad=requires_grad))
 
-    refused(rf"\(image\): the features have 2 rows, but the plan has rank {rank} send 3", mine[:2])
+    refused(rf"\(image\): the features have 2 rows, but rank {rank} sends 3 in the plan", mine[:2])
     refused("must have rows", torch.tensor(3.0))
     refused("int64 cannot require a gradient: pass requires_grad=False", mine.long())
     refused(
@@ -319,7 +319,7 @@ def a_rank_with_other_rows_than_planned_fails_the_others_in_time() -> None:
         case = swap("image of step 7")
         mine = case.everything(2)[case.held()]
         if dist.get_rank() == 0:
-            refused = r"the features have 1 rows, but the plan has rank 0 send 3"
+            refused = r"the features have 1 rows, but rank 0 sends 3 in the plan"
             raises(ValueError, refused, lambda: exchange(mine[:1], case.route(), group=group, requires_grad=True))
         else:
             message = (

@@ -129,7 +129,7 @@ def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) ->
     recipe = recipe_of(odd=FromHeader())
     index = indexed(one_shard(tmp_path, *[{"odd": data} for data in contents]), recipe)
     assert list(reasons(index)) == ["s1", "s3", "s5", "s7"]
-    assert reasons(index)["s1"][1] == f"probe() gave ({2**63},), not num_facts=1 integers of 64 bits"
+    assert reasons(index)["s1"][1] == f"probe() returned ({2**63},), not num_facts=1 integers of 64 bits"
     assert index.member_header[:, 0].tolist() == [5, 6, 7, 2**63 - 1]
 
 

@@ -207,5 +207,5 @@ def test_media_root_that_cannot_be_looked_at_is_no_wrong_argument(
         patch.setattr(os, "stat", Failing(os.stat, number, set(range(1, 9)), str(root)))
         with pytest.raises(StorageError, match="media: cannot be looked at"):
             od.ShardDataset([url], media_root=root)
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="not a folder"):
         od.ShardDataset([url], media_root=root / "0.jpg")

@@ -74,7 +74,7 @@ def test_prepare_leaves_it_as_it_is(dataset: od.ShardDataset, accelerator: Any) 
 
 
 def test_a_loader_that_accelerate_would_build_again_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
-    with pytest.raises(TypeError, match="without plan or state: od.hf.accelerate"):
+    with pytest.raises(TypeError, match="without plan or state: use od.hf.accelerate"):
         accelerator.prepare_data_loader(make(dataset))
 
 

@@ -328,5 +328,5 @@ def test_a_loader_delivers_them(family, tmp_path):
     words = 4 * len("word")  # as many bytes; the first of a sample is never a label
     assert batch.loss_tokens == (words if modality.places else words - 4)
     if not modality.places:
-        with pytest.raises(ValueError, match="audio has none .places=False."):
+        with pytest.raises(ValueError, match="audio has none there .places=False."):
             od.DataLoader(dataset, batch_size=4, cost=cost, balance=od.Balance(assignment="per_phase"))

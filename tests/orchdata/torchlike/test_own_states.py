@@ -184,7 +184,7 @@ def test_states_of_workers_are_for_as_many() -> None:
     one = od.DataLoader(Counted(), num_workers=3, collate_fn=list)
     next(iter(one))
     state = one.state_dict()
-    with pytest.raises(StateError, match=r"state in each of 3 workers.*this loader has 0.*give num_workers=3"):
+    with pytest.raises(StateError, match=r"state in each of 3 workers.*this loader has 0.*pass num_workers=3"):
         od.DataLoader(Counted(), collate_fn=list).load_state_dict(state)
 
 
@@ -353,7 +353,7 @@ def test_where_order_is_kept_a_word_says_so() -> None:
             od.DataLoader(numbers, sampler=Upwards(), num_workers=2, in_order=False, collate_fn=list, batch_size=2)
         )
     assert given == [[0, 1], [2, 3], [4, 5]]
-    with pytest.warns(UserWarning, match=r"in_order=False: .* planned over ranks"):
+    with pytest.warns(UserWarning, match=r"in_order=False has no effect: .* planned over ranks"):
         od.DataLoader(numbers, num_workers=2, in_order=False, dp=(0, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
