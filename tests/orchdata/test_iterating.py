@@ -205,7 +205,7 @@ def test_len_under_max_tokens_says_once_that_it_counts_steps(
     monkeypatch.setattr("orchdata.notices._warned", set())
     one = loader(dataset, balance=od.Balance(max_tokens=500, oversize="own"))
     assert len(list(one)) > STEPS  # no warning without a call of len()
-    with pytest.warns(UserWarning, match=rf"{STEPS}; iterating gives microbatches.*loader\.steps\(\)") as said:
+    with pytest.warns(UserWarning, match=rf"{STEPS}; iterating yields microbatches.*loader\.steps\(\)") as said:
         assert len(one) == STEPS
     assert said[0].filename == __file__
     assert len(one) == STEPS == len(list(one.steps()))
@@ -235,7 +235,7 @@ def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: st
     with pytest.raises(KeyError):
         next(steps)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="ended with KeyError.*a fresh iter.. of the loader goes on"):
+        with pytest.raises(RuntimeError, match="ended with KeyError.*a fresh iter.. of the loader continues"):
             next(steps)
     rest = [list(batch) for batch in loader]
     assert rest == [[4, 6]]
@@ -258,7 +258,7 @@ def test_on_one_rank_an_iteration_continues_after_an_error_as_torchs_does(num_th
 @pytest.mark.parametrize("name", ["dataset", "batch_size", "collate_fn", "drop_last", "sampler", "num_workers"])
 def test_arguments_set_later_are_refused(name: str) -> None:
     loader = od.DataLoader(range(4), batch_size=2)
-    with pytest.raises(ValueError, match=f"{name} of a loader is given when it is made"):
+    with pytest.raises(ValueError, match=f"{name} has an effect only at construction"):
         setattr(loader, name, None)
     loader.note = "free"
 

@@ -63,7 +63,7 @@ def test_what_is_no_order_is_refused(dataset: od.ShardDataset, rows: Any, words:
 
 
 def test_an_array_is_for_one_data_set_of_shards(dataset: od.ShardDataset) -> None:
-    with pytest.raises(ValueError, match="the sampler="):
+    with pytest.raises(ValueError, match="use sampler="):
         od.DataLoader(Numbers(5), shuffle=np.arange(5))
     with pytest.raises(ValueError, match="the sources of a mixture are merged"):
         loader_of(od.Mixture({"a": od.Source(dataset)}), shuffle=np.arange(5))

@@ -163,7 +163,7 @@ def test_a_state_tells_what_torch_drew(kind: dict[str, Any]) -> None:
     ("data", "options", "reason"),
     [
         (Counts(), {}, "IterableDataset"),
-        (NUMBERS, {"sampler": Own()}, "what Own gave in epoch 0 is not known"),
+        (NUMBERS, {"sampler": Own()}, "the items of Own in epoch 0 are not known"),
         (NUMBERS, {"sampler": RandomSampler(NUMBERS, generator=torch.Generator())}, "RandomSampler"),
     ],
 )

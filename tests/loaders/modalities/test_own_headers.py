@@ -115,7 +115,7 @@ def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, dama
 def test_headers_of_another_width_are_not_taken_for_its_own(probed: Any) -> None:
     assert probed(Counted()) == 6
     errors = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
-    assert errors["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
+    assert errors["s0"] == ("track", "probe() returned (3,), not num_facts=2 integers of 64 bits")
 
 
 def test_a_changed_shard_is_probed_again(probed: Any) -> None:
