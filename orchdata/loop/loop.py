@@ -237,6 +237,9 @@ class LoaderIterator:
         try:
             stream.close(is_over=True)
             self.loop.end()
+            self.loop.stream = (
+                None  # streams refer to their loop: a cycle would keep workers until garbage is collected
+            )
             if self._watcher is not None:
                 self._watcher.end()
         except BaseException as error:
@@ -257,7 +260,7 @@ class LoaderIterator:
         """Stop the stream of this iteration, which has ended with an error, or which the caller leaves."""
         self._error = error
         self._is_closed = True
-        stream, self._stream = self._stream, None
+        stream, self._stream, self.loop.stream = self._stream, None, None
         if stream is not None:
             stream.close(has_failed=error is not None)
         if self._watcher is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -29,6 +31,11 @@ class Failing(Dataset[int]):
         if number in (3, 8):
             raise OSError(f"item {number}")
         return number
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
 
 
 class FailingStream(IterableDataset[int]):
@@ -198,3 +205,26 @@ def test_a_change_in_the_middle_of_an_epoch_is_as_with_torch() -> None:
         one.batch_sampler.batch_size = 5
         given.append([batch["number"].tolist() for batch in (*batches, *iterator)])
     assert given[0] == given[1]
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["to the end", "left"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_threads": 2}, {"num_threads": 2, "persistent_workers": True}, FORKED | {"persistent_workers": True}],
+    ids=["inline", "threads", "persistent threads", "persistent workers"],
+)
+@pytest.mark.parametrize("data", [Numbers(8), Counting()], ids=["map-style", "iterable"])
+def test_a_loader_and_what_runs_for_it_end_with_its_last_reference(data: Any, options: Any, is_left: bool) -> None:
+    if isinstance(data, IterableDataset) and "num_threads" in options:
+        pytest.skip("an IterableDataset takes no threads")
+    loader = od.DataLoader(data, batch_size=2, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        next(iterator) if is_left else outcomes(iterator)
+        runs = weakref.ref(loader._runtime)
+        del loader, iterator
+        assert runs() is None
+    finally:
+        gc.enable()
