@@ -126,6 +126,11 @@ class DataLoader(Generic[T_co]):
         MissingIndexError: more than one rank and no index, without a process group or with index="require".
     """
 
+    dataset: Any
+    num_workers: int
+    prefetch_factor: int | None
+    drop_last: bool
+
     def __init__(
         self,
         dataset: Any,
@@ -171,11 +176,6 @@ class DataLoader(Generic[T_co]):
             if dp is None and not arguments.in_shards and sampler is None and batch_sampler is None:
                 warn_shared(dataset, rank)
             self._warn_if_empty()
-
-    dataset: Any
-    num_workers: int
-    prefetch_factor: int | None
-    drop_last: bool
 
     def _set_attributes(self, arguments: Arguments) -> None:
         """Set the attributes that torch's loader has: arguments, with defaults filled in."""
@@ -396,7 +396,7 @@ class DataLoader(Generic[T_co]):
             knows_end=lambda: runtime.known_count(progress.start.position) is not None,
         )
         loop = runtime.begin(progress)
-        watcher = AccelerateEnd(lambda: loop.num_left(runtime.count(loop.origin))) if ends_accumulation else None
+        watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends_accumulation else None
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:

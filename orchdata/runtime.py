@@ -151,7 +151,12 @@ class Runtime:
 
     def begin(self, progress: Progress) -> EpochLoop:
         """Begin an iteration at the loader's position."""
-        loop = EpochLoop(progress, self._open_stream, keep_dataset_state=self.keep_dataset_state)
+        loop = EpochLoop(
+            progress,
+            self._open_stream,
+            keep_dataset_state=self.keep_dataset_state,
+            stores_seed=self.is_single_rank,
+        )
         if self.is_single_rank:
             origin = loop.origin
             # Workers without a state must not repeat for later steps the draws of the first ones.
@@ -205,20 +210,23 @@ class Runtime:
 
     def _open_stream(self, loop: EpochLoop) -> Stream:
         """Open the steps of one iteration: from torch's own loader if nothing is planned, else from an engine."""
-        steps, spec, origin = self.prepared.steps, self.prepared.spec, loop.origin
+        steps, spec = self.prepared.steps, self.prepared.spec
         if self._iterable is not None and isinstance(steps, StreamSteps):
             return IterableStream(self._iterable, steps, loop, self.stats.torch)
-        by_torch = self.prepared.is_torchs and not origin.left and not isinstance(loop.start.interrupted, Interrupted)
+        by_torch = (
+            self.prepared.is_torchs
+            and not loop.start.position.left
+            and not isinstance(loop.start.interrupted, Interrupted)
+        )
         if by_torch and isinstance(spec.content, MapContent) and isinstance(steps, SamplerSteps | OrderedSteps):
             return MapStream(spec.content, spec.plan, steps, loop, self.stats.torch, pin_memory=self._pin_memory)
         assert self.builder is not None
-        states = origin.workers if loop.start.restores else ()
         engine = self._engines.open(
             spec,
             self.builder,
             self.context.delivery,
             base_seed=loop.base_seed,
-            states=[None if get is None else get() for get in states],
+            states=loop.dataset_states,
         )
         return PlannedStream(self.context, loop, engine, self._engines.leave)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Progress
+from orchdata.loop.position import Position, Progress
 
 
 class TrainerEpochs:
@@ -102,11 +102,11 @@ class AccelerateEnd:
     """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one.
 
     Args:
-        num_left: returns how many items come after the one yielded last.
+        num_steps: returns the number of steps of the epoch: its items.
     """
 
-    def __init__(self, num_left: Callable[[], int]) -> None:
-        self._num_left = num_left
+    def __init__(self, num_steps: Callable[[], int]) -> None:
+        self._num_steps = num_steps
         self._registered: Any = None
         self._is_last = False
         self._has_failed = False
@@ -122,11 +122,11 @@ class AccelerateEnd:
         self._registered = Registered()
         self._registered.begin()
 
-    def item(self) -> None:
-        """An item is yielded. Raises RuntimeError if the item before was reported as the last."""
+    def item(self, position: Position) -> None:
+        """An item is yielded, and this is the position after it. Raises RuntimeError if the one before was the last."""
         if self._is_last:
             raise RuntimeError(_OTHER_LENGTH.format("more"))
-        self._is_last = self._registered.end_of_dataloader = self._num_left() == 0
+        self._is_last = self._registered.end_of_dataloader = _num_left(position, self._num_steps()) == 0
 
     def failed(self) -> None:
         """A step failed, and the iteration continues after it."""
@@ -146,6 +146,11 @@ class AccelerateEnd:
         if self._registered is not None:
             self._registered.end()
             self._registered = None
+
+
+def _num_left(position: Position, num_steps: int) -> int:
+    """Return the number of steps, in an epoch of `num_steps`, that come after a position."""
+    return max(0, num_steps - position.step) + len(position.left)
 
 
 _OTHER_LENGTH = (

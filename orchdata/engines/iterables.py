@@ -11,7 +11,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -46,10 +46,14 @@ class IterableContent:
         """A function that makes a batch of a list of samples, or of one sample."""
         return self.collate_fn or (default_convert if self.batch_size is None else default_collate)
 
-    @property
+    @cached_property
     def takes_step(self) -> bool:
         """Whether collate_fn has a parameter `step`: it is then called in this process, where steps are counted."""
         return self.collate_fn is not None and takes_step(self.collate_fn)
+
+    def collated(self, samples: list[Any], **options: Any) -> Any:
+        """Return the batch of these samples."""
+        return self.collate(samples[0] if self.batch_size is None else samples, **options)
 
     def collated_at(self, samples: list[Any], epoch: int, step: int) -> Any:
         """Return the batch of a step, from a collate_fn that has a parameter `step`."""
@@ -62,7 +66,7 @@ class IterableContent:
             loss_tokens=0,
             loss_scale=1 / len(samples),
         )
-        return self.collate(samples[0] if self.batch_size is None else samples, step=info)
+        return self.collated(samples, step=info)
 
     def open(self, watch: Any) -> NoReturn:
         raise ValueError(f"{self.name_of(0)} has no row: an IterableDataset is iterated")
@@ -175,9 +179,8 @@ class Batches:
         return samples
 
     def _collated(self, samples: list[Any]) -> Any:
-        content = self._content
         try:
-            return content.collate(samples[0] if content.batch_size is None else samples)
+            return self._content.collated(samples)
         except StopIteration as error:  # it would look like the end of the data set
             raise RuntimeError("collate_fn raised StopIteration") from error
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from orchdata.loaders.interrupts import interrupts_later
 from orchdata.loop.position import Position, Progress, Start
+from orchdata.order.steps import Draw
 
 _process = os.getpid()  # kept up to date, because to ask for it at each step takes longer
 
@@ -24,6 +25,9 @@ def _know_process() -> None:
 
 
 os.register_at_fork(after_in_child=_know_process)
+
+STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
+"""Message of the error that takes its place: StopIteration would look like the end of the epoch."""
 
 
 class Stream(Protocol):
@@ -50,7 +54,7 @@ class Stream(Protocol):
     def __next__(self) -> list[Any]:
         """Raises StopIteration at the end of the epoch, and what building a step raises."""
 
-    def leave(self, error: BaseException) -> Any:
+    def leave(self) -> Any:
         """After an error: return what the next iteration needs to try the failed (first undelivered) step again."""
 
     def skip_failed(self, error: BaseException) -> bool:
@@ -66,6 +70,9 @@ class EpochLoop:
     Args:
         open_stream: (loop) -> its steps; called when the first one is requested.
         keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
+        stores_seed: whether a state stores the base seed: ranks do not share the loader.
+
+    Attributes:
         base_seed: of the workers' random states, as torch draws it.
     """
 
@@ -75,20 +82,15 @@ class EpochLoop:
         open_stream: Callable[[EpochLoop], Stream],
         *,
         keep_dataset_state: bool,
-        base_seed: int = 0,
+        stores_seed: bool,
     ) -> None:
         self.progress = progress
         self.start = self._own = progress.start
-        self.base_seed = base_seed
-        self.stream: Stream | None = None
+        self.base_seed = 0
         self._open_stream = open_stream
         self._keep_dataset_state = keep_dataset_state
+        self._stores_seed = stores_seed
         self._has_ended = False
-
-    @property
-    def position(self) -> Position:
-        """After the step yielded last; before the first one, where the iteration starts."""
-        return self.start.position if self.stream is None else self.stream.position
 
     @property
     def origin(self) -> Position:
@@ -100,30 +102,36 @@ class EpochLoop:
         """Whether it has not ended, and the next one starts after it: no state was loaded, and no epoch set."""
         return not self._has_ended and self.progress.start is self._own
 
-    def num_left(self, num_steps: int) -> int:
-        """Return the number of steps, in an epoch of `num_steps`, that come after the step yielded last."""
-        position = self.position
-        return max(0, num_steps - position.step) + len(position.left)
+    @property
+    def dataset_states(self) -> list[dict[str, Any] | None]:
+        """For each worker, the state that its data set starts with; None for its own. Empty if nothing is restored."""
+        workers = self.origin.workers if self.start.restores else ()
+        return [None if get is None else get() for get in workers]
+
+    @property
+    def sampler_state(self) -> Any:
+        """The state that the sampler starts with; None for its own."""
+        return self.origin.sampler if self.start.restores else None
 
     def begin(self) -> Stream:
         """Open the stream for the first step. A trainer may have set its epoch since this iteration was created."""
         if self.progress.start.by_trainers_epoch:
             self.start = self._own = self.progress.start
-        self.stream = self._open_stream(self)
-        return self.stream
+        return self._open_stream(self)
+
+    def know(self, draw: Draw | None) -> Position:
+        """The epoch's random inputs are known. Returns where the iteration starts: the loader's position now."""
+        position = self.start.position.drawn(draw, self.base_seed if self._stores_seed else None)
+        self.progress.delivered = position
+        return position
 
     def advance(self) -> None:
         """A step was yielded for the first time: the next iteration starts the next epoch."""
-        self._own = self.progress.lead(self._own, Start(Position(self.position.epoch + 1)))
+        self._own = self.progress.lead(self._own, Start(Position(self.start.position.epoch + 1)))
 
-    def deliver(self) -> None:
-        """All microbatches of the step yielded last were taken."""
-        assert self.stream is not None
-        self.progress.delivered = self.stream if self.stream.computes_position else self.stream.position
-
-    def fail(self, stream: Stream, error: BaseException) -> None:
+    def fail(self, stream: Stream) -> None:
         """A step could not be built: the next iteration tries it again."""
-        position, undelivered, left = stream.position, stream.undelivered, stream.leave(error)
+        position, undelivered, left = stream.position, stream.undelivered, stream.leave()
         step = undelivered[0] if undelivered else stream.next_step
         start = self.start.position
         if step == start.step and position.draw == start.draw:
@@ -133,10 +141,10 @@ class EpochLoop:
             position = position.reaching(step, (*position.left, *undelivered))
             self._own = self.progress.lead(self._own, Start(position, restores=True, interrupted=left))
 
-    def end(self) -> None:
-        """All steps of the epoch were delivered."""
+    def end(self, position: Position) -> None:
+        """All steps of the epoch were delivered; its last position."""
         self._has_ended = True
-        following = self.position.next_epoch(keep_dataset_state=self._keep_dataset_state)
+        following = position.next_epoch(keep_dataset_state=self._keep_dataset_state)
         self._own = self.progress.lead(self._own, Start(following))
         self.progress.delivered = self.progress.start.position
 
@@ -148,7 +156,7 @@ class LoaderIterator:
         loop: the iteration.
         whole_steps: whether each item is a step, the list of its microbatches.
         as_torch: whether the iteration is over after an error that it cannot continue after, as with torch's loader.
-        watcher: is called before each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
+        watcher: is called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
     """
 
     _process = -1  # if an interrupt stopped __init__
@@ -159,9 +167,7 @@ class LoaderIterator:
         self._as_torch = as_torch
         self._watcher = watcher
         self._is_plain = not whole_steps and watcher is None
-        self._progress = loop.progress
         self._process = _process
-        self._computes_position = False
         self._stream: Stream | None = None
         self._rest: list[Any] = []  # of the step yielded last, the last microbatch first
         self._is_closed = False
@@ -174,8 +180,8 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if _process != self._process:
             raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
+        stream = self._stream or self._begin()
         if not self._rest:
-            stream = self._stream or self._begin()
             try:
                 batches = next(stream)
             except StopIteration:
@@ -189,21 +195,25 @@ class LoaderIterator:
                 self._has_advanced = True
                 self.loop.advance()
             if self._is_plain and len(batches) == 1:
-                self._progress.delivered = stream if self._computes_position else stream.position
+                self._deliver(stream)
                 return batches.pop()  # not kept here: the caller decides how long it lives
             batches.reverse()
             self._rest = batches
         if self._watcher is not None:
-            self._watch()
+            self._watch(stream)
         # The microbatches of a step come one by one. With the last one the step counts as delivered.
         if self._whole_steps:
             step, self._rest = self._rest, []
             step.reverse()
-            self.loop.deliver()
+            self._deliver(stream)
             return step
         if len(self._rest) == 1:
-            self.loop.deliver()
+            self._deliver(stream)
         return self._rest.pop()
+
+    def _deliver(self, stream: Stream) -> None:
+        """All microbatches of the step yielded last are taken."""
+        self.loop.progress.delivered = stream if stream.computes_position else stream.position
 
     def _begin(self) -> Stream:
         """Return the stream, opened when the first step is requested."""
@@ -218,15 +228,14 @@ class LoaderIterator:
             if self._watcher is not None:
                 self._watcher.begin()
             self._stream = self.loop.begin()
-            self._computes_position = self._stream.computes_position
         except BaseException as error:
             self._finish(error)
             raise
         return self._stream
 
-    def _watch(self) -> None:
+    def _watch(self, stream: Stream) -> None:
         try:
-            self._watcher.item()
+            self._watcher.item(stream.position)
         except BaseException as error:
             self._finish(error)
             raise
@@ -236,10 +245,7 @@ class LoaderIterator:
         self._stream, self._is_closed = None, True
         try:
             stream.close(is_over=True)
-            self.loop.end()
-            self.loop.stream = (
-                None  # streams refer to their loop: a cycle would keep workers until garbage is collected
-            )
+            self.loop.end(stream.position)
             if self._watcher is not None:
                 self._watcher.end()
         except BaseException as error:
@@ -250,7 +256,7 @@ class LoaderIterator:
         """After an item's error, and after Ctrl-C, the iteration continues, as torch's does."""
         if isinstance(error, Exception | SystemExit):
             self._has_advanced = False
-            self.loop.fail(stream, error)
+            self.loop.fail(stream)
         if not stream.skip_failed(error):
             self._finish(error)
         elif self._watcher is not None:
@@ -260,7 +266,7 @@ class LoaderIterator:
         """Stop the stream of this iteration, which has ended with an error, or which the caller leaves."""
         self._error = error
         self._is_closed = True
-        stream, self._stream, self.loop.stream = self._stream, None, None
+        stream, self._stream = self._stream, None
         if stream is not None:
             stream.close(has_failed=error is not None)
         if self._watcher is not None:

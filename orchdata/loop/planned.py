@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from orchdata.building.step import BuiltStep
 from orchdata.delivery.delivery import Delivery
 from orchdata.engines.engine import Engine
-from orchdata.loop.loop import EpochLoop
+from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.notices import warn_once
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import check_plans, fail_check
@@ -67,7 +67,6 @@ class PlannedStream:
         self.position = loop.start.position
         self._context = context
         self._loop = loop
-        self._start = loop.start
         self._engine = engine
         self._close = close
         self.next_step = self.position.step
@@ -75,7 +74,7 @@ class PlannedStream:
         self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
         self._under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
         self._is_delivering = False
-        self._interrupted: Interrupted | None = self._start.take_interrupted()
+        self._interrupted: Interrupted | None = loop.start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
 
@@ -94,7 +93,7 @@ class PlannedStream:
         step = self.next_step
         is_checked = self._is_checked(step)
         if not self._under_way:
-            if is_checked and step == self._start.position.step:
+            if is_checked and step == self._loop.start.position.step:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
             raise StopIteration
         self._bring_forward()
@@ -103,8 +102,8 @@ class PlannedStream:
         except Exception as error:
             if is_checked:
                 fail_check(error, self._context.rank.groups)
-            if isinstance(error, StopIteration):  # it would look like the end of the epoch
-                raise RuntimeError("the data set, or collate_fn, raised StopIteration") from error
+            if isinstance(error, StopIteration):
+                raise RuntimeError(STOP_ITERATION) from error
             raise
 
         # A step whose plan other ranks do not have stays under way: it is tried again.
@@ -132,7 +131,7 @@ class PlannedStream:
         self._submit(self._engine.depth + 1)  # this one is still among them
         return batches
 
-    def leave(self, error: BaseException) -> Interrupted:
+    def leave(self) -> Interrupted:
         undelivered = [*(task for task, _ in self._under_way), *self._ahead]
         tasks = None if self._tasks is None else chain(undelivered, self._tasks)
         return Interrupted(self._begun, tasks)
@@ -163,31 +162,27 @@ class PlannedStream:
 
     def _draw(self) -> Iterator[StepTask]:
         """Return the steps of the epoch from here on, once all ranks have its random inputs."""
-        context, start, origin = self._context, self._start, self._loop.origin
-        base_seed = self._loop.base_seed if context.is_single_rank else None
-        left, self._interrupted = self._interrupted, None
+        context, loop = self._context, self._loop
+        origin, left = loop.origin, self._interrupted
+        self._interrupted = None
         if left is not None and left.tasks is not None:
-            self._know(origin.draw, base_seed)
+            self.position = loop.know(origin.draw)
             return left.tasks
         draw = self._begun.share(origin.draw or context.steps.draw())
         if origin.draw is not None and draw != origin.draw:
             raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
-        self._know(draw, base_seed)
+        self.position = loop.know(draw)
         first = min((*origin.left, origin.step))
         tasks = context.steps.tasks(
             origin.epoch,
             first,
             draw,
             again=origin.draw is not None or context.rank.rank > 0,
-            sampler_state=origin.sampler if start.restores else None,
+            sampler_state=loop.sampler_state,
         )
         if first == origin.step:
             return tasks
         return (task for task in tasks if task.step >= origin.step or task.step in origin.left)
-
-    def _know(self, draw: Any, base_seed: int | None) -> None:
-        self.position = self.position.drawn(draw, base_seed)
-        self._loop.progress.delivered = self.position
 
     def _is_checked(self, step: int) -> bool:
         every = self._context.rank.check_plan_every

@@ -19,7 +19,7 @@ from orchdata.building.spec import MapContent
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
 from orchdata.engines.processes.engine import Workers
-from orchdata.loop.loop import EpochLoop
+from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.loop.position import Position
 from orchdata.notices import warn_user
 from orchdata.order.sampler import SamplerSteps
@@ -28,7 +28,6 @@ from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
 from orchdata.planning.make_plan import PlanSpec
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
-_STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
 
 
 class Rows:
@@ -84,27 +83,26 @@ class MapStream:
         pin_memory: bool,
     ) -> None:
         # Draw the random inputs of the epoch, unless a state or an interrupted iteration has them.
-        start, origin, rows = loop.start, loop.origin, loop.start.take_interrupted()
+        origin, rows = loop.origin, loop.start.take_interrupted()
         draw = steps.draw() if rows is None and origin.draw is None else origin.draw
         if rows is None:
-            sampler_state = origin.sampler if start.restores else None
             again = origin.draw is not None
             if isinstance(steps, OrderedSteps):
                 rows = Rows(_ordered(plan, steps, origin, draw), None, batched=content.batched)
             else:
-                lists, items = steps.items(origin.step, draw, again=again, sampler_state=sampler_state)
+                lists, items = steps.items(origin.step, draw, again=again, sampler_state=loop.sampler_state)
                 rows = Rows(lists, items, batched=content.batched)
 
         # The data set continues with its own state.
         self._stateful = content.stateful
-        if self._stateful is not None and start.restores and origin.workers:
-            self._stateful.restore((origin.workers[0] or dict)())
+        if self._stateful is not None and (states := loop.dataset_states):
+            self._stateful.restore(states[0] or {})
 
         self.undelivered: list[int] = []  # the failed step is the next one
         self._steps = steps
         self._rows = rows
         self._counts = counts
-        self._start = loop.progress.delivered = start.position.drawn(draw, loop.base_seed)
+        self._start = loop.know(draw)
         self.next_step = self._yielded = self._start.step
         self._sampler_state = self._start.sampler
         self._has_sampler_state = self._state_of_sampler() is not None
@@ -120,7 +118,7 @@ class MapStream:
         except StopIteration as error:
             if self._rows.is_over:
                 raise
-            raise RuntimeError(_STOP_ITERATION) from error
+            raise RuntimeError(STOP_ITERATION) from error
         counts = self._counts
         counts.steps += 1
         counts.samples += len(self._rows.current)
@@ -140,7 +138,7 @@ class MapStream:
             state=None if self._stateful is None else self._stateful.state,
         )
 
-    def leave(self, error: BaseException) -> Rows | None:
+    def leave(self) -> Rows | None:
         return None if self._rows.is_over else self._rows.again()
 
     def skip_failed(self, error: BaseException) -> bool:
@@ -193,11 +191,11 @@ class IterableSource:
         (ended, loader), self._kept = self._kept or (-1, None), None
         if loader is not None and ended != origin.epoch and isinstance(loader.dataset, BatchStream):
             return loader.dataset, loader
-        states = origin.workers if loop.start.restores else ()
+        states = loop.dataset_states
         first, self._begun = self._begun, None
         stream = BatchStream(
             self.content,
-            [None if get is None else get() for get in states],
+            states,
             epoch=origin.epoch,
             last=origin.worker if states and origin.step else -1,
             first=first,
@@ -234,7 +232,7 @@ class IterableStream:
     computes_position = False
 
     def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop, counts: TorchCounts) -> None:
-        self.position = loop.progress.delivered = loop.start.position.drawn(None, loop.base_seed)
+        self.position = loop.know(None)
         self.undelivered: list[int] = []
         self.next_step = self.position.step
         self._source = source
@@ -267,7 +265,7 @@ class IterableStream:
             return [taken.batch]
         return [source.content.collated_at(taken.batch, epoch, step)]
 
-    def leave(self, error: BaseException) -> None:
+    def leave(self) -> None:
         """Do nothing: the next iteration resumes at the failed step with the states of the workers."""
 
     def skip_failed(self, error: BaseException) -> bool:
