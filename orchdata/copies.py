@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.dataset.mixed import restore
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loop.position import Progress
@@ -81,9 +80,7 @@ def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
             f"{rank[0]} of {rank[1]}: create the loader here, or create the copied one with dp=(rank, size)"
         )
     if snapshot.state is not None:
-        prepared, _ = restore(runtime.prepared, snapshot.state, (), loader.num_workers)
-        if prepared is not runtime.prepared:
-            runtime.install(prepared)
+        runtime.load_state(snapshot.state, (), loader.num_workers)
     vars(loader._progress).update(vars(snapshot.progress))
     vars(loader).update(snapshot.attributes)
     runtime.seeds.later = snapshot.later_seeds

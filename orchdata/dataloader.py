@@ -8,12 +8,10 @@ from __future__ import annotations
 import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
@@ -23,35 +21,31 @@ from orchdata.batch.batch import ModelInputs
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import warn_shared
-from orchdata.dataset.mixed import restore
 from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.delivery.replay import build_again, plan_again
+from orchdata.delivery.replay import plan_again
 from orchdata.engines.choice import DEFAULT_PREFETCH
-from orchdata.loaders.errors import DataError, StateError
+from orchdata.loaders.errors import DataError
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Progress
-from orchdata.loop.state import check_allowed, dump_state
-from orchdata.notices import calling_line, calling_trainer, warn_once, warn_user
+from orchdata.notices import calling_line, calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Packed, Padded
 from orchdata.planning.plan import Plan
 from orchdata.ranks.comparing import Agreement
-from orchdata.ranks.gathering import gather_json
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
 from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
-from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation
+from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation, check_counted_by_len
 
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
 
 
 class DataLoader(Generic[T_co]):
-    """Iterable of balanced microbatches of multimodal samples. Its arguments have torch's names; see the README for
-    differences.
+    """Iterable of balanced microbatches of multimodal samples, with torch's arguments: the README lists differences.
 
     Iteration yields microbatches: `Batch` for a ShardDataset, or the results of `collate_fn`. `len()` is the number of
     optimizer steps, the same on every rank.
@@ -77,14 +71,13 @@ class DataLoader(Generic[T_co]):
             the step is built again; a sample that takes longer in two processes with no other sample is a failure. With
             threads: RuntimeError, up to 2 s late if a thread hangs. A hung thread does not keep the process from
             exiting, and the next iteration tries the step again. Inline: ValueError, as nothing could measure the time.
-            Peers that receive steps by broadcast wait that long for the reading rank (without a limit, as long as the
-            process group of the job waits). The limit must therefore cover the reader's longest pause.
+            Peers that receive steps by broadcast wait that long for the reading rank, or by default as long as the
+            process group of the job waits: the limit must cover the reader's longest pause.
         worker_init_fn: called with the worker's number in each worker process, before it builds. ValueError with
             threads, which share the random state of the training process. Inline it is not called, as in torch.
         prefetch_factor: number of steps under way per worker, default 2. ValueError inline, as in torch.
         persistent_workers: keep workers, or threads, from one epoch to the next. ValueError inline, as in torch.
-        generator: shuffles map-style data without a seed, in place of torch's default generator. Its initial seed is
-            the seed of shards and of an `od.Shuffle`.
+        generator: replaces torch's default for map-style data without a seed. Its initial seed is that of shards.
         in_order: False yields batches of worker processes as soon as they are ready, for map-style data and iterables
             on one rank. Otherwise batches stay in order, and a warning says so.
         pin_memory_device: ignored; memory is pinned for the current accelerator.
@@ -111,10 +104,9 @@ class DataLoader(Generic[T_co]):
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
             of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
-            names others), and ranks that differ only in the other dims get the same batches. Ranks that would plan
-            different steps raise an error: with a group or mesh at construction, which is then a collective; by default
-            at the first step, through the job's store. With (rank, size) nothing is compared; (0, 1) gives this process
-            every sample, independent of other processes.
+            names others), and ranks that differ only in other dims get the same batches. Ranks that would plan other
+            steps raise an error: with a group or mesh at construction, which is then a collective; by default at the
+            first step, through the job's store. With (rank, size) nothing is compared; (0, 1) gives all samples here.
         on_error: "raise", "skip" or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
         index: what to do if several ranks have no index of their shards. "build": at construction all ranks build it
@@ -175,16 +167,15 @@ class DataLoader(Generic[T_co]):
             self._own_names = frozenset((*vars(self), "_own_names"))
             if dp is None and not arguments.in_shards and sampler is None and batch_sampler is None:
                 warn_shared(dataset, rank)
-            self._warn_if_empty()
+            self._runtime.warn_if_empty(drop_last=drop_last)
 
     def _set_attributes(self, arguments: Arguments) -> None:
         """Set the attributes that torch's loader has: arguments, with defaults filled in."""
         prepared = self._runtime.prepared
         size = prepared.spec.plan.batches.describe()
-        vars(self).update({name: value for name, value in vars(arguments).items() if name in _AS_GIVEN})
+        vars(self).update(arguments.attributes())
         self.batch_size = self._runtime.batch_size
-        self.global_batch_size = size.get("global_batch_size")
-        self.global_batch_tokens = size.get("global_batch_tokens")
+        self.global_batch_size, self.global_batch_tokens = map(size.get, ("global_batch_size", "global_batch_tokens"))
         self.sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
         if self.sampler is None and self.batch_sampler is None:
             self.sampler = TrainerEpochs(self._progress)
@@ -192,20 +183,10 @@ class DataLoader(Generic[T_co]):
         if self.num_workers and self.prefetch_factor is None:
             self.prefetch_factor = DEFAULT_PREFETCH
 
-    def _warn_if_empty(self) -> None:
-        prepared = self._runtime.prepared
-        if self._runtime.known_count(self._progress.start.position) == 0:
-            size = prepared.spec.plan.batches.describe()
-            warn_user(
-                f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
-                f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={self.drop_last}"
-            )
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS and "_own_names" in self.__dict__:
             raise ValueError(
-                f"{name} attribute should not be set after DataLoader is initialized: "
-                f"{name} has an effect only at construction: create another loader"
+                f"{name} attribute should not be set after DataLoader is initialized: create another loader"
             )
         super().__setattr__(name, value)
 
@@ -241,26 +222,14 @@ class DataLoader(Generic[T_co]):
         self._follow_sampler()
         num_steps = self._runtime.count(self._progress.start.position)
         if self._runtime.has_microbatches and self._iterated_at != calling_line():
-            if trainer := calling_trainer():
-                raise ValueError(
-                    f"{trainer} takes len() of a loader for the number of items. The items here are microbatches, and "
-                    f"each of the {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): the "
-                    "trainer would stop inside an epoch, and step inside a global batch. Give it loader.steps(), with "
-                    "whole steps as items, each the list of its microbatches; od.hf.TrainerMixin makes transformers' "
-                    "Trainer take them"
-                )
-            warn_once(
-                "len of a loader with max_tokens",
-                f"len() of a loader is its number of optimizer steps, {num_steps}; iterating yields microbatches, and "
-                "under max_tokens a step may have several. A trainer that counts batches by len() stops early, inside "
-                "a global batch: let it iterate loader.steps(), which yields the microbatches of each step as a list",
-            )
+            check_counted_by_len(num_steps)
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate microbatches from the loader's position to the end of the epoch. The next `iter()` starts the next
-        epoch, also after `break`, once a batch was delivered. After an error of the loader itself it continues with the
-        step that failed.
+        """Iterate microbatches from the loader's position to the end of the epoch.
+
+        The next `iter()` starts the next epoch, also after `break`, once a batch was delivered. After an error of the
+        loader itself it continues with the step that failed.
         """
         self._iterated_at = calling_line()
         return self._iterate(whole_steps=False)
@@ -278,15 +247,8 @@ class DataLoader(Generic[T_co]):
         On one rank, it contains the state of a map-style data set, an iterable, its iterator or a sampler, if they have
         `state_dict` and `load_state_dict`. Between two epochs, this draws the random inputs of the next one.
         """
-        runtime, prepared = self._runtime, self._runtime.prepared
-        position = self._progress.position
-        if runtime.is_single_rank:
-            self._follow_sampler()
-            position = self._progress.promised(runtime.seeds.draw, prepared.steps.draw)
-            if not position.workers:
-                position = replace(position, workers=runtime.state_before())
-        state = dump_state(position, prepared.fingerprint, prepared.steps)
-        return state | prepared.state_of_order(state)
+        self._follow_sampler()
+        return self._runtime.state(self._progress)
 
     def load_state_dict(self, state: dict[str, Any], *, allow: Sequence[str] = ()) -> None:
         """Continue from `state` at the next iteration, in O(1).
@@ -300,16 +262,8 @@ class DataLoader(Generic[T_co]):
         Raises StateError, naming the difference, if the state belongs to another data set, recipe, order or size, or if
         the data set in each worker has its own state and the number of workers differs.
         """
-        check_allowed(allow)
-        runtime = self._runtime
-        prepared, position = restore(runtime.prepared, state, allow, self.num_workers)
-        if prepared.is_iterable and position.step and not position.workers:
-            raise StateError("the state does not say how far each worker has iterated the data set")
-        if prepared is not runtime.prepared:
-            runtime.install(prepared)
+        position = self._runtime.load_state(state, allow, self.num_workers)
         self._progress.load(position, by_trainer=calling_trainer() is not None)
-        if runtime.is_single_rank:
-            runtime.close()  # persistent workers are at a later position
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch."""
@@ -342,12 +296,7 @@ class DataLoader(Generic[T_co]):
             ValueError: samples can only be read in turn: those of an IterableDataset or of the user's sampler.
             DataError: of the first sample that cannot be loaded, under on_error="raise".
         """
-        runtime, draw = self._runtime, self._progress.draw_of(epoch)
-        rank = runtime.rank.rank if rank is None else rank
-        built = build_again(runtime.prepared.spec, runtime.prepared.steps, draw, epoch=epoch, step=step, rank=rank)
-        if built.failures and runtime.raises:
-            raise built.failures[0]
-        return runtime.context.delivery.named(built.batches)
+        return self._runtime.step_again(self._progress.draw_of(epoch), epoch=epoch, step=step, rank=rank)
 
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
@@ -373,14 +322,11 @@ class DataLoader(Generic[T_co]):
         return self._runtime.stats.as_dict()
 
     def gather_failures(self, group: Any = None) -> list[DataError]:
-        """Return the listed failures of all ranks, each once, sorted by shard and key: a collective over `group`. If
-        torch.distributed is not initialized, return those of this loader.
+        """Return the listed failures of all ranks, each once, sorted by shard and key: a collective over `group`.
+
+        If torch.distributed is not initialized, return those of this loader.
         """
-        listed = [list(failure.args) for failure in self._runtime.stats.failures]
-        by_rank = [listed]
-        if dist.is_available() and dist.is_initialized():
-            by_rank = gather_json(listed, dist.group.WORLD if group is None else group)
-        return sorted({DataError(*args) for each in by_rank for args in each}, key=lambda failure: failure.args)
+        return self._runtime.stats.gather_failures(group)
 
     def close(self) -> None:
         """Stop the workers, or threads, that `persistent_workers` keeps."""
@@ -391,12 +337,9 @@ class DataLoader(Generic[T_co]):
         if self._given.get("dp") is None:
             check_still_alone(runtime.rank)
         self._follow_sampler()
-        ends_accumulation = check_accumulation(
-            scales_loss=runtime.scales_loss,
-            knows_end=lambda: runtime.known_count(progress.start.position) is not None,
-        )
+        ends = check_accumulation(runtime.scales_loss, lambda: runtime.known_count(progress.start.position) is not None)
         loop = runtime.begin(progress)
-        watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends_accumulation else None
+        watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends else None
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:
@@ -405,18 +348,3 @@ class DataLoader(Generic[T_co]):
 
 
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
-_AS_GIVEN = (
-    "dataset",
-    "drop_last",
-    "generator",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "persistent_workers",
-    "multiprocessing_context",
-    "in_order",
-)
-"""Arguments that are attributes of a loader, as of torch's."""

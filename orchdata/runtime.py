@@ -5,6 +5,7 @@ Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime -
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
 from orchdata.dataset.arguments import Arguments, check_combination, check_workers
 from orchdata.dataset.describe import describe_loader
+from orchdata.dataset.mixed import restore
 from orchdata.dataset.options import (
     LoaderOptions,
     PreparedDataset,
@@ -29,22 +31,24 @@ from orchdata.dataset.prepare import prepare
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.pin import can_pin
 from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.replay import build_again
 from orchdata.delivery.stats import Stats
 from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.iterables import IterableContent
 from orchdata.engines.seeds import WorkerSeeds
 from orchdata.engines.warm import Warming, kernel_families
+from orchdata.loaders.errors import StateError
 from orchdata.loop.engines import Engines
 from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.planned import Interrupted, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
-from orchdata.loop.state import known_count
+from orchdata.loop.state import check_allowed, dump_state, known_count
 from orchdata.loop.torch_stream import IterableSource, IterableStream, MapStream
-from orchdata.notices import warn_once
+from orchdata.notices import warn_once, warn_user
 from orchdata.order.order import Shuffle
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import OrderedSteps, StreamSteps
+from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
 from orchdata.planning.layout import Padded, layout_of
 from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import Rank
@@ -133,7 +137,7 @@ class Runtime:
         self._pin_memory = pin_memory
         self._in_shards = arguments.in_shards
         self._scales_loss = arguments.in_shards and not callable(arguments.collate_fn)
-        self.raises = options.policy.action == "raise"
+        self._raises = options.policy.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
         if not (arguments.in_order or self.is_single_rank) and arguments.num_workers:
             warn_once("in_order=False of planned steps", _IN_ORDER)
@@ -185,6 +189,16 @@ class Runtime:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""
         return known_count(self.prepared.steps, position.epoch, position.draw)
 
+    def warn_if_empty(self, *, drop_last: bool) -> None:
+        """Warn if the first epoch has no steps."""
+        prepared = self.prepared
+        if self.known_count(Position(0)) == 0:
+            size = prepared.spec.plan.batches.describe()
+            warn_user(
+                f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
+                f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={drop_last}"
+            )
+
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before its first step, if it is read in this process and has one."""
         if self._iterable is not None:
@@ -192,6 +206,36 @@ class Runtime:
         if not self._is_inline or self.builder is None or self.builder.stateful is None:
             return ()
         return (self.builder.stateful.state,)
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """Return the loader's state: see `DataLoader.state_dict`."""
+        prepared, position = self.prepared, progress.position
+        if self.is_single_rank:
+            position = progress.promised(self.seeds.draw, prepared.steps.draw)
+            if not position.workers:
+                position = replace(position, workers=self.state_before())
+        state = dump_state(position, prepared.fingerprint, prepared.steps)
+        return state | prepared.state_of_order(state)
+
+    def load_state(self, state: dict[str, Any], allow: Sequence[str], num_workers: int) -> Position:
+        """Return the position of a state, after the order that it stores was installed."""
+        check_allowed(allow)
+        prepared, position = restore(self.prepared, state, allow, num_workers)
+        if prepared.is_iterable and position.step and not position.workers:
+            raise StateError("the state does not say how far each worker has iterated the data set")
+        if prepared is not self.prepared:
+            self.install(prepared)
+        if self.is_single_rank:
+            self.close()  # persistent workers are at a later position
+        return position
+
+    def step_again(self, draw: Draw | None, *, epoch: int, step: int, rank: int | None) -> list[Any]:
+        """Return the microbatches of any step: see `DataLoader.step_at`."""
+        rank = self.rank.rank if rank is None else rank
+        built = build_again(self.prepared.spec, self.prepared.steps, draw, epoch=epoch, step=step, rank=rank)
+        if built.failures and self._raises:
+            raise built.failures[0]
+        return self.context.delivery.named(built.batches)
 
     def install(self, prepared: PreparedDataset) -> None:
         """Continue with another order of the same data set."""

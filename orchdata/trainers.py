@@ -15,6 +15,7 @@ from typing import Any
 
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, Progress
+from orchdata.notices import calling_trainer, warn_once
 
 
 class TrainerEpochs:
@@ -51,6 +52,23 @@ class TrainerEpochs:
             self._progress.start.by_trainers_epoch = True
 
 
+def check_counted_by_len(num_steps: int) -> None:
+    """Warn a caller of `len(loader)` that steps may have several microbatches. Raises ValueError for a trainer."""
+    if trainer := calling_trainer():
+        raise ValueError(
+            f"{trainer} takes len() of a loader for the number of items. The items here are microbatches, and each of "
+            f"the {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): the trainer would stop "
+            "inside an epoch, and step inside a global batch. Give it loader.steps(), with whole steps as items, each "
+            "the list of its microbatches; od.hf.TrainerMixin makes transformers' Trainer take them"
+        )
+    warn_once(
+        "len of a loader with max_tokens",
+        f"len() of a loader is its number of optimizer steps, {num_steps}; iterating yields microbatches, and under "
+        "max_tokens a step may have several. A trainer that counts batches by len() stops early, inside a global "
+        "batch: let it iterate loader.steps(), which yields the microbatches of each step as a list",
+    )
+
+
 def accelerate_accumulation() -> tuple[int, bool]:
     """Return over how many batches Accelerate accumulates gradients, and whether the count ends with an epoch.
 
@@ -63,7 +81,7 @@ def accelerate_accumulation() -> tuple[int, bool]:
     return state.num_steps, state.sync_with_dataloader
 
 
-def check_accumulation(*, scales_loss: bool, knows_end: Callable[[], bool]) -> bool:
+def check_accumulation(scales_loss: bool, knows_end: Callable[[], bool]) -> bool:
     """Return whether Accelerate must know the last batch of an epoch.
 
     Args:

@@ -64,6 +64,26 @@ class Arguments:
         """Whether samples are in shards, with an index."""
         return isinstance(self.dataset, ShardDataset | Mixture)
 
+    def attributes(self) -> dict[str, Any]:
+        """Return what a loader has as attributes, as torch's loader has them."""
+        return {name: getattr(self, name) for name in _ATTRIBUTES}
+
+
+_ATTRIBUTES = (
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "persistent_workers",
+    "multiprocessing_context",
+    "in_order",
+)
+
 
 def check_combination(arguments: Arguments) -> None:
     """Raise ValueError for arguments of a torch data set that exclude each other."""

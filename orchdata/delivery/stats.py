@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from orchdata.building.figures import FIGURES, STAGES, plain_figures
 from orchdata.building.step import BuiltStep
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.ranks.gathering import gather_json
 
 _LISTED_FAILURES = 1000
 
@@ -64,6 +67,13 @@ class Stats:
     def num_failed_samples(self) -> int:
         """Number of distinct failed samples, with lost ones: a sample that fails in every epoch counts once."""
         return len(self._failed) + self._lost
+
+    def gather_failures(self, group: Any = None) -> list[DataError]:
+        """Return the listed failures of all ranks: see `DataLoader.gather_failures`."""
+        by_rank = [[list(failure.args) for failure in self.failures]]
+        if dist.is_available() and dist.is_initialized():
+            by_rank = gather_json(by_rank[0], dist.group.WORLD if group is None else group)
+        return sorted({DataError(*args) for each in by_rank for args in each}, key=lambda failure: failure.args)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values.
