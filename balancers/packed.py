@@ -47,7 +47,7 @@ def balance(
         tolerance: stop once makespan <= lower_bound * (1 + tolerance).
 
     Raises:
-        ValueError: costs that are not non-negative integers, or a cap that cannot hold.
+        ValueError: costs that are not non-negative integers, or a cap that no assignment can respect.
     """
     checked = checked_costs(costs)
     num_ranks = checked_ranks_count(num_ranks)

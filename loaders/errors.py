@@ -216,9 +216,8 @@ def pass_trouble(error: BaseException) -> None:
     """Raise if an exception says nothing about the data; return if it may be a failure of the data.
 
     Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread) is
-    not
-    a failure of the data: it becomes a StorageError. Lack of memory becomes a MemoryError. A failed import becomes a
-    PackageError, with any exception. A warning that a filter turned into an exception passes unchanged.
+    not a failure of the data: it becomes a StorageError. Lack of memory becomes a MemoryError. A failed import becomes
+    a PackageError, for any exception it raised. A warning that a filter turned into an exception passes unchanged.
     """
     if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error

@@ -1,4 +1,4 @@
-"""Warnings that a process issues once, for any number of loaders."""
+"""Warnings that a process issues once, for any number of loaders, and which line or trainer called this package."""
 
 from __future__ import annotations
 

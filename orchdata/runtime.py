@@ -161,6 +161,7 @@ class Runtime:
             keep_dataset_state=self.keep_dataset_state,
             stores_seed=self.is_single_rank,
         )
+        # The base seed of the workers. An iteration that continues from a state may use the state's.
         if self.is_single_rank:
             origin = loop.origin
             # Workers without a state must not repeat for later steps the draws of the first ones.
@@ -257,6 +258,7 @@ class Runtime:
         steps, spec = self.prepared.steps, self.prepared.spec
         if self._iterable is not None and isinstance(steps, StreamSteps):
             return IterableStream(self._iterable, steps, loop, self.stats.torch)
+        # Torch's loader cannot build steps that others overtook, or continue planned steps after an error.
         by_torch = (
             self.prepared.is_torchs
             and not loop.start.position.left

@@ -227,8 +227,10 @@ class Modality:
         return {}
 
     def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-        """Return arrays and extras for models that take one tensor per part, padded to the longest: name -> (axis of
-        the rows of a part in a tensor of all parts (num_parts, ...), number of rows of each part).
+        """Return how arrays and extras become one padded tensor of all parts, (num_parts, ...), for some models.
+
+        Returns:
+            name -> (axis of a part's rows in that tensor, number of rows of each part).
         """
         return {}
 

@@ -241,6 +241,9 @@ def _check_loss(where: str, key: str, value: Any, loss: bool, words: frozenset[s
 
 @lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
-    """Return (words of a key, its letters), in lower case: "toolCalls" is tool, calls and toolcalls."""
+    """Return the words of a key, and its letters without separators, in lower case.
+
+    "toolCalls" has the words "tool" and "calls", and the letters "toolcalls".
+    """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)

@@ -61,9 +61,9 @@ class Work:
         """Raise TooMuchWork if `more` further characters would be too many."""
         if self.done + more > self._most:
             raise TooMuchWork(
-                f"more than {self._most} characters are rendered or searched to find what the chat says and which of "
-                "it is learned: split the chat, or leave it out (a chat template that marks what is learned by "
-                "{% generation %} saves most of that)"
+                f"more than {self._most} characters are rendered or searched to find the chat's text and which of it "
+                "has loss: split the chat, or leave it out (less work is needed with a chat template that marks the "
+                "text with loss by {% generation %})"
             )
 
 

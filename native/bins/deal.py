@@ -43,9 +43,9 @@ def peaks_without(
 def deal(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     """Return bins in an order in which those of a micro-step are alike: int64 (num_bins,).
 
-    From the most costly; for several phases, sorted by their sum or by one of them, whichever waits least. Then bins
-    with the largest cost of a micro-step are exchanged with others while that helps. With one phase no order waits
-    less.
+    Bins are sorted by descending cost. With several phases they are sorted by the sum of phases or by one phase: the
+    order in which ranks wait least is taken. Then the bin with the largest cost of a micro-step is exchanged with
+    another bin while ranks wait less after it. With one phase, ranks wait least in the sorted order.
 
     Args:
         costs: int64 (num_bins, num_phases), at least 0, with a sum of at most 2**62.

@@ -137,6 +137,8 @@ class MediaPages:
         self._layout = source.layout
         self._route = work.route
         modality = self._modality = source.recipe.modalities[name]
+
+        # The parts, or a dummy if there is none, then padding to a length of the layout.
         self._sizes = source.index.sizes(work.encoded, source.recipe)
         source.check_rows(name, self._sizes)
         self._tokens = source.index.part_tokens[work.encoded].astype(np.int64)
@@ -151,6 +153,8 @@ class MediaPages:
         self._padding = _padding(source, name, self._sizes)
         if self._padding is not None:
             self._sizes = [*self._sizes, self._padding]
+
+        # Where each part is in the arrays of the modality.
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
         self._specs = modality.arrays()

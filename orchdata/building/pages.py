@@ -44,6 +44,8 @@ class Pages:
         self._rows = rows
         self._keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self._pieces = tuple(index.piece[rows].tolist())
+
+        # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
         self._dummies = _dummies(source, work)
         self._lengths = index.llm_tokens[rows].astype(np.int64)
         length = fixed_length(layout)
@@ -53,6 +55,8 @@ class Pages:
         self._starts = starts_of(row_lengths(layout, self._lengths))
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
+
+        # Memory of the modalities; the tokens of a sample that are not of a modality are text.
         reserved = self._reserved = Reservation()
         total, mrope = int(self._starts[-1]), layout.positions == "mrope"
         self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
@@ -61,6 +65,8 @@ class Pages:
         if len(rows) and text_lengths.min() < 0:
             raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
         self._text_starts = starts_of(text_lengths)
+
+        # Memory of the sequences.
         reserved.add("input_ids", (total,), np.int64)
         reserved.add("labels", (total,), np.int64)
         # The first row restarts at each sample; under "mrope" rows of time, height and width follow.

@@ -1,4 +1,4 @@
-"""Batches, packed or padded: threads write the samples of a microbatch straight into its memory."""
+"""Batches of `spec.ShardContent`, packed or padded: threads write samples straight into the memory of a microbatch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from orchdata.loaders.watch import Watch
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAssembler:
-    """Builds batches from an index's samples, in the layout of `source`."""
+    """Builds batches from an index's samples, packed or padded: `source` has the layout."""
 
     source: PageSource
     shards: OpenShards

@@ -57,6 +57,7 @@ def prepare_shards(
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
+    # The index, and the costs of its samples in this layout.
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)

@@ -120,6 +120,7 @@ class Delivery:
             ) from failed[0]
 
     def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        """Return the step with all samples masked that have parts that failed on other ranks."""
         if self._failed_parts is None:
             return self._received(engine, future, task)
         try:
@@ -130,6 +131,7 @@ class Delivery:
         return replace(built, batches=self._failed_parts.mask_labels(task.step, built.batches))
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        """Wait for a step of any engine, count it, and return it."""
         # Wait for the step.
         started = time.perf_counter()
         engine.expect(future)

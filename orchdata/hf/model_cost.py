@@ -128,7 +128,7 @@ def _thinker(config: Any) -> Any:
 
 
 def _described(config: Any, given: Mapping[str, Any]) -> _Described:
-    """Phases of a config; those without a rule are traced, unless their cost or their sizes are given."""
+    """Return the phases of a config. A phase without a rule is traced, unless the user gives its cost or its sizes."""
     by_keys = phases_of(config)
     kind = model_keys(config).get("model_type")
     # Of a model that is known as a whole: another may have towers that its keys do not show.

@@ -58,7 +58,10 @@ class Stream(Protocol):
         """After an error: return what the next iteration needs to try the failed (first undelivered) step again."""
 
     def skip_failed(self, error: BaseException) -> bool:
-        """After `leave`: skip the failed step. Returns False if this stream cannot continue."""
+        """Return whether this stream continues after an error; if so, skip the failed step.
+
+        A step that is still under way after Ctrl-C is not skipped. For other errors `leave` was called before.
+        """
 
     def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
         """Stop the engine, or keep it for the next iteration."""
@@ -181,6 +184,8 @@ class LoaderIterator:
         if _process != self._process:
             raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
         stream = self._stream or self._begin()
+
+        # No microbatch is left: get the next step.
         if not self._rest:
             try:
                 batches = next(stream)
@@ -194,6 +199,7 @@ class LoaderIterator:
             if not self._has_advanced:
                 self._has_advanced = True
                 self.loop.advance()
+            # The usual step has one microbatch.
             if self._is_plain and len(batches) == 1:
                 self._deliver(stream)
                 return batches.pop()  # not kept here: the caller decides how long it lives
@@ -201,6 +207,7 @@ class LoaderIterator:
             self._rest = batches
         if self._watcher is not None:
             self._watch(stream)
+
         # The microbatches of a step come one by one. With the last one the step counts as delivered.
         if self._whole_steps:
             step, self._rest = self._rest, []
@@ -253,10 +260,12 @@ class LoaderIterator:
             raise
 
     def _handle(self, stream: Stream, error: BaseException) -> None:
-        """After an item's error, and after Ctrl-C, the iteration continues, as torch's does."""
+        """After an item's error, or Ctrl-C, continue if the stream can, as torch's does; else end the iteration."""
+        # The next iteration starts at the failed step.
         if isinstance(error, Exception | SystemExit):
             self._has_advanced = False
             self.loop.fail(stream)
+        # This iteration goes on, or ends.
         if not stream.skip_failed(error):
             self._finish(error)
         elif self._watcher is not None:

@@ -165,13 +165,19 @@ class PlannedStream:
         context, loop = self._context, self._loop
         origin, left = loop.origin, self._interrupted
         self._interrupted = None
+
+        # After an error, the tasks that the failed iteration drew are taken again.
         if left is not None and left.tasks is not None:
             self.position = loop.know(origin.draw)
             return left.tasks
+
+        # All ranks use the random inputs that rank 0 has drawn, or those of the state.
         draw = self._begun.share(origin.draw or context.steps.draw())
         if origin.draw is not None and draw != origin.draw:
             raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
         self.position = loop.know(draw)
+
+        # Tasks begin at the first step that is not delivered; delivered steps after it are left out.
         first = min((*origin.left, origin.step))
         tasks = context.steps.tasks(
             origin.epoch,

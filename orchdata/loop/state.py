@@ -82,6 +82,8 @@ def load_state(
         known = " and ".join(map(str, READ))
         raise StateError(f"the state has version {state['version']}, this orchdata reads versions {known}")
     _check_kinds(state)
+
+    # The loader that wrote the state: it may differ from this one only in what `allow` names.
     theirs = _with_present_weights(state.get("fingerprint", {}))
     if _is_small(theirs):
         fingerprint = _digested(fingerprint)
@@ -95,6 +97,8 @@ def load_state(
         differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
+
+    # The position. After another size or other weights, the rest of the epoch is cut again.
     position = _position(state, num_workers)
     if other_size is None:
         if check:

@@ -106,15 +106,20 @@ class PlanSpec:
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
+    # The samples: the order computes them, or a torch sampler drew them.
     if task.rows is None:
         start, stop = spec.steps.bounds(task)
         source, row = spec.order.rows(task.epoch, start, stop)
     else:
         start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
+
+    # What each sample costs, and the rank that owns its stream.
     costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
     loss_tokens = spec.costs.loss_tokens(row)
     stream_rank = stream_ranks(spec.order.drawn_from(task.epoch, start, stop), spec.num_ranks)
     positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
+
+    # The rank and microbatch of each sample, and per phase the rank of each part.
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
     shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
     return Plan(

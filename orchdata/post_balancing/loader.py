@@ -230,7 +230,10 @@ def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule
 
 
 def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
-    """Return the ranks of the group on each node, all without LOCAL_WORLD_SIZE; None if they are not consecutive."""
+    """Return the number of ranks of the group on each node; None if the ranks of a node are not consecutive.
+
+    Without a group, or without LOCAL_WORLD_SIZE, all ranks count as one node.
+    """
     local = ranks_per_node()
     if group is None or local is None:
         return num_ranks

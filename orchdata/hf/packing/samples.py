@@ -50,7 +50,7 @@ def tried_samples(config: Any, family: Family) -> list[Sample]:
 
 
 def packed(samples: Sequence[Sample], *, mrope: bool) -> Batch:
-    """All in one row, positions restarting."""
+    """Return all samples in one row. Positions restart at each sample."""
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     counting = torch.cat([torch.arange(int(length)) for length in lengths])
@@ -69,7 +69,7 @@ def packed(samples: Sequence[Sample], *, mrope: bool) -> Batch:
 
 
 def padded(samples: Sequence[Sample], *, mrope: bool, multiple_of: int = 1) -> Batch:
-    """A row each, of the longest's length, aligned."""
+    """Return one row per sample, padded to the longest sample, aligned up to `multiple_of`."""
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     longest = -(-int(lengths.max()) // multiple_of) * multiple_of
     counting = torch.arange(longest).expand(len(samples), -1)

@@ -35,7 +35,12 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """Which layers of `total` stay, and the fields that say so, by name."""
+    """The layers that stay in the tiny model.
+
+    Attributes:
+        total: number of layers of the whole model.
+        layers: indices of those that stay, ascending.
+    """
 
     total: int
     layers: tuple[int, ...]
@@ -65,7 +70,7 @@ def fewer_layers(fields: Fields, of_each: int = 1) -> dict[str, Any]:
 
 
 def _shorter_patterns(fields: Fields) -> dict[str, Any]:
-    """Patterns said by a number, at most `_PERIOD` long."""
+    """Return the changed fields of patterns that a number describes: the period becomes at most `_PERIOD`."""
     changed: dict[str, Any] = {}
     for name, value in fields.items():
         if type(value) is not int:
@@ -84,7 +89,7 @@ def _has_period(name: str, fields: Fields) -> bool:
 
 
 def _kept(total: int, fields: Fields, of_each: int) -> Kept:
-    """The first layers of each kind; two at least, and a whole period of what is said by a number."""
+    """Return the first layers of each kind: at least two, and one whole period of a pattern that a number describes."""
     seen: dict[Any, list[int]] = {}
     for layer in range(total):
         seen.setdefault(_kind(layer, total, fields), []).append(layer)

@@ -188,7 +188,7 @@ def _chunked(length: int, width: int) -> int:
 
 
 def total(parts: Sequence[Operations]) -> Operations:
-    """The sum of parts, those alike added up first."""
+    """Return the sum of parts. Equal parts are counted first, and each is multiplied by its count."""
     counts: dict[Any, int] = {}
     for each in parts:
         counts[each] = counts.get(each, 0) + 1

@@ -235,7 +235,7 @@ class TrainerMixin(_Base):
             track(self._main_input(batch))
 
     def _load(self, steps: OptimizerSteps, checkpoint: str | bool) -> None:
-        """Put the loader where the checkpoint was written."""
+        """Load the loader's state from the checkpoint, and compare its step with the Trainer's. Raises StateError."""
         folder = get_last_checkpoint(self.args.output_dir) if isinstance(checkpoint, bool) else checkpoint
         if folder is None:
             return  # the Trainer says so
