@@ -10,6 +10,7 @@ OrchdataError
 ├── PackageError       a required package is missing or broken; also an ImportError; says nothing about data
 ├── StateError         a state that belongs to another dataset, recipe or order
 ├── TooManyFailures    the failure budget of an ErrorPolicy is spent
+├── FunctionError      a function of the user's cannot be used with any data; also a ValueError
 └── StepError          no rank can continue with a step of post_balance; also a RuntimeError
 
 WireError (about bytes from another rank) and LaunchError (about ranks that a command started) derive from OrchdataError
@@ -152,6 +153,10 @@ class TooManyFailures(OrchdataError):
     """More samples failed than the ErrorPolicy allows."""
 
 
+class FunctionError(OrchdataError, ValueError):
+    """A function of the user's that cannot be used: it is not deterministic, or its id belongs to another function."""
+
+
 class StepError(OrchdataError, RuntimeError):
     """No rank can continue with a step of post_balance.
 
@@ -169,7 +174,7 @@ class StepError(OrchdataError, RuntimeError):
         return str(self.args[0])
 
 
-NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError)
+NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError)
 """Errors that say nothing about the data that was being read."""
 
 

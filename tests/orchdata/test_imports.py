@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process
 loaders: memory
 loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
-loaders: limits resampling
+loaders: limits resampling functions
 loaders: storage
 loaders: claims
 loaders: text modalities

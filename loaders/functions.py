@@ -1,0 +1,210 @@
+"""Functions of the user's: their ids, which are part of a recipe's fingerprint, and calls with errors that name them.
+
+An id says what a function computes, and must not depend on the process or on the version of Python. It is given, or a
+hash of the function's source text. The text says everything only if the function uses nothing but its arguments,
+builtins and modules of installed packages; for any other function the id must be given.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import hashlib
+import importlib.util
+import inspect
+import io
+import sys
+import sysconfig
+import textwrap
+import tokenize
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+from orchdata.loaders.environment import OWN
+from orchdata.loaders.errors import DecodeError, FunctionError, pass_trouble
+from orchdata.loaders.memory import pass_shortage
+
+_ID_BYTES: Final = 16
+_PLAIN: Final = (type(None), bool, int, float, str, bytes)
+_LAYOUT: Final = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+
+
+@dataclass(frozen=True, eq=False)
+class UserFunction:
+    """A function of the user's.
+
+    Attributes:
+        argument: name of the argument that it was given for, such as "Recipe.record".
+        function: the function.
+        id: its identity, in fingerprints.
+        digest: of its source text without comments; "" if the text is not available.
+    """
+
+    argument: str
+    function: Callable[..., Any]
+    id: str
+    digest: str
+
+    @classmethod
+    def of(cls, argument: str, function: Any, id: str | None) -> UserFunction:
+        """Check a function and its id.
+
+        Args:
+            argument: name of the argument that it was given for; the id's argument is called `<argument>_id`.
+            function: the function.
+            id: given by the user; None: from the source text.
+
+        Raises:
+            TypeError: it cannot be called, or the id is no string.
+            ValueError: no id is given, and the source text does not say all that the function does.
+        """
+        if not callable(function):
+            raise TypeError(f"{argument} must be a function, got {type(function).__name__}")
+        if id is not None and (not isinstance(id, str) or not id):
+            raise TypeError(f"{argument}_id must be a string that is not empty, got {id!r}")
+        source = _source(function)
+        digest = "" if source is None else _digest([_without_comments(source)])
+        return cls(argument, function, _id_from_source(argument, function, source) if id is None else id, digest)
+
+    @property
+    def name(self) -> str:
+        """The function's own name."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__name__))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it. Raises DecodeError, with the function and the line, for any exception that is about the data."""
+        try:
+            return self.function(*arguments)
+        except Exception as error:
+            pass_shortage(error)
+            pass_trouble(error)
+            said = " ".join(str(error).split())[:200]
+            line = _line_in(error, self.function)
+            where = f"{self.argument}: {self.name}{f', line {line}' if line else ''}"
+            raise DecodeError(f"{where}: {type(error).__name__}{f': {said}' if said else ''}") from error
+
+    def unfit(self, reason: str) -> FunctionError:
+        """Return the error for a function that cannot be used with any data."""
+        return FunctionError(f"{self.argument}: {self.name} {reason}")
+
+
+def _id_from_source(argument: str, function: Any, source: str | None) -> str:
+    problem = _unknown_part(function)
+    if problem is None and source is None:
+        problem = "its source text is not available"
+    if problem is not None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(
+            f"{argument}: the id of {name} cannot be made from its source text: {problem}. Give "
+            f'{argument.rpartition(".")[2]}_id="...", a string that you change whenever the function returns '
+            "something else; it is part of the fingerprint of indexes and states"
+        )
+    assert source is not None
+    return "source:" + _digest([source, *(f"{name}={each}" for name, each in _modules(function))])
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogateescape"), digest_size=_ID_BYTES).hexdigest()
+
+
+def _source(function: Any) -> str | None:
+    """Return the source text of a function, without its indentation and white space at line ends."""
+    try:
+        lines, _ = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None
+    return "\n".join(line.rstrip() for line in textwrap.dedent("".join(lines)).splitlines()).strip()
+
+
+def _without_comments(source: str) -> str:
+    """Return the tokens of a source text, so that comments and layout do not count."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return source
+    return " ".join(token.string for token in tokens if token.type not in _LAYOUT)
+
+
+def _unknown_part(function: Any) -> str | None:
+    """Return what a function uses that its source text does not contain, or None."""
+    if not isinstance(function, FunctionType):
+        return f"it is a {type(function).__name__}, not a function that `def` makes"
+    if function.__name__ == "<lambda>":
+        return "a lambda has no source text of its own; write it with `def`"
+    if function.__closure__:
+        return f"it uses {', '.join(function.__code__.co_freevars)} of the function around it"
+    if hasattr(function, "__wrapped__"):
+        return "it is wrapped by a decorator"
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if not all(isinstance(value, _PLAIN) for value in defaults):
+        return "an argument has a default that is no string or number"
+    for name in _globals_of(function.__code__):
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            if value is function:
+                continue
+            if not isinstance(value, ModuleType):
+                return f"it uses {name}, which is defined outside of it"
+            if not _is_installed(value.__name__):
+                return f"it uses the module {name}, which is code of your own"
+        elif not hasattr(builtins, name):
+            return f"it uses {name}, which is not defined"
+    own = next((name for name in _imports_of(function.__code__) if not _is_installed(name)), None)
+    return None if own is None else f"it imports {own}, which is code of your own, or not installed"
+
+
+def _modules(function: FunctionType) -> list[tuple[str, str]]:
+    """Return the modules that a function uses, by the names that it uses."""
+    used = ((name, function.__globals__.get(name)) for name in sorted(_globals_of(function.__code__)))
+    return [(name, value.__name__) for name, value in used if isinstance(value, ModuleType)]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    return {
+        str(instruction.argval)
+        for each in _codes(code)
+        for instruction in dis.get_instructions(each)
+        if "GLOBAL" in instruction.opname
+    }
+
+
+def _imports_of(code: CodeType) -> list[str]:
+    return [
+        str(instruction.argval)
+        for each in _codes(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname == "IMPORT_NAME"
+    ]
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module belongs to Python, to an installed package, or to this library."""
+    package = module.partition(".")[0]
+    if package == OWN or package in sys.stdlib_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    folders = {Path(path).resolve() for name in ("purelib", "platlib") if (path := sysconfig.get_path(name))}
+    return any(place is not None and folders & {*Path(place).resolve().parents} for place in places)
+
+
+def _line_in(error: BaseException, function: Any) -> int | None:
+    """Return the line of a function at which an exception left it."""
+    code = getattr(function, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return lines[-1] if lines else None
