@@ -33,6 +33,8 @@ class LoaderSnapshot:
         rank: number of its data-parallel rank, and the number of ranks.
         progress: its position.
         later_seeds: source of the seeds of persistent workers.
+        samplers: attributes `sampler` and `batch_sampler`, which the user may have changed or replaced; empty if the
+            loader does not draw from them.
         state: state of a mixture's loader, because its stages may have changed since it was created; else None.
         attributes: attributes that the user, or a subclass, added.
     """
@@ -40,6 +42,7 @@ class LoaderSnapshot:
     rank: tuple[int, int]
     progress: Progress
     later_seeds: Any
+    samplers: Mapping[str, Any]
     state: Mapping[str, Any] | None
     attributes: Mapping[str, Any]
 
@@ -62,6 +65,7 @@ def take_snapshot(loader: Any) -> LoaderSnapshot:
         rank=(rank.rank, rank.size),
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
+        samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
         state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
@@ -82,6 +86,7 @@ def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
     if snapshot.state is not None:
         runtime.load_state(snapshot.state, (), loader.num_workers)
     vars(loader._progress).update(vars(snapshot.progress))
+    vars(loader).update(snapshot.samplers)
     vars(loader).update(snapshot.attributes)
     runtime.seeds.later = snapshot.later_seeds
 

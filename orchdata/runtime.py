@@ -173,6 +173,11 @@ class Runtime:
             loop.base_seed = self.seeds.draw()
         return loop
 
+    @property
+    def follows(self) -> bool:
+        """Whether samples are drawn from the loader's sampler as it is now: the user may have changed it."""
+        return self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps)
+
     def follow(self, sampler: Any) -> None:
         """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
         if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):

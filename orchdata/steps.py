@@ -54,6 +54,7 @@ class OptimizerSteps:
 
     def __len__(self) -> int:
         """Return the optimizer steps of an epoch, equal on every rank. Raises TypeError if the data have no length."""
+        self.loader._follow_sampler()
         loop = self._loop
         under_way = loop is not None and loop.is_under_way
         return self._runtime.count(loop.origin if loop is not None and under_way else self._progress.start.position)
@@ -78,6 +79,7 @@ class OptimizerSteps:
 
     def num_steps(self, epoch: int) -> int:
         """Return the optimizer steps of an epoch from its start. Raises TypeError if the data set has no length."""
+        self.loader._follow_sampler()
         return self._runtime.count(Position(epoch))
 
     def state_dict(self) -> dict[str, Any]:

@@ -155,6 +155,18 @@ def test_a_subclass_keeps_its_arguments_and_attributes() -> None:
     assert repr(loader) == "Sorted(Numbers of 8, batch_size=4; rank 0 of 1; epoch 0, step 0)"
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_has_the_sampler_as_the_user_changed_it(copied: Callable[[od.DataLoader], od.DataLoader]) -> None:
+    loader = od.DataLoader(list(range(10)), batch_size=2, collate_fn=list)
+    loader.batch_sampler.batch_size = 4
+    other = copied(loader)
+    assert len(other) == 3 and list(other) == list(loader)
+    object.__setattr__(loader, "batch_sampler", [[1], [2, 3]])
+    assert len(loader.steps()) == 2
+    other = copied(loader)
+    assert len(other) == 2 and list(other) == list(loader) == [[1], [2, 3]]
+
+
 def test_copies_that_would_be_wrong_are_refused(dataset: od.ShardDataset) -> None:
     with pytest.raises(TypeError, match="iterator for sampler="):
         copy.deepcopy(od.DataLoader(Numbers(8), sampler=iter(range(8))))
