@@ -122,10 +122,12 @@ class Batches:
         return self
 
     def __next__(self) -> Taken:
-        while self._skipped:
-            self._skipped -= 1
+        while self._skipped and not self.is_last:
             with suppress(StopIteration):
-                self._collated(self._take())
+                samples = self._take()  # what it raises was raised before, for a batch that was not counted
+                self._skipped -= 1
+                if not self._content.takes_step:  # else the training process has called it
+                    self._collated(samples)
         if self._waits:
             self._waits = False
             return Taken(None, 0, self._worker)
@@ -136,9 +138,9 @@ class Batches:
             state = packed(own)
         return Taken(batch, len(samples), self._worker, self.steps, self.is_last, state)
 
-    def state(self, epoch: int | None) -> dict[str, Any]:
-        """Return the data set's current state."""
-        return {"epoch": epoch, "steps": self.steps, "ended": self.is_last} | self._own_state()
+    def state(self, epoch: int | None, steps: int = 0) -> dict[str, Any]:
+        """Return the data set's current state, after this number of batches was delivered."""
+        return {"epoch": epoch, "steps": steps, "ended": self.is_last} | self._own_state()
 
     def restore(self, state: Mapping[str, Any], epoch: int) -> None:
         """Continue in `epoch` after a state, or start the epoch if the state is the end of the one before."""

@@ -243,9 +243,14 @@ class IterableStream:
 
     def __next__(self) -> list[Any]:
         started = perf_counter()
-        taken = next(self._batches)
-        while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
+        try:
             taken = next(self._batches)
+            while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
+                taken = next(self._batches)
+        except Exception as error:
+            if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers
+                error.with_traceback(None)
+            raise
         self._counts.steps += 1
         self._counts.samples += taken.num_samples
         self._counts.waiting_seconds += perf_counter() - started
@@ -253,17 +258,18 @@ class IterableStream:
         step, source, epoch = self.next_step, self._source, self.position.epoch
         if self._steps.asked_length is not None and step >= self._steps.asked_length:
             _warn_longer(source.content.dataset, self._steps.asked_length, step + 1, source.has_workers)
-        batches = self._stream.first
+        batch = taken.batch
+        if source.content.takes_step:
+            batch = source.content.collated_at(batch, epoch, step)
+        here = self._stream.first
         self.position = self.position.after(
             step,
-            state=partial(taken.progress, epoch) if batches is None else partial(batches.state, epoch),
+            state=partial(taken.progress, epoch) if here is None else partial(here.state, epoch, taken.steps),
             worker=taken.worker,
             num_workers=source.num_workers,
         )
         self.next_step += 1
-        if not source.content.takes_step:
-            return [taken.batch]
-        return [source.content.collated_at(taken.batch, epoch, step)]
+        return [batch]
 
     def leave(self) -> None:
         """Do nothing: the next iteration resumes at the failed step with the states of the workers."""

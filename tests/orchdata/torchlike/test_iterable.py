@@ -139,3 +139,73 @@ def test_a_mixture_of_states_with_workers_takes_each_where_it_was() -> None:
         again = od.DataLoader(range_dataset(8), batch_size=2, collate_fn=list, num_workers=3)
         again.load_state_dict(states[number])
         assert list(again) == given[number + 1 :]
+
+
+class Once:
+    """Raises once, and continues."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == 4:
+            raise OSError("disk on fire")
+        if self.number > 10:
+            raise StopIteration
+        return self.number
+
+
+class RaisesOnce(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return Once()
+
+
+def test_a_state_after_an_error_that_the_data_set_continued_from_repeats_no_batch() -> None:
+    def loader() -> od.DataLoader:
+        return od.DataLoader(RaisesOnce(), batch_size=2, collate_fn=list)
+
+    one = loader()
+    steps = iter(one)
+    assert next(steps) == [1, 2]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(steps)
+    assert next(steps) == [5, 6]
+    again = loader()
+    again.load_state_dict(one.state_dict())
+    resumed = iter(again)
+    with pytest.raises(OSError, match="disk on fire"):
+        next(resumed)
+    assert list(resumed) == list(steps) == [[7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("takes_step", [False, True])
+def test_a_batch_that_collate_fn_refused_comes_after_a_resume(workers: int, takes_step: bool) -> None:
+    def loader(refused: int) -> od.DataLoader:
+        def collated(samples: list[int]) -> list[int]:
+            if samples[0] == refused:
+                raise ValueError(f"refused {samples}")
+            return samples
+
+        def with_the_step(samples: list[int], step: od.StepInfo) -> tuple[int, list[int]]:
+            return step.step, collated(samples)
+
+        collate_fn = with_the_step if takes_step else collated
+        return od.DataLoader(range_dataset(8), batch_size=2, collate_fn=collate_fn, num_workers=workers)
+
+    given = list(loader(-1))
+    one = loader(4)
+    steps = iter(one)
+    assert [next(steps), next(steps)] == given[:2]
+    with pytest.raises(ValueError, match="refused"):
+        next(steps)
+    again = loader(-1)
+    again.load_state_dict(one.state_dict())
+    assert list(again) == given[2:]
+    with pytest.raises(ValueError, match="refused"):
+        next(iter(one))
+    assert next(steps) == given[3]
