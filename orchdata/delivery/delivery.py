@@ -95,13 +95,16 @@ class Delivery:
 
         Raises what building it raised, RuntimeError after the timeout (this closes the engine), and as `FailureBudget`.
         """
-        if self._replication is None or self._receives:
-            return self.named(self._masked(engine, future, task).batches)
         try:
             built = self._masked(engine, future, task)
         except Exception as error:
-            self._replication.send_error(error)
+            if self._replication is not None and not self._receives:
+                self._replication.send_error(error)
             raise
+        finally:
+            del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
+        if self._replication is None or self._receives:
+            return self.named(built.batches)
         self._replication.send(built)
         return self.named(built.batches)
 
@@ -121,13 +124,16 @@ class Delivery:
 
     def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
         """Return the step with all samples masked that have parts that failed on other ranks."""
-        if self._failed_parts is None:
-            return self._received(engine, future, task)
         try:
             built = self._received(engine, future, task)
         except Exception as error:
-            self._failed_parts.give_up(task.step, error)
+            if self._failed_parts is not None:
+                self._failed_parts.give_up(task.step, error)
             raise
+        finally:
+            del future  # as in `deliver`
+        if self._failed_parts is None:
+            return built
         return replace(built, batches=self._failed_parts.mask_labels(task.step, built.batches))
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
@@ -145,7 +151,10 @@ class Delivery:
                 f"DataLoader timed out after {self._timeout} seconds, waiting for step {task.step} of epoch "
                 f"{task.epoch}"
             )
-        built = future.result()
+        try:
+            built = future.result()
+        finally:
+            del future  # as in `deliver`
 
         # Count it.
         waited = time.perf_counter() - started

@@ -26,12 +26,19 @@ class InlineEngine(PlainEngine):
             self._stateful.restore(states[0] or {})
 
     def submit(self, task: StepTask) -> Future[BuiltStep]:
-        future: Future[BuiltStep] = Future()
         try:
             built = self._builder.build(task)
             if self._stateful is not None:
                 built.dataset_state = self._stateful.state
-            future.set_result(built)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
-            future.set_exception(error)
+            return _failed(error)
+        future: Future[BuiltStep] = Future()
+        future.set_result(built)
         return future
+
+
+def _failed(error: BaseException) -> Future[BuiltStep]:
+    """Return a future of an error. No frame of the error's traceback has it: a cycle would keep the caller's frames."""
+    future: Future[BuiltStep] = Future()
+    future.set_exception(error)
+    return future

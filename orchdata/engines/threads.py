@@ -88,7 +88,10 @@ class ThreadEngine(PlainEngine):
                 fill()
         except BaseException as raised:  # noqa: BLE001 - it is passed on
             error = raised
-        run.end_task(error)
+        try:
+            run.end_task(error)
+        finally:
+            del run, error  # or this frame, which the error's traceback has, would refer to the error: a cycle
 
 
 class _StepRun:
@@ -117,6 +120,7 @@ class _StepRun:
                 error = raised
         if error is not None:
             self._future.set_exception(passed_on(error))
+            del self, error  # as in `ThreadEngine._run`
 
 
 def prepare_thread() -> None:

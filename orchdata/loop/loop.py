@@ -137,7 +137,8 @@ class EpochLoop:
         position, undelivered, left = stream.position, stream.undelivered, stream.leave()
         step = undelivered[0] if undelivered else stream.next_step
         start = self.start.position
-        if step == start.step and position.draw == start.draw:
+        # A state may list steps below the one that it starts with: once one came, the start has moved.
+        if step == start.step and position.draw == start.draw and self._own is self.start:
             if self.progress.start is self._own:
                 self._own.interrupted = left
         else:

@@ -124,9 +124,12 @@ class PlannedStream:
         return batches
 
     def _deliver(self) -> list[Any]:
-        task, future = self._under_way[0]
         self._is_delivering = True
-        batches = self._context.delivery.deliver(self._engine, future, task)
+        task, future = self._under_way[0]
+        try:
+            batches = self._context.delivery.deliver(self._engine, future, task)
+        finally:
+            del future  # as in `Delivery.deliver`
         self._is_delivering = False
         self._submit(self._engine.depth + 1)  # this one is still among them
         return batches

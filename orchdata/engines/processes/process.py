@@ -213,5 +213,5 @@ def error_of(message: dict[str, Any]) -> Exception:
     try:
         value.reraise()
     except Exception as error:  # noqa: BLE001 - it is passed on
-        return error
+        return error.with_traceback(None)  # torch's frame there has the error as a variable: a cycle
     return RuntimeError("a worker process failed without an error message")

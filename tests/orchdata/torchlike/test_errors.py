@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import multiprocessing
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import orchdata as od
 
@@ -107,3 +111,92 @@ def test_stop_iteration_of_an_item_does_not_end_the_epoch(num_workers: int) -> N
         with pytest.raises(RuntimeError, match="raised StopIteration"):
             next(batches)
     assert next(batches, None) is None
+
+
+class Refusing(Dataset[int]):
+    def __init__(self, refused: set[int]) -> None:
+        self.refused = refused
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> int:
+        if number in self.refused:
+            raise OSError(f"refused {number}")
+        return number
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def refuse_batch(samples: list[int]) -> None:
+    raise ValueError(f"refused {samples}")
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_caught_error_does_not_keep_the_workers_of_an_iteration(persistent_workers: bool) -> None:
+    """They would run until the next collection; with persistent workers, the next iteration would start others."""
+    loader = od.DataLoader(
+        Refusing({2}), batch_size=2, num_workers=1, persistent_workers=persistent_workers, collate_fn=list
+    )
+    with no_collection():
+        for _ in range(3):
+            taken_with_an_error(loader)
+            processes = multiprocessing.active_children()
+            assert len(processes) == int(persistent_workers)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: od.DataLoader(Refusing({2}), batch_size=2),
+        lambda: od.DataLoader(Refusing({2}), batch_size=2, cost=[1] * 12),
+        lambda: od.DataLoader(Refusing({2}), batch_size=2, num_threads=1),
+        lambda: od.DataLoader(Refusing(set()), batch_size=2, num_threads=1, collate_fn=refuse_batch),
+        lambda: od.DataLoader(Stream(), batch_size=2, collate_fn=refuse_batch),
+        lambda: od.DataLoader(Stream(), batch_size=2, collate_fn=refuse_batch, num_workers=1),
+    ],
+)
+def test_a_caught_error_does_not_keep_the_iteration(make: Callable[[], od.DataLoader]) -> None:
+    with no_collection():
+        assert taken_with_an_error(make())() is None
+
+
+def taken_with_an_error(loader: od.DataLoader) -> weakref.ref[Any]:
+    """Take three steps, of which one or more fail. This frame, which has the iterator, is in the errors' tracebacks."""
+    steps, num_errors = iter(loader), 0
+    for _ in range(3):
+        try:
+            next(steps)
+        except (OSError, ValueError):
+            num_errors += 1
+    assert num_errors
+    return weakref.ref(steps)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_fails_after_one_that_others_had_overtaken_is_tried_in_its_own_epoch() -> None:
+    data = Refusing({10})
+    loader = od.DataLoader(data, batch_size=2, collate_fn=list)
+    next(iter(loader))
+    state = loader.state_dict() | {"step": 5, "left": [3]}  # as in_order=False writes it
+    loader.load_state_dict(state)
+    steps = iter(loader)
+    assert next(steps) == [6, 7]
+    with pytest.raises(OSError, match="refused 10"):
+        next(steps)
+    data.refused.clear()
+    assert list(loader) == [[10, 11]]
+    assert loader.state_dict()["epoch"] == state["epoch"] + 1
