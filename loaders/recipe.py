@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, FrozenInstanceError, make_dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
@@ -36,7 +37,7 @@ __all__ = [
 _RULES_VERSION: Final = 2
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
-_TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step"))
+_TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
 _LONGEST_NAME: Final = 256
 _NUMBER: Final = re.compile(r"^\d+\.|\.\d+$")
 
@@ -52,6 +53,10 @@ class Recipe:
         image, audio: None ignores that modality's members; a placeholder for one is an error of the sample.
         video: an `od.VideoPreprocessor`; None ignores video files, and GIFs are images.
         limits: upper limits on sizes; larger data are an error.
+        record: a function of yours, from the fields of a sample (a dict) to its record: a string with placeholders, a
+            list of turns, or a dict as in JSON Lines; None leaves the sample out. Media are references, `od.Media`.
+        record_id: identity of that function, part of the fingerprint; needed if its source text alone does not say what
+            it does.
         keep: fields that a collate_fn of your own gets as bytes with each sample, in `Sample.fields`: suffixes ("cls")
             or whole names ("meta.json"), without numbers.
         modalities: more of them, by name.
@@ -62,12 +67,14 @@ class Recipe:
 
     Raises:
         TypeError: a value is no modality.
-        ValueError: a name is taken, or two modalities claim the same field, mark, type of item or input of a model.
+        ValueError: a name is taken, two modalities claim the same field, mark, type of item or input of a model, or
+            `record` needs a `record_id`.
     """
 
     text: TextPreprocessor
     limits: Limits
     keep: tuple[str, ...]
+    record: UserFunction | None
     modalities: dict[str, Modality]
 
     def __init__(
@@ -79,6 +86,8 @@ class Recipe:
         text: TextPreprocessor = TextPreprocessor(),  # noqa: B008
         limits: Limits = Limits(),  # noqa: B008
         keep: tuple[str, ...] = (),
+        record: Callable[[dict[str, Any]], Any] | UserFunction | None = None,
+        record_id: str | None = None,
         **modalities: Modality | None,
     ) -> None:
         # Check the types and names of all arguments.
@@ -99,11 +108,16 @@ class Recipe:
                 raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(part).__name__}")
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
             raise ValueError(f"Recipe.keep must be a tuple of names, got {keep!r}")
+        if record is None and record_id is not None:
+            raise ValueError("Recipe.record_id belongs to a function: pass record= too")
+        if record is not None and not isinstance(record, UserFunction):
+            record = UserFunction.of("Recipe.record", record, record_id)
         # Set the attributes past `__setattr__`, then check them against each other.
         vars(self).update(
             text=text,
             limits=limits,
             keep=tuple(sorted({name.lower() for name in keep})),
+            record=record,
             modalities={name: value for name, value in given.items() if value is not None},
         )
         for name, modality in self.modalities.items():
@@ -141,12 +155,14 @@ class Recipe:
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:
         """Fields that `dataclasses.replace(recipe, limits=...)` and `asdict` copy, including the modalities."""
-        names = ("text", "limits", "keep", *self._given)
+        names = (*self._parts, *self._given)
         fields: dict[str, Field[Any]] = vars(make_dataclass("Recipe", names))["__dataclass_fields__"]
         return fields
 
     def __repr__(self) -> str:
-        parts = {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given}
+        parts = self._parts | self._given
+        if self.record is not None:
+            parts |= {"record": self.record.name, "record_id": self.record.id}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
 
     def __eq__(self, other: object) -> bool:
@@ -159,7 +175,13 @@ class Recipe:
         return hash((self.kinds, self.keep))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (type(self), {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given})
+        return _make, (type(self), self._parts | self._given)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Arguments that are no modalities."""
+        parts = {"text": self.text, "limits": self.limits, "keep": self.keep}
+        return parts | ({} if self.record is None else {"record": self.record})
 
     @property
     def _given(self) -> dict[str, Modality | None]:
@@ -293,7 +315,8 @@ class Recipe:
                     raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
                 items[word] = name
         listed = frozenset(name for name, modality in self.modalities.items() if modality.listed)
-        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed))
+        media_words = MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed)
+        return Rules.of(self.text.template, media_words, self.text.fields)
 
     def _placeholder(self, name: str) -> str:
         return self.modalities[name].placeholder if name in self.modalities else ""
@@ -304,12 +327,14 @@ class Recipe:
         Raises:
             TypeError: a field of a modality has no JSON form.
         """
-        described = {
+        described: dict[str, Any] = {
             "rules_version": _RULES_VERSION,
             **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
             "limits": plain_fields(self.limits),
         }
+        if self.record is not None:
+            described["record"] = self.record.id
         return described | ({"keep": list(self.keep)} if self.keep else {})
 
     def fingerprint(self) -> str:

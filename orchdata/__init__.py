@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.errors import (
         DamagedIndexError,
         DataError,
+        FunctionError,
         MissingIndexError,
         OrchdataError,
         PackageError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.modality import ArraySpec, Modality, PartSize, Slot
     from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
     from orchdata.loaders.recipe import Recipe
+    from orchdata.loaders.records import Media
     from orchdata.loaders.samples.sample import Sample
     from orchdata.loaders.text.preprocessor import TextPreprocessor
     from orchdata.loaders.text.template import ChatTemplate
@@ -102,6 +104,8 @@ _HOMES = {
     "PackageError": "orchdata.loaders.errors",
     "StateError": "orchdata.loaders.errors",
     "TooManyFailures": "orchdata.loaders.errors",
+    "FunctionError": "orchdata.loaders.errors",
+    "Media": "orchdata.loaders.records",
 }
 
 __all__ = [
@@ -118,6 +122,7 @@ __all__ = [
     "ArraySpec",
     "PartSize",
     "Slot",
+    "Media",
     "TextPreprocessor",
     "ChatTemplate",
     "Limits",
@@ -155,6 +160,7 @@ __all__ = [
     "PackageError",
     "StateError",
     "TooManyFailures",
+    "FunctionError",
     "StepError",
 ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.locations import index_path, is_outdated
+from orchdata.loaders.index.locations import check_function_of, index_path, is_outdated, stored_description
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -37,6 +38,7 @@ from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.shards.field_rules import FieldRules, check_met
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
@@ -87,6 +89,7 @@ def build_index(
     *,
     cache: CacheFolder | None = None,
     media_root: str | None = None,
+    columns: Sequence[tuple[str, str]] = (),
     num_threads: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     force: bool = False,
@@ -106,6 +109,7 @@ def build_index(
         recipe: defines the costs. Its tokenizer is called from several threads.
         cache: stores facts, costs and indexes; default: the folder that the environment names.
         media_root: folder of the files that JSON records name; part of the identity of the index.
+        columns: (old name, new name) of fields to rename; part of the identity of the index.
         num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
         progress: called in this thread after each shard.
         share: (number, number of processes): each of the processes that build it begins at another shard.
@@ -113,11 +117,12 @@ def build_index(
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
     Raises:
-        ValueError: no shards, an unknown suffix, or two paths of one file.
+        ValueError: no shards, an unknown suffix, two paths of one file, or `columns` that the data do not have.
         StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
             below a media_root exists.
         MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
         PackageError: a package that the recipe or a shard needs is missing or broken.
+        FunctionError: a function of the recipe is not deterministic, or its id was of another function.
         StaleIndexError: a shard keeps changing while it is read.
     """
     if not urls:
@@ -131,9 +136,17 @@ def build_index(
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
-    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, media_root, force), StorageError)
-    path = index_path(urls, fingerprint, cache, media_root)
-    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root), StorageError):
+    columns = tuple(columns)
+    path = index_path(urls, fingerprint, cache, media_root, columns)
+    if not force:
+        with contextlib.suppress(FileNotFoundError, DamagedIndexError):
+            check_function_of(Index(path), recipe)
+    builder = patience.keep_trying(
+        lambda: _Builder(recipe, fingerprint, cache, media_root, columns, force), StorageError
+    )
+    if patience.keep_trying(
+        lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root, columns=columns), StorageError
+    ):
         warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
@@ -144,6 +157,7 @@ def build_index(
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
+        check_met(columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
     _remove_leftovers(cache)
@@ -280,9 +294,16 @@ class _Builder:
     """Measures the shards of a build, and merges their tables."""
 
     def __init__(
-        self, recipe: Recipe, fingerprint: str, cache: CacheFolder, media_root: str | None, force: bool
+        self,
+        recipe: Recipe,
+        fingerprint: str,
+        cache: CacheFolder,
+        media_root: str | None,
+        columns: tuple[tuple[str, str], ...],
+        force: bool,
     ) -> None:
         self._recipe = recipe
+        self._rules = FieldRules(columns, recipe.record)
         self._fingerprint = fingerprint
         self._media_root = media_root
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
@@ -311,7 +332,7 @@ class _Builder:
 
             @functools.cache
             def opened() -> Shard:
-                shard = open_shard(url, limits=limits, cache=cache, media_root=root)
+                shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=self._rules)
                 resources.enter_context(closing(shard))
                 if isinstance(shard, JsonLinesShard) and shard.folder is not None:
                     resources.callback(self.missing_media.add, shard.folder)  # after all its files were looked up
@@ -328,10 +349,17 @@ class _Builder:
                 if (table := cached()) is not None:  # another process has measured it
                     return self._kept_in_memory(table), False
                 facts = load_facts(
-                    url, opened, limits=limits, cache=cache, media_root=root, force=self._force, access=access
+                    url,
+                    opened,
+                    limits=limits,
+                    cache=cache,
+                    media_root=root,
+                    rules=self._rules,
+                    force=self._force,
+                    access=access,
                 )
                 table = self._measured(facts, opened).write(path, url, facts.meta, root, access)
-                return self._kept_in_memory(table), True
+                return self._kept_in_memory(replace(table, columns=self._rules.columns)), True
 
     def _cached(
         self, path: str, url: str, media_root: str | None, access: Access, opened: Callable[[], Shard]
@@ -340,6 +368,7 @@ class _Builder:
         restrict(path, access)
         try:
             table = CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
+            table = replace(table, columns=self._rules.columns)
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
@@ -356,7 +385,7 @@ class _Builder:
         if index is not None and not self._force and (index.build_id, index.fingerprint) == (build_id, content):
             return index
         self._cache.make("index")
-        identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, self._recipe.describe())
+        identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, stored_description(self._recipe))
         try:
             merge_tables(path, tables, identity, build_id=build_id, access=access)
             return Index(path)
@@ -379,6 +408,8 @@ class _Builder:
     def _path(self, url: str, media_root: str | None) -> str:
         name = self._identity.copy()
         name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
+        if self._rules.columns:
+            name.update(f"\0columns {json.dumps(self._rules.columns)}".encode())
         return f"{self._folder}/{name.hexdigest()}.costs"
 
     def _kept_in_memory(self, table: CostTable) -> CostTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from orchdata.loaders.errors import ShardError, pass_trouble
 from orchdata.loaders.index.checks.heads import check_facts
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
+from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
@@ -37,6 +39,7 @@ def load_facts(
     limits: Limits,
     cache: CacheFolder,
     media_root: str | None = None,
+    rules: FieldRules = NO_RULES,
     force: bool = False,
     access: Access | None = None,
 ) -> Facts:
@@ -48,6 +51,7 @@ def load_facts(
         limits: applied while scanning; facts scanned under other limits are not fresh.
         cache: stores the facts.
         media_root: folder of the files that its records name.
+        rules: names of its fields, and the function that makes records.
         force: scan even if the cache has fresh facts.
         access: the most that the permissions of stored facts may allow; default: from `access_of`.
 
@@ -57,7 +61,7 @@ def load_facts(
         StaleIndexError: it changes while it is read.
     """
     suffix_of(url)
-    path = facts_path(url, limits=limits, cache=cache, media_root=media_root)
+    path = facts_path(url, limits=limits, cache=cache, media_root=media_root, rules=rules)
     access = access or access_of(url)
     if not force and (kept := _kept(path, url, limits, opened, access)) is not None:
         return kept
@@ -76,9 +80,12 @@ def load_facts(
     return facts
 
 
-def facts_path(url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None) -> str:
+def facts_path(
+    url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, rules: FieldRules = NO_RULES
+) -> str:
     """Return the path of the stored facts of a shard."""
     names = [os.path.abspath(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
+    names += [json.dumps(parts)] if (parts := rules.identity(url)) else []
     identity = "\0".join(names).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 

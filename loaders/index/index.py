@@ -107,7 +107,7 @@ class Index:
         self.modalities: tuple[str, ...] = tuple(metadata["modalities"])
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
-        self.shards = tuple(ShardInfo(*shard) for shard in metadata["shards"])
+        self.shards = tuple(map(ShardInfo.of_list, metadata["shards"]))
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         self._columns = columns
@@ -469,7 +469,7 @@ def _check_all(columns: Columns, values: dict[str, Any]) -> None:
     )
     num_bad = np.diff(np.searchsorted(columns.bad_row, shard_rows))
     for shard, bad in zip(values["shards"], num_bad.tolist(), strict=True):
-        if ShardInfo(*shard).lost_bytes and not bad:
+        if ShardInfo.of_list(shard).lost_bytes and not bad:
             raise ValueError(f"{shard[0]} is said to be damaged, and none of its samples is bad")
 
 
@@ -490,7 +490,10 @@ def basename(url: str) -> str:
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
-    parts = [[basename(shard.url), shard.size, shard.checksum] for shard in shards]
+    parts = [
+        [basename(shard.url), shard.size, shard.checksum, *([shard.columns] if shard.columns else [])]
+        for shard in shards
+    ]
     return digest([RULES, recipe, parts])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.recipe import Recipe
@@ -11,9 +12,16 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import is_there
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
+_SOURCE = "record_source"
+
 
 def open_index(
-    urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None, media_root: str | None = None
+    urls: Sequence[str],
+    recipe: Recipe,
+    *,
+    cache: CacheFolder | None = None,
+    media_root: str | None = None,
+    columns: Sequence[tuple[str, str]] = (),
 ) -> Index | None:
     """Open the index that `build_index` made of these shards under the recipe. Return None if there is none.
 
@@ -23,18 +31,37 @@ def open_index(
         urls: paths of the shards, expanded, in order.
         recipe: that the costs must belong to.
         cache: stores indexes; default: the folder that the environment names.
-        media_root: as passed to `build_index`.
+        media_root, columns: as passed to `build_index`.
 
     Raises:
         DamagedIndexError: it has changed since it was written.
         StorageError: it cannot be read now.
+        FunctionError: it was made with another function that had the same id.
     """
     try:
-        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), media_root))
+        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), media_root, columns))
     except FileNotFoundError:
         return None
     index.check_urls([absolute(url) for url in urls])
+    check_function_of(index, recipe)
     return index
+
+
+def stored_description(recipe: Recipe) -> dict[str, Any]:
+    """Return what an index stores of its recipe: its description, and a digest of its function's source text."""
+    source = {} if recipe.record is None else {_SOURCE: recipe.record.digest}
+    return recipe.describe() | source
+
+
+def check_function_of(index: Index, recipe: Recipe) -> None:
+    """Raise FunctionError if the index was made with another function that had the same id."""
+    before = index.recipe.get(_SOURCE)
+    if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
+        raise recipe.record.unfit(
+            f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "
+            "source text: give it another record_id. If both return the same, build the index again with `orchdata "
+            "index --force`"
+        )
 
 
 def index_path(
@@ -42,22 +69,29 @@ def index_path(
     recipe: str,
     cache: CacheFolder,
     media_root: str | None = None,
+    columns: Sequence[tuple[str, str]] = (),
     *,
     table_format: int = TABLE_FORMAT,
 ) -> Path:
     """Return the path of the index of these shards under a recipe fingerprint; no shard is read."""
-    root = [] if media_root is None else [media_root]
-    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls], *root])
+    more: list[Any] = [] if media_root is None else [media_root]
+    more += [{"columns": [list(pair) for pair in columns]}] if columns else []
+    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls], *more])
     return cache.root / "index" / f"{name}.index"
 
 
 def is_outdated(
-    urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None, media_root: str | None = None
+    urls: Sequence[str],
+    recipe: Recipe,
+    *,
+    cache: CacheFolder | None = None,
+    media_root: str | None = None,
+    columns: Sequence[tuple[str, str]] = (),
 ) -> bool:
     """Return whether the only index of these shards under the recipe has an earlier format, which cannot be read."""
     fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
 
     def exists(table_format: int) -> bool:
-        return is_there(str(index_path(urls, fingerprint, cache, media_root, table_format=table_format)))
+        return is_there(str(index_path(urls, fingerprint, cache, media_root, columns, table_format=table_format)))
 
     return not exists(TABLE_FORMAT) and any(map(exists, range(1, TABLE_FORMAT)))

@@ -28,8 +28,10 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import LEFT_OUT, LeftOut, check_function
 from orchdata.loaders.samples.measure import Measured, measure, members_to_read
-from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.members import Member, is_made
+from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
@@ -38,6 +40,7 @@ from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.coalesce import Extent, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access
+from orchdata.loaders.text.words import WORDS_SUFFIX
 from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
@@ -69,6 +72,7 @@ class CostTable:
         kinds: modalities of the recipe by their codes, text first.
         packed: its columns; if None, `body` reads and verifies them again.
         access: the most that permissions of an index with this table may allow.
+        columns: (old name, new name) of each renamed field.
     """
 
     path: str
@@ -82,6 +86,7 @@ class CostTable:
     packed: Buffer | None = field(repr=False, compare=False)
     media_root: str = ""
     access: Access | None = None
+    columns: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def open(
@@ -120,7 +125,7 @@ class CostTable:
     def shard(self) -> ShardInfo:
         meta = self.meta
         lost = meta.lost_samples, meta.lost_bytes
-        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, self.media_root)
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, self.media_root, self.columns)
 
     def without_body(self) -> CostTable:
         """Return the same table without its columns in memory."""
@@ -237,7 +242,8 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
     kinds, errors = columns.kinds, columns.errors
     row_errors = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
     members = map(Member, fields, kinds, columns.headers, table.size, row_errors)
-    lost = next((name for name in sorted(_unscanned(facts)) if recipe.asks_for(name)), None)
+    unscanned = sorted(name.removesuffix(WORDS_SUFFIX) for name in _unscanned(facts))
+    lost = next((name for name in unscanned if recipe.asks_for(name)), None)
     wanted_by_layout: dict[tuple[Any, ...], list[int]] = {}  # most samples have the same layout
     start = 0
     for _, ordinal in groupby(ordinals):
@@ -363,7 +369,12 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
         rows.add_bad(sample, bad)
         return
     try:
+        if is_made(sample.members, recipe):
+            assert recipe.record is not None
+            check_function(recipe.record, rows.num_samples, lambda: record_of(sample.members, payloads, recipe))
         rows.add(sample, measure(sample.members, payloads, recipe))
+    except LeftOut:
+        rows.ignored[LEFT_OUT] += 1
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error
     except Exception as error:  # noqa: BLE001 - an exception while measuring a sample fails that sample
@@ -386,6 +397,11 @@ class _Rows:
         self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would keep texts in memory
         self._parts = array("q")  # as PARTS
         self._members = array("q")  # as MEMBERS
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples so far, with those that were left out."""
+        return len(self._keys) + self.ignored[LEFT_OUT]
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width

@@ -97,7 +97,7 @@ class StoredSample:
         distinct = list(dict.fromkeys(specs[member] for member in needed))  # some members share their bytes
         self._index.check_unchanged()
         try:
-            contents = self._shards.get(self.shard, self._info).read_many(distinct)
+            contents = self._shards.get(self.shard, self._info, recipe.record).read_many(distinct)
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(sum(size for _, size, _, _ in distinct))

@@ -32,8 +32,9 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
         without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow (see
-        `overflow_of`), ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
-        max_positions. Text has no positions or parts; its tokens are those that no encoder fills.
+        `overflow_of`), ignored_fields (under `records.LEFT_OUT`: samples that `Recipe.record` leaves out), and for each
+        modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
+        tokens are those that no encoder fills.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])

@@ -11,7 +11,8 @@ from typing import Any, cast
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import Member, Uses, stem, uses_of
+from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
+from orchdata.loaders.samples.record import made_sample
 from orchdata.loaders.samples.spans import (
     MediaSlot,
     SizeOf,
@@ -25,6 +26,7 @@ from orchdata.loaders.samples.spans import (
 from orchdata.loaders.text.chat_keys import check_record, is_chat_context, says, shown
 from orchdata.loaders.text.conversation import (
     Document,
+    document_of,
     document_of_fields,
     named_in,
     parse_json,
@@ -98,8 +100,12 @@ def written(
 ) -> tuple[SpanWriter, list[int]]:
     """Return a writer with the sample's text and media, and the text members that these come from."""
     uses = uses_of(members, recipe)
+    if is_made(members, recipe):
+        uses, segments, is_chat = _made_segments(members, uses, texts, recipe)
+        used = list(range(len(members)))
+    else:
+        used, segments, is_chat = _segments(members, uses, texts, recipe)
     media = uses.media
-    used, segments, is_chat = _segments(members, uses, texts, recipe)
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
     where = members[used[0]].field if used else "*"
@@ -132,7 +138,6 @@ def _segments(
     members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> tuple[list[int], list[Segment], bool]:
     """Return the members that the sample's text is from (none: no text), its segments, and whether it is a chat."""
-    rules = recipe.rules
     if uses.media_paths:
         _check_named_columns(uses.media_paths, members, texts, recipe)
     # A conversation: in fields of the sample together, or in one of its members.
@@ -152,21 +157,51 @@ def _segments(
         completions = [index for index, each in documents.items() if each.completion is not None]
         used, document = (completions[:1], documents[completions[0]]) if completions else ([], None)
     if document is not None and document.completion is not None:
-        stretches = zip(document.completion, (False, True), strict=True)
-        return used, [part for text, loss in stretches for part in _split(text, loss, recipe)], False
+        return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
     chosen = [(index, _plain(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
         _check_unread(documents, uses, members, texts, recipe)
-    if chosen and isinstance(rules.template, JinjaTemplate) and rules.template.pairs:
+    where = members[chosen[0][0]].field if chosen else "*"
+    return [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe), False
+
+
+def _made_segments(
+    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> tuple[Uses, list[Segment], bool]:
+    """Return the media that the user's record refers to, its segments, and whether it is a chat."""
+    made = made_sample(members, uses, texts, recipe)
+    uses = uses._replace(media=made.media)
+    try:
+        document = document_of(made.record, recipe.rules)
+    except DecodeError as error:
+        raise error.at("*") from error.__cause__
+    if document.is_chat:
+        return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True
+    if document.completion is not None:
+        return uses, _completion_segments(document.completion, recipe), False
+    if document.text is None:
+        reason = why_unread(document.rest) or "it has neither a text nor a chat"
+        raise FieldError("*", f"Recipe.record returned a record that cannot be used: {reason}")
+    return uses, _text_segments([document.text], "*", recipe), False
+
+
+def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
+    stretches = zip(completion, (False, True), strict=True)
+    return [part for text, loss in stretches for part in _split(text, loss, recipe)]
+
+
+def _text_segments(texts: Sequence[str], where: str, recipe: Recipe) -> list[Segment]:
+    """Return the segments of plain text. Raises FieldError if the model reads pairs of texts."""
+    template = recipe.rules.template
+    if texts and isinstance(template, JinjaTemplate) and template.pairs:
         raise FieldError(
-            members[chosen[0][0]].field,
+            where,
             'plain text, and the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
         )
-    segments = [part for _, text in chosen for part in _split(text, True, recipe)]
-    return [index for index, _ in chosen], segments, False
+    return [part for text in texts for part in _split(text, True, recipe)]
 
 
 def _chat_segments(

@@ -7,14 +7,17 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _MOST_KNOWN: Final = 4096
+_LABELS: Final = frozenset("cls cls2 class count index inx id".split())
+"""Suffixes of fields that webdataset reads as a number."""
 _JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
 _LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
 _TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
@@ -77,6 +80,8 @@ def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
 
 
 def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
+    if recipe.record is not None and not _has_record(names):
+        return _all_fields(names, recipe)
     texts = _in_field_order(names, TEXT)
     is_json = {index: _is_json(names[index][0]) for index in texts}
     json = sorted(index for index in texts if is_json[index])
@@ -91,13 +96,39 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     return Uses(
         json=tuple(json),
         plain=plain,
-        media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
+        media=_media(names, recipe),
         chat_context=chat_context,
         other_text=other_text,
         media_paths=media_paths,
         kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
         texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths})),
     )
+
+
+def is_made(members: Sequence[Member], recipe: Recipe) -> bool:
+    """Return whether the user's function makes the sample's record from its members."""
+    return recipe.record is not None and not _has_record([member[:2] for member in members])
+
+
+def _has_record(names: Iterable[tuple[str, int]]) -> bool:
+    """Return whether the function was called before, as in files of records."""
+    return any(name == RECORD_FIELD for name, _ in names)
+
+
+def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
+    """Return the uses under a function of the user's, which gets the text of all fields."""
+    texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
+    kept = tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name))
+    return Uses((), (), _media(names, recipe), (), (), (), kept, tuple(texts))
+
+
+def _media(names: tuple[tuple[str, int], ...], recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT}
+
+
+def is_label(field: str) -> bool:
+    """Return whether a field that no modality reads is a number, as `cls` in webdataset."""
+    return field.lower().rpartition(".")[2] in _LABELS
 
 
 def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]) -> tuple[int, ...]:

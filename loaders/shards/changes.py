@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.open import describe_change, open_shard
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
@@ -85,7 +86,13 @@ def _affordable(shards: Sequence[ShardInfo]) -> Iterator[ShardInfo]:
 def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder) -> bool:
     try:
         with closing(
-            open_shard(indexed.url, limits=limits, cache=cache, media_root=indexed.media_root or None)
+            open_shard(
+                indexed.url,
+                limits=limits,
+                cache=cache,
+                media_root=indexed.media_root or None,
+                rules=FieldRules(indexed.columns),
+            )
         ) as shard:
             return describe_change(shard, indexed) is not None
     except ShardError:

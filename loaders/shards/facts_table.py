@@ -61,6 +61,7 @@ class FactsMeta:
         media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
         limits: fingerprint of the limits that were applied.
         rules: the RULES version that it was scanned under.
+        met: name -> number of samples with a field of this name as stored, of the names that `columns=` has.
     """
 
     url: str
@@ -73,10 +74,11 @@ class FactsMeta:
     lost_bytes: int = 0
     media: str = ""
     rules: int = RULES
+    met: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-safe dict: `FactsMeta(**values)` is equal to this one."""
-        return {name: getattr(self, name) for name in FactsMeta.__slots__}
+        """Return a JSON-safe dict: `FactsMeta(**values)` is equal to this one. `met` is left out if it is empty."""
+        return {name: getattr(self, name) for name in FactsMeta.__slots__ if name != "met" or self.met}
 
 
 @dataclass(slots=True)

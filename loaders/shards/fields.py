@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
 RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED = range(6)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
 row of CSV, or named by a record (in another file, or encoded in the record)."""
+
+NULL, EMPTY = " = null", " = []"
+"""After the name of a column whose cell is null, or an empty list of media, if all columns are requested."""
 
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
 
@@ -20,6 +25,35 @@ _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _LONG_NAME = 256
+
+
+class ColumnRules(NamedTuple):
+    """Which columns of a table are read, and under which names.
+
+    Attributes:
+        names: (old name, new name) of each renamed column.
+        all: read all columns, as JSON if they are no text or media, for a function of the user's.
+    """
+
+    names: tuple[tuple[str, str], ...] = ()
+    all: bool = False
+
+
+ALL_AS_NAMED = ColumnRules()
+
+
+class Met:
+    """Counts in how many samples the names of `columns=` are met, old and new, as they are stored."""
+
+    def __init__(self, names: Iterable[tuple[str, str]]) -> None:
+        self._names = frozenset(name for pair in names for name in pair)
+        self.counts: dict[str, int] = {}
+
+    def add(self, stored: Iterable[str], count: int = 1) -> None:
+        """Count the names of `count` samples, or of a member."""
+        if self._names:
+            for name in self._names.intersection(stored):
+                self.counts[name] = self.counts.get(name, 0) + count
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -58,6 +92,15 @@ def classify(field: str) -> tuple[int, int]:
     if suffix == "gz" and field[:-3].rpartition(".")[2] in TEXT_SUFFIXES:
         return TEXT, GZIP
     return OTHER, RAW
+
+
+def classify_renamed(stored: str, field: str) -> tuple[int, int]:
+    """Classify a field that is stored under another name: by its own suffix, else by the stored one."""
+    kind, encoding = classify(stored)
+    if field == stored:
+        return kind, encoding
+    named, _ = classify(field)
+    return (kind if named == OTHER else named), encoding
 
 
 def printable(name: str) -> str:

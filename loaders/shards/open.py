@@ -7,10 +7,12 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
@@ -23,13 +25,24 @@ from orchdata.loaders.storage.storage import Storage
 
 _TEXT_BYTES: Final = 64 << 20
 
+_Key = tuple[str, tuple[tuple[str, str], ...], str]
+"""A shard's path, its renamed fields, and the id of the function that makes its records."""
+
 
 def open_shard(
-    url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, reads: ReadBytes | None = None
+    url: str,
+    *,
+    limits: Limits,
+    cache: CacheFolder,
+    media_root: str | None = None,
+    rules: FieldRules = NO_RULES,
+    reads: ReadBytes | None = None,
 ) -> Shard:
     """Open a shard by its suffix. A compressed tar is first decompressed into the cache, once.
 
-    `reads` counts all bytes read from it, now and later, and from the files below `media_root` that it names.
+    Args:
+        rules: names of fields, and the function that makes records.
+        reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
 
     Raises:
         ValueError: unknown suffix.
@@ -40,28 +53,37 @@ def open_shard(
     if reads is not None:
         file = CountedFile(file, reads.storage)
     if suffix in PARQUET_SUFFIXES:
-        return ParquetShard(url, file, limits=limits)
+        return ParquetShard(url, file, limits=limits, rules=rules.of_columns)
     if suffix in ARROW_SUFFIXES:
-        return ArrowShard(url, file, limits=limits)
+        return ArrowShard(url, file, limits=limits, rules=rules.of_columns)
     if suffix in RECORD_SUFFIXES:
-        return JsonLinesShard(url, file, limits=limits, media_root=media_root_of(url, media_root), reads=reads)
+        root = media_root_of(url, media_root)
+        return JsonLinesShard(url, file, limits=limits, media_root=root, rules=rules, reads=reads)
     # Decide by content: webdataset also reads a gzipped .tar, and a plain .tar.gz.
     if compression(file.read(0, 4)) is None:
-        return TarShard(url, file, limits=limits)
+        return TarShard(url, file, limits=limits, names=rules.columns)
     try:
         content: Storage = open_decompressed(file, limits=limits, cache=cache)
     finally:
         file.close()
     if reads is not None:
         content = CountedFile(content, reads.cache)
-    return TarShard(url, content, limits=limits, size=file.size, version=file.version)
+    return TarShard(url, content, limits=limits, names=rules.columns, size=file.size, version=file.version)
 
 
 def open_indexed(
-    url: str, indexed: ShardInfo, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None
+    url: str,
+    indexed: ShardInfo,
+    *,
+    limits: Limits,
+    cache: CacheFolder,
+    record: UserFunction | None = None,
+    reads: ReadBytes | None = None,
 ) -> Shard:
     """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`."""
-    shard = open_shard(url, limits=limits, cache=cache, media_root=indexed.media_root or None, reads=reads)
+    rules = FieldRules(indexed.columns, record)
+    root = indexed.media_root or None
+    shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads)
     try:
         difference = describe_change(shard, indexed)
         if difference is not None:
@@ -95,26 +117,30 @@ class OpenShards:
         self._cache = cache
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._shards: OrderedDict[str, Shard] = OrderedDict()
-        self._opening: dict[str, threading.Lock] = {}
+        self._shards: OrderedDict[_Key, Shard] = OrderedDict()
+        self._opening: dict[_Key, threading.Lock] = {}
 
-    def get(self, url: str, indexed: ShardInfo | None = None) -> Shard:
+    def get(self, url: str, indexed: ShardInfo | None = None, record: UserFunction | None = None) -> Shard:
         """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
+
+        Args:
+            record: the recipe's function, which makes the records of files of records.
 
         Raises:
             StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
-        if (shard := self._find(url)) is not None:
+        key = url, () if indexed is None else indexed.columns, "" if record is None else record.id
+        if (shard := self._find(key)) is not None:
             return shard
         with self._lock:
-            opening = self._opening.setdefault(url, threading.Lock())
+            opening = self._opening.setdefault(key, threading.Lock())
         with opening:  # opening may decompress for minutes: only threads that want the same shard wait
             try:
-                return self._find(url) or self._open(url, indexed)
+                return self._find(key) or self._open(key, indexed, record)
             finally:
                 with self._lock:
-                    self._opening.pop(url, None)
+                    self._opening.pop(key, None)
 
     def close(self) -> None:
         """Close all. Shards requested later are opened again."""
@@ -124,22 +150,23 @@ class OpenShards:
         for shard in shards:
             shard.close()
 
-    def _open(self, url: str, indexed: ShardInfo | None) -> Shard:
+    def _open(self, key: _Key, indexed: ShardInfo | None, record: UserFunction | None) -> Shard:
+        opening: dict[str, Any] = {"limits": self._limits, "cache": self._cache, "reads": self.reads}
         if indexed is None:
-            shard = open_shard(url, limits=self._limits, cache=self._cache, reads=self.reads)
+            shard = open_shard(key[0], rules=FieldRules(record=record), **opening)
         else:
-            shard = open_indexed(url, indexed, limits=self._limits, cache=self._cache, reads=self.reads)
+            shard = open_indexed(key[0], indexed, record=record, **opening)
         with self._lock:
-            self._shards[url] = shard
+            self._shards[key] = shard
             while len(self._shards) > self._capacity:
                 self._shards.popitem(last=False)  # without close: other threads may be reading it
         return shard
 
-    def _find(self, url: str) -> Shard | None:
+    def _find(self, key: _Key) -> Shard | None:
         with self._lock:
-            shard = self._shards.get(url)
+            shard = self._shards.get(key)
             if shard is not None:
-                self._shards.move_to_end(url)
+                self._shards.move_to_end(key)
             return shard
 
 

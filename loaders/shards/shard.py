@@ -21,6 +21,7 @@ class ShardInfo:
         lost_samples: number of samples lost to damage, if the shard records its total; they have no row.
         lost_bytes: bytes after damage; the samples in them are unknown.
         media_root: folder of the media files that its records name; empty for shards that contain their media.
+        columns: (old name, new name) of each renamed field.
     """
 
     url: str
@@ -30,10 +31,19 @@ class ShardInfo:
     lost_samples: int = 0
     lost_bytes: int = 0
     media_root: str = ""
+    columns: tuple[tuple[str, str], ...] = ()
 
     def as_list(self) -> list[Any]:
-        """Return JSON-safe values: `ShardInfo(*values)` is equal to this one."""
-        return [getattr(self, name) for name in ShardInfo.__slots__]
+        """Return JSON-safe values for `of_list`."""
+        *values, columns = (getattr(self, name) for name in ShardInfo.__slots__)
+        return [*values, [list(pair) for pair in columns]] if columns else values
+
+    @classmethod
+    def of_list(cls, values: Sequence[Any]) -> ShardInfo:
+        """Return the entry that `as_list` described."""
+        names = list(ShardInfo.__slots__)
+        given = dict(zip(names, values, strict=False))
+        return cls(**given | {"columns": tuple((old, new) for old, new in given.get("columns", ()))})
 
 
 class Shard(Protocol):

@@ -7,7 +7,7 @@ import hashlib
 import io
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
-from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, classify, printable, split_name
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, Met, classify_renamed, printable, split_name
 from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.shards.tar_walk import (
     NotATar,
@@ -54,13 +54,21 @@ class TarShard:
     """
 
     def __init__(
-        self, url: str, file: Storage, *, limits: Limits, size: int | None = None, version: str | None = None
+        self,
+        url: str,
+        file: Storage,
+        *,
+        limits: Limits,
+        names: Sequence[tuple[str, str]] = (),
+        size: int | None = None,
+        version: str | None = None,
     ) -> None:
         self.url = url
         self.size = file.size if size is None else size
         self.version = file.version if version is None else version
         self._file = file
         self._limits = limits
+        self._names = dict(names)
 
     def checksum(self) -> str:
         """Return the checksum of size and headers, as in the facts; reads nothing else."""
@@ -73,15 +81,16 @@ class TarShard:
         """Walk the archive and read the media headers. Bad data become rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
-            scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits).run(batches))
-            table = scan.table
+            scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits, self._names).run(batches))
+            table, met = scan.table, scan.met
             # Scaled to bytes of the stored shard: an estimate for a compressed one.
             lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
-            checksum = self._digest(hashlib.blake2b(digest_size=16))
-        return facts_of(self, self._limits, table, checksum, ignored=table.ignored(), lost_bytes=lost_bytes)
+            checksum, met = self._digest(hashlib.blake2b(digest_size=16)), {}
+        ignored = table.ignored()
+        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""
@@ -175,18 +184,21 @@ def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
 
 
 class _Scanned(NamedTuple):
-    """Facts of an archive, and the number of bytes after damage; their content is unknown."""
+    """Facts of an archive, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
 
     table: FactsTable
     lost_bytes: int
+    met: dict[str, int]
 
 
 class _Scan:
     """One pass over an archive: groups members into samples and reads their media headers."""
 
-    def __init__(self, file: Storage, limits: Limits) -> None:
+    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str]) -> None:
         self._file = file
         self._limits = limits
+        self._names = names
+        self.met = Met(names.items())
         self._table = FactsTable()
         self._key: str | None = None
         self._key_error: str | None = None
@@ -205,7 +217,7 @@ class _Scan:
             taken = self._group(batch)
             if len(self._table) > self._limits.shard_rows:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
-                return _Scanned(shard_failure(reason), self._file.size)
+                return _Scanned(shard_failure(reason), self._file.size, self.met.counts)
             self._scan_headers(batch, taken, first_row)
             damage = batch.damage
             if batch.offsets:
@@ -217,9 +229,10 @@ class _Scan:
             table.fail_structure(len(table) - 1, damage)
         if not len(table):
             lost_bytes = 0 if damage is None else self._file.size
-            return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes)
+            return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts)
         # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
-        return _Scanned(table, 0 if damage is None else max(1, self._file.size - end))
+        lost_bytes = 0 if damage is None else max(1, self._file.size - end)
+        return _Scanned(table, lost_bytes, self.met.counts)
 
     def _no_samples(self) -> str:
         if not self._regular:
@@ -234,7 +247,7 @@ class _Scan:
         taken: list[int] = []
         structural: list[tuple[int, str]] = []
         first_row = len(self._table)
-        limits, classes, unread = self._limits, self._classes, batch.unread
+        limits, classes, unread, names = self._limits, self._classes, batch.unread, self._names
         # Most members pass these checks without a function call.
         largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
         offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
@@ -243,6 +256,9 @@ class _Scan:
             if split is None:
                 continue
             key, field = split
+            stored, field = field, names.get(field, field)
+            if names:
+                self.met.add((stored,))
             row = first_row + len(taken)
 
             # A new key begins a new sample.
@@ -267,7 +283,7 @@ class _Scan:
             self._fields.add(field)
 
             # Its kind and size.
-            kind, encoding = classes.get(field) or classes.setdefault(field, classify(field))
+            kind, encoding = classes.get(stored) or classes.setdefault(stored, classify_renamed(stored, field))
             size = sizes[i]
             if unread and i in unread:
                 structural.append((row, unread[i]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
@@ -22,7 +22,7 @@ from orchdata.loaders.text.chat_keys import WAY_OUT, Repeating, check_item, chec
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import CHAT_KEYS, SPEAKERS, Chat, chat_of_record, chat_of_turns, completion_of
-from orchdata.loaders.text.preprocessor import decode_utf8
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
 from orchdata.loaders.text.words import key_of_words, names_words
 
@@ -66,10 +66,17 @@ class Document(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How to read conversations: the template, with its roles, and the words for media."""
+    """How to read records: the template, with its roles, the words for media, and the keys of plain text."""
 
     template: ChatTemplate | JinjaTemplate
     words: MediaWords
+    text_keys: tuple[str, ...] = _TEXT_KEYS
+
+    @classmethod
+    def of(cls, template: ChatTemplate | JinjaTemplate, words: MediaWords, fields: Sequence[str]) -> Rules:
+        """Return the rules of a recipe. Its text fields that are not the default ones are keys of records too."""
+        own = () if tuple(fields) == TEXT_FIELDS else tuple(name for name in fields if name not in _TEXT_KEYS)
+        return cls(template, words, (*own, *_TEXT_KEYS))
 
 
 def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = False) -> Document:
@@ -77,7 +84,11 @@ def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = Fa
 
     Raises DecodeError for broken JSON, or a conversation that cannot be read completely.
     """
-    value = parse_json(payload, lines=lines)
+    return document_of(parse_json(payload, lines=lines), rules)
+
+
+def document_of(value: Any, rules: Rules) -> Document:
+    """Return the content of a parsed value. Raises DecodeError for a conversation that cannot be read completely."""
     if isinstance(value, dict):
         if _is_turn(value) and _knows(value, rules.template):
             return _chat([value], rules)
@@ -123,7 +134,7 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _record(value: dict[str, Any], rules: Rules) -> Document:
-    if isinstance(value, Repeating) and not value.keys().isdisjoint(_READ_KEYS):
+    if isinstance(value, Repeating) and not value.keys().isdisjoint((*CHAT_KEYS, *rules.text_keys)):
         raise DecodeError("a key comes twice in the record")
     document: Document | None = None
     for key in CHAT_KEYS:
@@ -139,7 +150,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     elif document is not None:
         check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
         return document._replace(named=named_in(value, rules.words))
-    texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
+    texts = [text for key in rules.text_keys if isinstance(text := value.get(key), str)]
     if not texts or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value)
     return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value, rules.words))

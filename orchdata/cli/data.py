@@ -13,6 +13,7 @@ import typer
 
 from orchdata.cli.options import (
     AllowRecipesOption,
+    ColumnsOption,
     CostOption,
     FilterOption,
     JsonOption,
@@ -20,6 +21,7 @@ from orchdata.cli.options import (
     Paths,
     RecipeOption,
     caps_of,
+    columns_of,
     load_object,
     ranks_list,
 )
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
+_LEFT_OUT = "*"
+"""Among the ignored fields: samples that the recipe's function leaves out, as `loaders.records.LEFT_OUT`."""
 
 
 @one_line_errors
@@ -43,6 +47,7 @@ def index(
     paths: Paths,
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
+    column: ColumnsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,7 +56,7 @@ def index(
     Bad samples are listed and do not fail the command; a shard that cannot be read at all does.
     """
     start = time.perf_counter()
-    built, scanned = _build(paths, recipe_named(recipe), media_root, force=force)
+    built, scanned = _build(paths, recipe_named(recipe), media_root, columns_of(column), force=force)
     report = index_report(built, scanned, time.perf_counter() - start)
     if as_json:
         print_json(report)
@@ -66,6 +71,7 @@ def profile(
     paths: Paths,
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
+    column: ColumnsOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
@@ -110,7 +116,9 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    dataset, built = indexed(paths, recipe_named(recipe), media_root, expression, allow_recipes=allow_recipes)
+    dataset, built = indexed(
+        paths, recipe_named(recipe), media_root, expression, columns_of(column), allow_recipes=allow_recipes
+    )
     result = make_profile(
         built,
         dataset=dataset,
@@ -138,6 +146,7 @@ def verify(
     paths: Paths,
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
+    column: ColumnsOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
@@ -157,7 +166,7 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    built, _ = _build(paths, chosen, media_root, force=False)
+    built, _ = _build(paths, chosen, media_root, columns_of(column), force=False)
     try:
         with progress_bar("decoding samples") as advance:
             verification = verify_index(built, chosen, jobs=jobs, timeout=timeout, progress=advance)
@@ -187,7 +196,13 @@ def recipe_named(name: str | None) -> Recipe:
 
 
 def indexed(
-    paths: list[str], recipe: Recipe, media_root: str | None, expression: str | None, *, allow_recipes: bool
+    paths: list[str],
+    recipe: Recipe,
+    media_root: str | None,
+    expression: str | None,
+    columns: Mapping[str, str],
+    *,
+    allow_recipes: bool,
 ) -> tuple[ShardDataset | Mixture, Index]:
     """Return the data set that a command's paths name, shards or a mixture, and its index, built where it is missing.
 
@@ -198,23 +213,31 @@ def indexed(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     if not is_mixture_file(paths):
-        dataset = ShardDataset(paths, recipe, media_root=media_root)
+        dataset = ShardDataset(paths, recipe, media_root=media_root, columns=columns)
         if expression is not None:
             dataset = dataset.filter(expression)  # before anything is indexed: it may be none
-        return dataset, _build(list(dataset.urls), dataset.recipe, dataset.media_root, force=False)[0]
+        return dataset, _build_of(dataset)
     if expression is not None:
         raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
     if media_root is not None:
         raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
+    if columns:
+        raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
     mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes)
     leaves = [leaf.dataset for leaf in mixture.leaves]
-    built = [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
+    built = [_build_of(dataset) for dataset in leaves]
     return mixture, joined_index(mixture, built)
 
 
-def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: bool) -> tuple[Index, int]:
+def _build_of(dataset: ShardDataset) -> Index:
+    return _build(list(dataset.urls), dataset.recipe, dataset.media_root, dict(dataset.columns), force=False)[0]
+
+
+def _build(
+    paths: list[str], recipe: Recipe, media_root: str | None, columns: Mapping[str, str], *, force: bool
+) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
-    from orchdata.dataset.shard_dataset import checked_media_root
+    from orchdata.dataset.shard_dataset import checked_columns, checked_media_root
     from orchdata.loaders.index.build import BuildProgress, build_index
     from orchdata.loaders.storage.paths import expand_paths
 
@@ -227,7 +250,9 @@ def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: b
             scanned += shard.measured
             advance(shard.done, shard.total)
 
-        return build_index(urls, recipe, media_root=root, force=force, progress=shard_done), scanned
+        pairs = checked_columns(columns)
+        index = build_index(urls, recipe, media_root=root, columns=pairs, force=force, progress=shard_done)
+        return index, scanned
 
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
@@ -287,7 +312,9 @@ def _print_index(report: dict[str, Any]) -> None:
     without_loss = report["totals"]["without_loss"]
     if without_loss:
         typer.echo(f"  without a token to learn: {without_loss:,} samples")
-    ignored = report["totals"]["ignored_fields"]
+    ignored = dict(report["totals"]["ignored_fields"])
+    if left_out := ignored.pop(_LEFT_OUT, 0):
+        typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
     if ignored:
         typer.echo(f"  not read: {ignored_words(ignored)}")
     _print_bad(report)
@@ -298,8 +325,9 @@ def _print_index(report: dict[str, Any]) -> None:
 
 def ignored_words(ignored: Mapping[str, int]) -> str:
     """Names of fields that are not read, with how many there are."""
-    shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]
-    return f"{', '.join(shown)}{', ...' if len(ignored) > len(shown) else ''}"
+    named = {name: count for name, count in ignored.items() if name != _LEFT_OUT}
+    shown = [f"{name.removesuffix('.words')} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
+    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"
 
 
 def _print_verified(report: dict[str, Any]) -> None:

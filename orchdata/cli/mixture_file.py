@@ -30,7 +30,7 @@ from orchdata.yaml_file import read_yaml
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "media_root", "recipe", "filter", "weight", "loss_weight")
+_LEAF = ("paths", "media_root", "columns", "recipe", "filter", "weight", "loss_weight")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -104,7 +104,11 @@ def _source(content: Any, field: str, described: _Described) -> Source:
     if root is not None and not isinstance(root, str):
         raise ValueError(f"{field}.media_root must be a folder, got {root!r}")
     root = None if root is None else str(folder / root)
-    dataset = ShardDataset([_relative_to(folder, each) for each in listed], recipe, media_root=root)
+    columns = fields.pop("columns", None)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise ValueError(f"{field}.columns must map old names to new ones, got {columns!r}")
+    urls = [_relative_to(folder, each) for each in listed]
+    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')

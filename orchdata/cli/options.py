@@ -25,6 +25,10 @@ CostOption = Annotated[
 MediaRootOption = Annotated[
     str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")
 ]
+ColumnsOption = Annotated[
+    list[str] | None,
+    typer.Option("--column", metavar="OLD=NEW", help="A field to rename, as of ShardDataset(columns=); repeatable."),
+]
 FilterOption = Annotated[
     str | None,
     typer.Option("--filter", metavar="EXPR", help="Samples to take, as of dataset.filter: 'tokens < 4096'."),
@@ -36,6 +40,18 @@ AllowRecipesOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 
 Kind = TypeVar("Kind")
+
+
+def columns_of(given: Sequence[str] | None) -> dict[str, str]:
+    """Return old name -> new name. Raises ValueError for text without `=`, or an old name given twice."""
+    pairs = [text.partition("=") for text in given or ()]
+    for (old, equals, new), text in zip(pairs, given or (), strict=True):
+        if not (old and equals and new):
+            raise ValueError(f"--column {text!r} is not OLD=NEW, the old and the new name of a field")
+    columns = {old: new for old, _, new in pairs}
+    if len(columns) < len(pairs):
+        raise ValueError("--column renames one field twice")
+    return columns
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:

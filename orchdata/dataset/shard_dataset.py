@@ -6,10 +6,11 @@ Open files (the index, shards from which single samples were read) are kept apar
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -54,22 +55,31 @@ class ShardDataset:
         recipe: how samples become tokens; default `Recipe()`.
         media_root: folder of the files that records name. None: records name no files, except in the table of a folder
             of media, where names are relative to that folder. If given, it applies to such tables too.
+        columns: old name -> new name of fields (columns, keys of records, members of tars) to rename before anything
+            else reads them; part of the identity of the data set.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
-        ValueError: a suffix that no reader knows, a shard named twice, or a media_root that is not a folder.
+        ValueError: a suffix that no reader knows, a shard named twice, a media_root that is not a folder, or two
+            columns with one new name.
     """
 
     selections: tuple[Selection, ...] = ()
 
     def __init__(
-        self, paths: Paths, recipe: Recipe | None = None, *, media_root: str | PathLike[str] | None = None
+        self,
+        paths: Paths,
+        recipe: Recipe | None = None,
+        *,
+        media_root: str | PathLike[str] | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
         self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
         self.media_root = checked_media_root(media_root)
+        self.columns = checked_columns(columns)
         self._opened = _Opened()
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
@@ -139,7 +149,7 @@ class ShardDataset:
         def find() -> list[Any]:
             limits = self.recipe.limits
             changed, unsure = find_changes(index.shards, limits=limits, cache=CacheFolder())
-            changed = list(dict.fromkeys([*changed, *changed_media(index, limits)]))
+            changed = list(dict.fromkeys([*changed, *changed_media(index, limits, self.recipe.record)]))
             return [len(changed), *changed[:1], unsure]
 
         number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
@@ -159,13 +169,13 @@ class ShardDataset:
         if not rebuild:
             problem = f"no index for these {len(self.urls)} shards under this recipe"
             try:
-                index = open_index(self.urls, self.recipe, media_root=self.media_root)
+                index = open_index(self.urls, self.recipe, media_root=self.media_root, columns=self.columns)
             except DamagedIndexError as error:
                 problem = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
                 index = None
             if index is not None:
                 return index
-            if is_outdated(self.urls, self.recipe, media_root=self.media_root):
+            if is_outdated(self.urls, self.recipe, media_root=self.media_root, columns=self.columns):
                 problem = f"the index of these {len(self.urls)} shards has an earlier format"
             if num_ranks > 1 and rank is None:
                 raise MissingIndexError(
@@ -175,7 +185,9 @@ class ShardDataset:
                 )
         done = None if progress is None else _shards_done(progress)
         share = rank or 0, num_ranks
-        return build_index(self.urls, self.recipe, media_root=self.media_root, share=share, progress=done)
+        return build_index(
+            self.urls, self.recipe, media_root=self.media_root, columns=self.columns, share=share, progress=done
+        )
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
@@ -310,6 +322,21 @@ class _Opened:
                 load_required(recipe)
                 self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
             return self._shards
+
+
+def checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """Return (old name, new name) of each renamed field, by old name. Raises TypeError, and ValueError for two fields
+    with one new name.
+    """
+    if columns is None:
+        return ()
+    if not isinstance(columns, Mapping) or not all(isinstance(each, str) for pair in columns.items() for each in pair):
+        raise TypeError(f"columns is a dict of old name -> new name, got {columns!r}")
+    pairs = tuple(sorted((old, new) for old, new in columns.items() if old != new))
+    for (old, new), (other, its_new) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[1])):
+        if new == its_new:
+            raise ValueError(f"columns gives {old!r} and {other!r} the same new name {new!r}")
+    return pairs
 
 
 def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:

@@ -25,6 +25,10 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.members import stem
+from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
+from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
@@ -48,6 +52,8 @@ from orchdata.quarantine import read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
+_PATHS: Final = record_keys(("image", "audio", "video"))
+"""Columns of strings that name media by path, and are compared with the media of the row."""
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
 
@@ -69,6 +75,7 @@ def prepare_shards(
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
+    _warn_of_unread(index)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
     without = np.union1d(_quarantined_rows(index, named), unchosen)
@@ -120,6 +127,27 @@ def prepare_shards(
         num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
         num_lost=_warn_of_lost(index) if len(bad) else 0,
     )
+
+
+def _warn_of_unread(index: Index | JoinedIndex) -> None:
+    """Warn once about text that no rule reads: the model would not learn it."""
+    ignored = {name: count for name, count in index.totals["ignored_fields"].items() if _is_unread_text(name)}
+    if ignored:
+        names = ", ".join(f"{name.removesuffix(WORDS_SUFFIX)!r} ({count:,})" for name, count in [*ignored.items()][:5])
+        warn_once(
+            f"unread text of {index.fingerprint}",
+            f"text that is not read, and that the model does not learn: {names}{', ...' if len(ignored) > 5 else ''}. "
+            "Read it with Recipe(record=...), a function of yours, with columns={old: 'text'}, or with "
+            "TextPreprocessor(fields=...): docs/layouts.md",
+        )
+
+
+def _is_unread_text(name: str) -> bool:
+    """Return whether an ignored field has words that no rule reads. Names that rules know gave way to another field."""
+    base = stem(name.removesuffix(WORDS_SUFFIX))
+    if name.endswith(WORDS_SUFFIX):
+        return base not in _PATHS
+    return base.rpartition(".")[2] not in TEXT_FIELDS and names_words(base)
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:

@@ -112,7 +112,7 @@ def test_function_without_source_needs_an_id() -> None:
         identity(names["f"])
 
 
-def test_id_follows_the_source_and_the_modules_behind_its_names(tmp_path: Path) -> None:
+def test_id_follows_the_source_and_the_modules_that_it_names(tmp_path: Path) -> None:
     text = "import {} as m\n\ndef f(record):\n    return m.dumps(record)\n"
     first = function_of(text.format("json"), tmp_path, "a")
     assert identity(first) == identity(function_of(text.format("json"), tmp_path, "b"))

@@ -37,6 +37,7 @@ loaders: environment limited_process
 loaders: memory
 loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
 loaders: limits resampling functions
+loaders: records
 loaders: storage
 loaders: claims
 loaders: text modalities

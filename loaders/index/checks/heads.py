@@ -44,17 +44,23 @@ _INDEX: Final = {
 
 def check_facts(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of stored facts is malformed."""
-    _check_facts(values, "the head")
+    _check_facts(_without_met(values), "the head")
 
 
 def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
     """Raise ValueError if the head of stored costs under these modalities is malformed."""
+    if type(meta := values.get("meta")) is dict:
+        values = {**values, "meta": _without_met(meta)}
     _check_costs(values, "the head")
     _check_of_totals(tuple(modalities))(values["totals"], "totals")
 
 
 def check_index(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of an index is malformed."""
+    if type(shards := values.get("shards")) is list:
+        longest = len(_SHARD)
+        _check_renamed([shard[longest:] for shard in shards if type(shard) is list and len(shard) > longest], "shards")
+        values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(values, "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
     starts = [0, *rows[:-1]] if rows else []
@@ -75,4 +81,12 @@ def _check_of_totals(modalities: tuple[str, ...]) -> Check:
     return check_of(_TOTALS | {"modalities": counted})
 
 
+def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of facts without `met`, which only shards with renamed fields have, after a check of it."""
+    _check_met(meta.get("met", {}), "met")
+    return {name: value for name, value in meta.items() if name != "met"}
+
+
+_check_met = check_of({str: COUNT})
 _check_facts, _check_costs, _check_index = map(check_of, (_FACTS, _COSTS, _INDEX))
+_check_renamed = check_of([([(str, str)],)])

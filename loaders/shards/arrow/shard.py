@@ -20,7 +20,8 @@ from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
-from orchdata.loaders.shards.parquet.cells import locate_cell, plan_columns, read_cell
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
+from orchdata.loaders.shards.parquet.cells import locate_cell, plan_columns, read_cell, renamed
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.shard import facts_of
@@ -38,12 +39,23 @@ class ArrowReader:
         schema, columns, ignored, key, starts, promised_rows: as of a ParquetReader; a batch is a row group.
     """
 
-    def __init__(self, file: Storage, limits: Limits) -> None:
-        """Read its layout. Raises Refused, or pyarrow's own errors."""
+    def __init__(
+        self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, met: Met | None = None
+    ) -> None:
+        """Read its layout. Raises Refused, or pyarrow's own errors.
+
+        Args:
+            met: counts the names of renamed columns.
+        """
         self._limits = limits
         self._file = file
-        self.schema, self._batches = read_layout(file)
-        self.columns, self.ignored, self.key = plan_columns(self.schema)
+        stored, self._batches = read_layout(file)
+        self.schema = renamed(stored, rules)
+        if met is not None:
+            met.add(stored.names)
+        self._stored_names = {new: old for old, new in rules.names if old in stored.names}
+        self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
+        self._leave_unreadable()
         counts = Counter(self.schema.names)
         for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
             if counts[name] > 1:
@@ -56,6 +68,13 @@ class ArrowReader:
                 )
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self.promised_rows = int(self.starts[-1])
+
+    def _leave_unreadable(self) -> None:
+        """Ignore columns that only a function of the user's requests, and that cannot be read by position."""
+        for column in [each for each in self.columns if each.form == "words" and each.has_nulls]:
+            if not shape_of(self.schema.field(column.name).type).is_read:
+                self.columns.remove(column)
+                self.ignored.append(column.name)
 
     def check(self) -> None:
         """Raise Refused if there are too many rows, or none."""
@@ -87,18 +106,19 @@ class ArrowReader:
     def take(self, group: int, name: str, start: int, length: int) -> pa.Array:
         """Read rows of one column of a batch."""
         reader = RowsReader(self._file, self._limits.column_bytes)
-        return reader.take(self._batches[group].columns[name], start, length)
+        return reader.take(self._batches[group].columns[self._stored_names.get(name, name)], start, length)
 
 
 class ArrowShard:
     """A file of an Arrow stream. `read` and `read_many` are safe from many threads."""
 
-    def __init__(self, url: str, file: Storage, *, limits: Limits) -> None:
+    def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
         self.size = file.size
         self.version = file.version
         self._file = file
         self._limits = limits
+        self._rules = rules
         self._lock = threading.Lock()
         self._reader: ArrowReader | None = None
 
@@ -109,9 +129,10 @@ class ArrowShard:
     def facts(self) -> Facts:
         """Read all cells of the columns with media or text. Bad data become rows with an error."""
         ignored: dict[str, int] = {}
+        met = Met(self._rules.names)
         lost = 0
         try:
-            table, ignored = scan(ArrowReader(self._file, self._limits), self._limits)
+            table, ignored = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
         except NOT_DATA:
             raise
         except Refused as error:
@@ -121,7 +142,7 @@ class ArrowShard:
             table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        return facts_of(self, self._limits, table, checksum, ignored=ignored, lost_bytes=lost)
+        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met.counts, lost_bytes=lost)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -145,5 +166,5 @@ class ArrowShard:
         with self._lock:
             if self._reader is None:
                 with as_failure(partial(ShardError, self.url), "not a readable Arrow stream"):
-                    self._reader = ArrowReader(self._file, self._limits)
+                    self._reader = ArrowReader(self._file, self._limits, self._rules)
             return self._reader

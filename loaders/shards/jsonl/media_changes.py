@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DataError, DecodeError, ShardError
+from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.media_files import MISSING, MediaFolder
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import ShardInfo
@@ -40,8 +42,11 @@ class Indexed(Protocol):
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]: ...
 
 
-def changed_media(index: Indexed, limits: Limits) -> list[str]:
+def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = None) -> list[str]:
     """Return the urls of shards with media that may have changed since they were indexed.
+
+    Args:
+        record: the recipe's function, which makes the records.
 
     Raises StorageError if a file cannot be checked now.
     """
@@ -51,7 +56,7 @@ def changed_media(index: Indexed, limits: Limits) -> list[str]:
     missing = {url: names for url, names in _missing(index, numbers) if names}
     reappeared = [url for url in missing if _is_any_there(missing[url])]
     changed = list(missing) if reappeared else []
-    if any(_has_changed(index, number, limits) for number in numbers[: max(1, MOST_FILES // _ROWS_PER_SHARD)]):
+    if any(_has_changed(index, number, limits, record) for number in numbers[: max(1, MOST_FILES // _ROWS_PER_SHARD)]):
         changed = [index.shards[number].url for number in numbers]
     return changed
 
@@ -81,13 +86,14 @@ def _is_any_there(names: Sequence[tuple[str, str]]) -> bool:
     return False
 
 
-def _has_changed(index: Indexed, number: int, limits: Limits) -> bool:
+def _has_changed(index: Indexed, number: int, limits: Limits, record: UserFunction | None) -> bool:
     """Check some of the files that the records of a shard name. Return whether one has changed."""
     shard = index.shards[number]
     rows = np.setdiff1d(index.rows_of(number), index.bad_rows(), assume_unique=True)
     chosen = rows[:: max(1, len(rows) // _ROWS_PER_SHARD)][:_ROWS_PER_SHARD].tolist()
     try:
-        file = JsonLinesShard(shard.url, LocalFile(shard.url), limits=limits, media_root=shard.media_root)
+        rules = FieldRules(shard.columns, record)
+        file = JsonLinesShard(shard.url, LocalFile(shard.url), limits=limits, media_root=shard.media_root, rules=rules)
         with closing(file):
             return not all(file.names_same(index.read_spec(row)) for row in chosen)
     except ShardError:

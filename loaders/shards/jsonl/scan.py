@@ -19,6 +19,7 @@ from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.records import LeftOut
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import NAMED, printable
 from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
@@ -26,9 +27,7 @@ from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
 from orchdata.loaders.slow import here
-from orchdata.loaders.text.conversation import parse_json
 
-JSON_FIELD: Final = "json"
 _THREADS: Final = 8
 _CHUNK: Final = 256
 _TIMED: Final = 8
@@ -38,11 +37,14 @@ Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """Facts of a file, the number of its bytes that could not be read, and the state of the files it names."""
+    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, and the
+    number of records that the user's function leaves out.
+    """
 
     table: FactsTable
     lost_bytes: int
     media: str
+    left_out: int = 0
 
 
 def scan(reader: RecordReader, limits: Limits) -> Scanned:
@@ -54,9 +56,9 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
         states.add([one.state for one in probed])
         if len(rows.table) > limits.shard_rows:
             return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
-    if not len(rows.table):
+    if not len(rows.table) and not rows.left_out:
         return Scanned(shard_failure("no samples: the file has no records"), 0, "")
-    return Scanned(rows.table, rows.lost_bytes, states.digest())
+    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out)
 
 
 def media_state(reader: RecordReader, limits: Limits) -> str:
@@ -108,23 +110,34 @@ class _Read(NamedTuple):
     size: int = 0
     media: Sequence[NamedMedia] = ()
     error: str | None = None
+    is_left_out: bool = False
 
     @staticmethod
-    def of(record: Record, reader: RecordReader, limits: Limits) -> _Read:
+    def of(record: Record, reader: RecordReader, limits: Limits, number: int | None = None) -> _Read:
+        """Read one record.
+
+        Args:
+            number: of the record, to check the user's function with the first ones.
+        """
         if record.error is not None:
             return _Read(record, error=record.error)
         key = None
         try:
-            value = parse_json(reader.as_json(record.data))
+            value = reader.value(record.data, counts=number is not None)
             key = reader.key(value)
-            media = reader.media(value)
+            names_itself = isinstance(value, dict) and "__key__" in value
+            if number is not None:
+                reader.check_function(record.data, number)
+            media = reader.media(reader.made(value))
+        except LeftOut:
+            return _Read(record, key, is_left_out=True)
         except DecodeError as error:
             return _Read(record, key, error=error.reason)
         count = sum(len(one.parts()) for one in media)
         if count > limits.sample_parts:
             reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
             return _Read(record, key, error=reason)
-        return _Read(record, key, isinstance(value, dict) and "__key__" in value, len(record.data), media)
+        return _Read(record, key, names_itself, len(record.data), media)
 
 
 def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
@@ -149,7 +162,7 @@ def _probed(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read],
             read = []
             for record in records:
                 current.key = f"record {number}"
-                read.append(_Read.of(record, reader, limits))
+                read.append(_Read.of(record, reader, limits, number))
                 number += 1
             current.key = None
             first = number - len(read)
@@ -226,6 +239,8 @@ class _Scan:
     def __init__(self, reader: RecordReader, limits: Limits) -> None:
         self.table = FactsTable()
         self.lost_bytes = 0
+        self.left_out = 0
+        self._field = reader.field
         self._limits = limits
         self._url = reader.url
         self._encoding = reader.encoding
@@ -245,13 +260,16 @@ class _Scan:
         key = str(number) if read.key is None else printable(read.key)
         error = read.error or self._limits.name_error("key", key)
         self.lost_bytes += read.record.lost_bytes
+        if read.is_left_out:
+            self.left_out += 1
+            return
 
         # A bad record is one row, without its media.
         if error is not None:
             for _ in read.media:
                 next(probed)
             key = key if self._limits.name_error("key", key) is None else shortened(key)
-            table.append(number, key, JSON_FIELD, kind=OTHER, error=error)
+            table.append(number, key, self._field, kind=OTHER, error=error)
             return
         if not read.names_itself:
             while key in self._first_row:  # every record is a sample, also if its id comes twice
@@ -261,7 +279,7 @@ class _Scan:
         first = len(table)
         reason = self._limits.size_error(read.size, is_text=True)
         table.append(
-            number, key, JSON_FIELD, kind=TEXT, offset=offset, size=read.size, encoding=self._encoding, error=reason
+            number, key, self._field, kind=TEXT, offset=offset, size=read.size, encoding=self._encoding, error=reason
         )
         for media in read.media:
             one = next(probed)

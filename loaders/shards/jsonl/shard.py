@@ -10,12 +10,14 @@ of its file. Reading such a member parses the record again; if the file has chan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
-from orchdata.loaders.shards.fields import NAMED, TABLE_ROW
+from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
+from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
@@ -38,11 +40,19 @@ class JsonLinesShard:
         file: its bytes.
         limits: applied by `facts` and `read`.
         media_root: folder that names of media are relative to; None: no media file is opened.
+        rules: names of fields, and the function that makes records.
         reads: its `storage` counts the bytes read from other files.
     """
 
     def __init__(
-        self, url: str, file: Storage, *, limits: Limits, media_root: str | None, reads: ReadBytes | None = None
+        self,
+        url: str,
+        file: Storage,
+        *,
+        limits: Limits,
+        media_root: str | None,
+        rules: FieldRules = NO_RULES,
+        reads: ReadBytes | None = None,
     ) -> None:
         self.url = url
         self.size = file.size
@@ -50,7 +60,7 @@ class JsonLinesShard:
         self._file = file
         self._limits = limits
         self._reads = reads
-        self._reader = RecordReader(url, file, limits, media_root)
+        self._reader = RecordReader(url, file, limits, media_root, rules)
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
 
     def checksum(self) -> str:
@@ -99,8 +109,10 @@ class JsonLinesShard:
             scanned = scan(self._reader, self._limits)
         checksum = self.checksum()
         self._file.check_unchanged()
-        table, lost, media = scanned
-        return facts_of(self, self._limits, table, checksum, ignored=table.ignored(), lost_bytes=lost, media=media)
+        table, lost, media, left_out = scanned
+        ignored = table.ignored() | ({LEFT_OUT: left_out} if left_out else {})
+        more: dict[str, Any] = {"ignored": ignored, "lost_bytes": lost, "media": media, "met": self._reader.met.counts}
+        return facts_of(self, self._limits, table, checksum, **more)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""
@@ -142,8 +154,7 @@ class JsonLinesShard:
             data = self._file.read(offset, size)
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
-            if encoding == TABLE_ROW:
-                data = self._reader.as_json(data)  # may read the header line
+            data = self._reader.as_json(data)  # may read the header line of a table
             self._file.check_unchanged()
             return data
         except DecodeError as error:

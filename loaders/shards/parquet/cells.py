@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
-from orchdata.loaders.shards.fields import classify
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, EMPTY, NULL, ColumnRules, classify
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.media_words import record_keys
@@ -46,6 +46,7 @@ class Column:
         listed: whether cells are lists; each item is a field `name.0`, `name.1`, ...
         kind: its modality, or OTHER if it depends on the first bytes of each cell.
         labels: names of the classes.
+        has_nulls: whether cells that are null are fields too.
     """
 
     name: str
@@ -53,11 +54,20 @@ class Column:
     listed: bool
     kind: int
     labels: tuple[str, ...] = ()
+    has_nulls: bool = False
 
     @property
     def field(self) -> str:
         """The name of the field of a cell that is not a list."""
         return self.name + WORDS_SUFFIX if self.form == "words" else self.name
+
+    def missing(self, scalar: pa.Scalar) -> str | None:
+        """Return the name of the field for a cell without content; None if it has content, or nulls are no fields."""
+        if not self.has_nulls:
+            return None
+        if not scalar.is_valid:
+            return self.name + NULL
+        return self.name + EMPTY if self.listed and not len(scalar.values) else None
 
     def item(self, scalar: pa.Scalar, number: int, limits: Limits) -> bytes | None:
         """Return the bytes of an item of a cell (of the cell itself if cells are not lists), None for null. Raises
@@ -147,6 +157,8 @@ def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int,
         FieldError: the cell cannot be read.
         ShardError: the file cannot be read at all; StaleIndexError: it changed.
     """
+    if not size and field.endswith((NULL, EMPTY)):
+        return b""
     try:
         data = cell(row, field)
         if data is None or len(data) != size:
@@ -211,23 +223,46 @@ def _counted(array: pa.Array) -> tuple[int, int]:
     return 0, len(array)
 
 
-def plan_columns(schema: pa.Schema) -> tuple[Columns, list[str], str | None]:
-    """Return (columns to read, names of the ignored columns, name of the key column)."""
+def renamed(schema: pa.Schema, rules: ColumnRules) -> pa.Schema:
+    """Return the schema with the new names of its columns. Two columns with one name are an error of the build."""
+    names = dict(rules.names)
+    return pa.schema([field.with_name(names.get(field.name, field.name)) for field in schema], schema.metadata)
+
+
+def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[Columns, list[str], str | None]:
+    """Return (columns to read, names of the ignored columns, name of the key column). The name of an ignored column
+    with strings ends in WORDS_SUFFIX.
+
+    Args:
+        schema: with the new names of its columns.
+    """
     names = set(schema.names)
     key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
-    features = _huggingface_features(schema)
+    new_names = dict(rules.names)
+    features = {new_names.get(name, name): feature for name, feature in _huggingface_features(schema).items()}
     used = Columns()
     ignored: list[str] = []
     for field in schema:
         column = None
         if field.name not in ("__key__", "__url__", "id"):
             column = _plan_column(field.name, field.type, features.get(field.name))
+        if rules.all and field.name not in ("__key__", "__url__"):
+            column = _with_nulls(column, field.name, field.type)
         if column is None:
             if field.name != key:
-                ignored.append(field.name)
+                ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
         else:
             used.append(column)
     return used, ignored, key
+
+
+def _with_nulls(column: Column | None, name: str, type_: pa.DataType) -> Column | None:
+    """Return how a column is read for a function of the user's: with nulls, and as JSON unless it is text or media."""
+    if column is None and is_text(type_):  # a column that names its rows
+        column = Column(name, "text", False, TEXT)
+    if column is None or column.form in ("chat", "words"):
+        column = Column(name, "words", False, TEXT)
+    return replace(column, has_nulls=True)
 
 
 def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
@@ -271,6 +306,11 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
     if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
         return Column(name, "words", False, TEXT)
     return None
+
+
+def _holds_text(type_: pa.DataType) -> bool:
+    """Return whether cells are strings, or lists of strings. Structs without names of words are metadata."""
+    return is_text(type_.value_type if _is_list(type_) else type_)
 
 
 def _holds_words(name: str, type_: pa.DataType) -> bool:

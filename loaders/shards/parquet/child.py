@@ -23,6 +23,7 @@ from orchdata.loaders.errors import one_line, package_error
 from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
+from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
@@ -86,7 +87,8 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     _allow_cpu(cpu_seconds(size, 0))
     # Scan the file; a failure is an answer too, except that the parent's end ends this process.
     try:
-        reader = ParquetReader(_ParentFile(size, replies, shared), limits)
+        rules = ColumnRules(tuple((old, new) for old, new in request["names"]), bool(request["all"]))
+        reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
@@ -112,7 +114,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         else:
             _send(replies, {"broken": package_error(broken.cause, "reading Parquet", broken.package).args})
     else:
-        _send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}}, memoryview(facts))
+        _send(replies, {"facts": {"bytes": len(facts), "ignored": ignored, "met": reader.met}}, memoryview(facts))
 
 
 def _serialized(table: pa.Table) -> pa.Buffer:

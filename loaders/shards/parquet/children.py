@@ -21,6 +21,7 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.facts_table import FactsTable, shard_failure
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.child import memory_bytes
 from orchdata.loaders.shards.parquet.process import Died, MeasuringProcess, Scanned
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -37,6 +38,7 @@ class Measurement:
         checksum: of size and content, hex.
         failed: whether the file as a whole failed.
         promised_rows: number of rows in its footer; 0 if the footer could not be read.
+        met: as of FactsMeta.
     """
 
     table: FactsTable
@@ -44,6 +46,7 @@ class Measurement:
     checksum: str
     failed: bool
     promised_rows: int
+    met: dict[str, int]
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def measuring() -> Iterator[None]:
         _pool.leave()
 
 
-def measure(file: Storage, limits: Limits) -> Measurement:
+def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> Measurement:
     """Measure a Parquet file in a child process; outside a `measuring` block, in a new one.
 
     Raises:
@@ -70,7 +73,7 @@ def measure(file: Storage, limits: Limits) -> Measurement:
     for attempt in (1, 2):
         child = _pool.take(file.url)
         try:
-            scanned = child.measure(file, limits, digest)
+            scanned = child.measure(file, limits, rules, digest)
         except Died as death:
             _pool.discard(child)
             if child.unwanted:
@@ -98,9 +101,9 @@ def measure(file: Storage, limits: Limits) -> Measurement:
 
 def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
     failed = isinstance(scanned, str)
-    table, ignored = (shard_failure(scanned), {}) if isinstance(scanned, str) else scanned
+    table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
     return Measurement(
-        table=table, ignored=ignored, checksum=digest.hexdigest(), failed=failed, promised_rows=promised_rows
+        table=table, ignored=ignored, checksum=digest.hexdigest(), failed=failed, promised_rows=promised_rows, met=met
     )
 
 

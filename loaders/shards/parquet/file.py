@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.parquet.cells import plan_columns
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
+from orchdata.loaders.shards.parquet.cells import plan_columns, renamed
 from orchdata.loaders.storage.storage import Storage
 
 _STREAM_BYTES = 1 << 20
@@ -43,9 +44,10 @@ class ParquetReader:
         columns: those with media or text; `ignored` names the others, `key` is the name of the key column.
         starts: first row of each row group, and the end, int64 (num_row_groups + 1,).
         promised_rows: number of rows in the whole file according to the footer.
+        met: rows of the columns with names of `rules`, as stored.
     """
 
-    def __init__(self, file: Storage, limits: Limits) -> None:
+    def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         """Read the footer. Raises the errors of the storage, and pyarrow's errors for a damaged file."""
         self._limits = limits
         self._size = file.size
@@ -56,16 +58,23 @@ class ParquetReader:
                 source, pre_buffer=False, buffer_size=_STREAM_BYTES, page_checksum_verification=True
             )
         metadata = self._metadata = self._parquet.metadata
-        self.schema: pa.Schema = self._parquet.schema_arrow
-        self.columns, self.ignored, self.key = plan_columns(self.schema)
+        self.schema: pa.Schema = renamed(self._parquet.schema_arrow, rules)
+        stored = set(self._parquet.schema_arrow.names)
+        self._stored_names = {new: old for old, new in rules.names if old in stored}
+        self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
         self.promised_rows: int = metadata.num_rows
+        met = Met(rules.names)
+        met.add(self._parquet.schema_arrow.names, max(1, self.promised_rows))
+        self.met = met.counts
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if min(counts, default=0) < 0:
             raise Refused(f"the footer counts {min(counts)} rows in a row group")
         self.starts = np.array([0, *_running_sums(counts)], np.int64)
         self._leaves: dict[str, list[int]] = {}
+        new_names = dict(rules.names)
         for leaf in range(metadata.num_columns):
-            self._leaves.setdefault(metadata.schema.column(leaf).path.partition(".")[0], []).append(leaf)
+            name = metadata.schema.column(leaf).path.partition(".")[0]
+            self._leaves.setdefault(new_names.get(name, name), []).append(leaf)
 
     def check(self) -> None:
         """Check that the footer agrees with itself, the file's size and the limits. Raises Refused."""
@@ -139,12 +148,15 @@ class ParquetReader:
         decoded = dict.fromkeys(names, 0)
         seen = 0
         size = min(rows, self._batch_rows(group, names, _SCAN_ROWS if scan else _READ_ROWS))
-        batches = self._parquet.iter_batches(size, row_groups=[group], columns=list(names), use_threads=False)
+        stored = [self._stored_names.get(name, name) for name in names]
+        batches = self._parquet.iter_batches(size, row_groups=[group], columns=stored, use_threads=False)
         while True:
             with self._stream.surfacing():
                 batch = next(batches, None)
             if batch is None:
                 break
+            if self._stored_names:
+                batch = pa.RecordBatch.from_arrays([batch.column(name) for name in stored], names=list(names))
             seen += batch.num_rows
             for name in names:
                 decoded[name] += _plain_bytes(batch.column(name))

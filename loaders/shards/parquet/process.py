@@ -14,6 +14,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +23,14 @@ from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import UnmeasuredError, measured_at
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
+from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.child import cpu_seconds
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
 from orchdata.loaders.slow import log
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
-Scanned = tuple[FactsTable, dict[str, int]]
+Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
@@ -117,14 +119,14 @@ class MeasuringProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
-        """Return facts and ignored columns, or the reason why there are none.
+    def measure(self, file: Storage, limits: Limits, rules: ColumnRules, digest: ContentDigest) -> Scanned | str:
+        """Return facts, ignored columns and the names of `rules` that were met, or the reason why there are none.
 
         Raises Died, PackageError, MemoryError, and the errors of `file`.
         """
         self.promised_rows = 0
         try:
-            send(self._requests, {"size": file.size, "limits": asdict(limits)})
+            send(self._requests, {"size": file.size, "limits": asdict(limits), **rules._asdict()})
             while True:
                 patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
                 kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))
@@ -142,7 +144,7 @@ class MeasuringProcess:
                     return value
                 elif kind == "facts" and isinstance(value, dict):
                     facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
-                    return _checked(facts), {str(name): int(count) for name, count in value["ignored"].items()}
+                    return _checked(facts), _counts(value["ignored"]), _counts(value["met"])
                 else:
                     raise Died(f"sent an unknown message {kind!r}")
         except Silent:
@@ -179,6 +181,10 @@ class MeasuringProcess:
     def close(self) -> None:
         """End it, wait for its end, and close the descriptors and memory of this side."""
         self._resources.close()
+
+
+def _counts(value: dict[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in value.items()}
 
 
 def _checked(data: bytes) -> FactsTable:

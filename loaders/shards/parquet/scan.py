@@ -17,7 +17,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
-from orchdata.loaders.shards.fields import PARQUET
+from orchdata.loaders.shards.fields import NULL, PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_text, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.slow import here
@@ -68,7 +68,7 @@ class _Scan:
     def run(self) -> FactsTable:
         reader, key = self._reader, self._reader.key
         columns = reader.columns
-        names = [column.name for column in columns] + ([key] if key is not None else [])
+        names = list(dict.fromkeys([*(column.name for column in columns), *([] if key is None else [key])]))
         number = 0
         current = here()
         for group in range(len(reader.starts) - 1):
@@ -126,6 +126,10 @@ class _Scan:
         if excess is not None:
             self._append(number, key, column.name, column.kind, 0, excess)
             return
+        missing = column.missing(scalar)
+        if missing is not None:
+            self._append(number, key, missing, TEXT, 0, None)
+            return
         for field, item in _items(column, scalar):
             self._add_cell(number, key, field, column, item)
 
@@ -143,6 +147,8 @@ class _Scan:
             error = f"contains a string that is not valid UTF-8: {problem.reason}"
         else:
             if data is None:
+                if column.has_nulls and column.listed:  # the other items keep their numbers
+                    self._append(number, key, field + NULL, TEXT, 0, None)
                 return
             size = len(data)
             kind = column.kind_of(data, path)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
@@ -87,12 +88,13 @@ _numbers = itertools.count()
 class ParquetShard:
     """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file."""
 
-    def __init__(self, url: str, file: Storage, *, limits: Limits) -> None:
+    def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
         self.size = file.size
         self.version = file.version
         self._file = file
         self._limits = limits
+        self._rules = rules
         self._number = next(_numbers)
         self._lock = threading.Lock()
         self._closed = False
@@ -109,14 +111,16 @@ class ParquetShard:
         """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
         if self.size == 0:
             table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
+            met: dict[str, int] = {}
         else:
-            measured = measure(self._file, self._limits)
+            measured = measure(self._file, self._limits, self._rules)
             table, ignored, checksum = measured.table, measured.ignored, measured.checksum
-            failed = measured.failed
+            failed, met = measured.failed, measured.met
             lost = measured.promised_rows if failed else 0
         self._file.check_unchanged()
         lost_bytes = max(1, self.size) if failed else 0
-        return facts_of(self, self._limits, table, checksum, ignored=ignored, lost_samples=lost, lost_bytes=lost_bytes)
+        lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
+        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met, **lost_data)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -158,7 +162,7 @@ class ParquetShard:
         with self._lock:
             if self._reader is None:
                 with as_failure(partial(ShardError, self.url), "not a readable Parquet file"):
-                    self._reader = ParquetReader(self._file, self._limits)
+                    self._reader = ParquetReader(self._file, self._limits, self._rules)
                     self._file.check_unchanged()
             return self._reader
 

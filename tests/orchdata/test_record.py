@@ -1,0 +1,446 @@
+"""`Recipe.record` and `columns=`: layouts of public data sets, delivered as the same data under known layouts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from shard_factory import audio, jpeg, write_shard
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.cli.mixture_file import read_mixture
+from orchdata.loaders.errors import DataError
+
+LIMITS = od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32")
+
+
+def recipe(record: Any = None, record_id: str | None = None, **more: Any) -> od.Recipe:
+    return od.Recipe(image=LIMITS, audio=od.AudioPreprocessor(num_mels=16), record=record, record_id=record_id, **more)
+
+
+def finevision(record: dict[str, Any]) -> Any:
+    turns = [{"role": role, "content": pair[role]} for pair in record["texts"] for role in ("user", "assistant")]
+    turns[0]["content"] = "<image>" * len(record["images"]) + turns[0]["content"]
+    return {"messages": turns}
+
+
+def vqa(record: dict[str, Any]) -> Any:
+    return [
+        {"role": "user", "content": [record["image"], {"type": "text", "text": record["question"]}]},
+        {"role": "assistant", "content": record["answers"][0]["answer"]},
+    ]
+
+
+def last_image_first(record: dict[str, Any]) -> Any:
+    items = [{"type": "image", "image": image} for image in record["images"][::-1]]
+    turn = {"role": "user", "content": [*items, {"type": "text", "text": "What?"}]}
+    return {"messages": [turn, {"role": "assistant", "content": "Two."}]}
+
+
+def chosen_image(record: dict[str, Any]) -> Any:
+    return {"text": "<image> one", "images": [record["images"][1]]}
+
+
+def good_only(record: dict[str, Any]) -> Any:
+    return record["text"] if record["score"] > 2 else None
+
+
+IMAGES = [jpeg(40 + 8 * seed, 56, seed) for seed in range(6)]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], **types: Any) -> str:
+    schema = pa.schema(list(types.items())) if types else None
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return str(path)
+
+
+def arrow(path: Path, rows: list[dict[str, Any]]) -> str:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return str(path)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tokens(loader: Any) -> list[Any]:
+    return [batch.model_inputs()["input_ids"].tolist() for batch in loader]
+
+
+def kind(part: Any) -> str:
+    return str(getattr(part, "modality", "text"))
+
+
+def parts(dataset: od.ShardDataset) -> list[list[Any]]:
+    """For each sample: (token ids, loss mask) of text, pixels or waves of media."""
+    return [
+        [
+            (part.token_ids.tolist(), part.loss.tolist())
+            if kind(part) == "text"
+            else {name: torch.as_tensor(array).tolist() for name, array in part.arrays.items()}
+            for part in sample.parts
+        ]
+        for sample in (dataset[number] for number in range(len(dataset)))
+    ]
+
+
+def cell(data: bytes) -> dict[str, Any]:
+    return {"bytes": data, "path": None}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_finevision(tmp_path: Path, kind: str) -> None:
+    pairs = [[{"user": f"What is {n}?", "assistant": f"It is {n}."}] * (1 + n % 2) for n in range(4)]
+    rows = [{"images": [cell(IMAGES[n]), cell(IMAGES[n + 1])], "texts": pairs[n], "score": n} for n in range(4)]
+    write = {"parquet": parquet, "arrow": arrow}[kind]
+    made = od.ShardDataset(write(tmp_path / f"fv.{kind}", rows), recipe(finevision))
+
+    plain = []
+    for n in range(4):
+        turns = [{"role": role, "content": pair[role]} for pair in pairs[n] for role in ("user", "assistant")]
+        turns[0]["content"] = "<image><image>" + turns[0]["content"]
+        chat = json.dumps(turns).encode()
+        plain.append({"__key__": str(n), "0.jpg": IMAGES[n], "1.jpg": IMAGES[n + 1], "json": chat})
+    same = od.ShardDataset(write_shard(tmp_path / "same.tar", plain), recipe())
+    assert len(made) == 4 and parts(made) == parts(same)
+
+    batches = [
+        [batch.model_inputs()["input_ids"].tolist() for batch in od.DataLoader(each, batch_size=2)]
+        for each in (made, same)
+    ]
+    assert batches[0] == batches[1]
+
+
+def test_finevision_in_a_tar(tmp_path: Path) -> None:
+    record = {"texts": [{"user": "Q", "assistant": "A"}]}
+    samples = [{"__key__": "a", "0.jpg": IMAGES[0], "1.jpg": IMAGES[1], "json": json.dumps(record).encode()}]
+
+    def read(fields: dict[str, Any]) -> Any:
+        first = [{"type": "image", "image": image} for image in fields["jpg"]]
+        pair = fields["json"]["texts"][0]
+        turn = {"role": "user", "content": [*first, {"type": "text", "text": pair["user"]}]}
+        return [turn, {"role": "assistant", "content": pair["assistant"]}]
+
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe(read, "tar"))
+    kinds = [kind(part) for part in dataset[0].parts]
+    assert kinds[:2].count("image") + kinds.count("image") >= 2 and kinds.count("image") == 2
+
+
+def test_vqa(tmp_path: Path) -> None:
+    rows = [
+        {"image": cell(IMAGES[n]), "question": f"Is it {n}?", "answers": [{"answer": "yes", "id": 1}], "id": n}
+        for n in range(3)
+    ]
+    dataset = od.ShardDataset(parquet(tmp_path / "vqa.parquet", rows), recipe(vqa))
+    assert [sample.key for sample in map(dataset.__getitem__, range(3))] == ["0", "1", "2"]
+    assert all([kind(part) for part in dataset[n].parts].count("image") == 1 for n in range(3))
+
+
+def test_function_chooses_and_orders_media(tmp_path: Path) -> None:
+    rows = [{"images": [cell(IMAGES[0]), cell(IMAGES[1])]}]
+    url = parquet(tmp_path / "a.parquet", rows)
+    backwards, one = (od.ShardDataset(url, recipe(each))[0] for each in (last_image_first, chosen_image))
+    tar = [{"__key__": "a", "0.jpg": IMAGES[1], "1.jpg": IMAGES[0], "txt": b"<image><image>"}]
+    swapped = od.ShardDataset(write_shard(tmp_path / "a.tar", tar), recipe())[0]
+
+    def images(sample: od.Sample) -> list[Any]:
+        return [part.tensor().tolist() for part in sample.parts if kind(part) == "image"]
+
+    assert images(backwards) == images(swapped)
+    assert images(one) == images(swapped)[:1]
+
+
+def test_none_leaves_a_sample_out_in_every_container(tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "score": n % 4} for n in range(8)]
+
+    def good_string(record: dict[str, Any]) -> Any:
+        return record["text"] if int(record["score"]) > 2 else None
+
+    urls = [parquet(tmp_path / "a.parquet", rows), arrow(tmp_path / "b.arrow", rows), jsonl(tmp_path / "c.jsonl", rows)]
+    for url in urls:
+        dataset = od.ShardDataset(url, recipe(good_only))
+        assert len(dataset) == 2 and dataset.index().totals["ignored_fields"]["*"] == 6, url
+        assert dataset.index().totals["bad"] == 0
+    assert len(od.ShardDataset(table(tmp_path / "d.csv", rows), recipe(good_string, "csv"))) == 2
+
+    def nothing(record: dict[str, Any]) -> Any:
+        return None if record["score"] < 9 else record["text"]
+
+    some = od.ShardDataset([urls[0], jsonl(tmp_path / "e.jsonl", [{"text": "x", "score": 9}])], recipe(nothing))
+    assert len(some) == 1
+
+
+def test_nulls_and_numbers_of_columns_reach_the_function(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def note(record: dict[str, Any]) -> Any:
+        seen.append(record)
+        return str(record["n"])
+
+    rows = [
+        {"n": 1, "x": 2.5, "flag": True, "names": ["a", "b"], "caption": "c", "image": cell(IMAGES[0]), "images": []},
+        {"n": 2, "x": None, "flag": None, "names": None, "caption": None, "image": None, "images": None},
+    ]
+    types = {
+        "n": pa.int64(),
+        "x": pa.float64(),
+        "flag": pa.bool_(),
+        "names": pa.list_(pa.string()),
+        "caption": pa.string(),
+        "image": pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+        "images": pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+    }
+    url = parquet(tmp_path / "a.parquet", rows, **types)
+    dataset = od.ShardDataset(url, recipe(note, "note"))
+    assert dataset.index().totals["bad"] in (0, 1)  # an image without a placeholder comes first
+    first, second = seen[0], seen[-1]
+    assert first["image"] == od.Media("image", 0)
+    assert {name: value for name, value in first.items() if name != "image"} == {
+        "n": 1,
+        "x": 2.5,
+        "flag": True,
+        "names": ["a", "b"],
+        "caption": "c",
+        "images": [],
+    }
+    assert second == {"n": 2, "x": None, "flag": None, "names": None, "caption": None, "image": None, "images": None}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "tar", "arrow"])
+def test_columns_mean_the_same_in_every_container(tmp_path: Path, suffix: str) -> None:
+    words = [f"words number {n}" for n in range(3)]
+    rows = [{"transcription": each, "other": "no"} for each in words]
+    path = tmp_path / f"a.{suffix}"
+    dataset = od.ShardDataset(WRITERS[suffix](path, rows), recipe(), columns={"transcription": "text"})
+    assert [part.token_ids.tolist() for n in range(3) for part in dataset[n].parts] == [
+        list(each.encode()) for each in words
+    ]
+    batches = list(od.DataLoader(dataset, batch_size=3))
+    assert len(batches) == 1 and len(batches[0].keys) == 3
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def members(path: Path, rows: list[dict[str, Any]]) -> str:
+    samples = [{name: str(value).encode() for name, value in row.items()} for row in rows]
+    return write_shard(path, [{"__key__": str(n), **sample} for n, sample in enumerate(samples)])
+
+
+WRITERS = {"csv": table, "tar": members, "jsonl": jsonl, "parquet": parquet, "arrow": arrow}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"text": "words"}, r"The other way round: columns=\{'words': 'text'\}"),
+        ({"wordz": "text"}, "columns renames 'wordz', and no sample has a field of this name"),
+        ({"words": "caption"}, "'words' the name 'caption', and the data already have a field of this name"),
+    ],
+)
+def test_columns_that_the_data_do_not_have(tmp_path: Path, suffix: str, columns: dict[str, str], reason: str) -> None:
+    url = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"words": "a", "caption": "b"}])
+    for _ in range(2):  # the second build takes facts from the cache
+        with pytest.raises(ValueError, match=reason):
+            od.ShardDataset(url, recipe(), columns=columns).index()
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_columns_change_places(tmp_path: Path, suffix: str) -> None:
+    url = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"text": "one", "caption": "two"}])
+    swapped = od.ShardDataset(url, recipe(), columns={"text": "caption", "caption": "text"})
+    assert bytes(swapped[0].parts[0].token_ids.tolist()) == b"two"  # type: ignore[union-attr]
+    assert bytes(od.ShardDataset(url, recipe())[0].parts[0].token_ids.tolist()) == b"one"  # type: ignore[union-attr]
+
+
+def test_columns_must_be_a_mapping_to_different_names(tmp_path: Path) -> None:
+    url = jsonl(tmp_path / "a.jsonl", [{"a": "x", "b": "y"}])
+    with pytest.raises(ValueError, match="columns gives 'a' and 'b' the same new name 'text'"):
+        od.ShardDataset(url, columns={"a": "text", "b": "text"})
+    with pytest.raises(TypeError, match="columns is a dict of old name -> new name"):
+        od.ShardDataset(url, columns=["a"])  # type: ignore[arg-type]
+
+
+def test_audio_folder_and_paths(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(audio(0.3))
+    url = jsonl(tmp_path / "manifest.jsonl", [{"audio_filepath": "a.wav", "text": "<audio> said"}])
+    dataset = od.ShardDataset(url, recipe(), media_root=tmp_path, columns={"audio_filepath": "audio"})
+    assert [kind(part) for part in dataset[0].parts] == ["audio", "text"]
+
+    def mmc4(record: dict[str, Any]) -> Any:
+        return {"text": "<audio> said", "audio": [info["name"] for info in record["infos"]]}
+
+    url = jsonl(tmp_path / "mmc4.jsonl", [{"infos": [{"name": "a.wav"}]}])
+    dataset = od.ShardDataset(url, recipe(mmc4), media_root=tmp_path)
+    assert [kind(part) for part in dataset[0].parts] == ["audio", "text"]
+
+
+def fails_for_one(record: dict[str, Any]) -> Any:
+    return {"text": record["text"][0] + "..."} if record["text"] else {"text": record["missing"]}
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_exception_is_the_failure_of_one_sample(tmp_path: Path, write: Any) -> None:
+    suffix = write.__name__
+    url = write(tmp_path / f"a.{suffix}", [{"text": f"t{n}" if n != 5 else ""} for n in range(9)])
+    dataset = od.ShardDataset(url, recipe(fails_for_one))
+    assert len(dataset) == 8
+    with pytest.raises(DataError, match=r"Recipe.record: fails_for_one, line \d+: KeyError: 'missing'"):
+        od.DataLoader(dataset, batch_size=2)
+
+
+def returns(value: Any) -> Any:
+    return lambda record: value
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (3, "returned an int: return a string, a list of turns, a dict"),
+        ({"text": {1: 2}}, "a key that is no string"),
+        ({"text": {"x"}}, r"returned a set at \['text'\]"),
+        ({"nothing": "here"}, "neither a text nor a chat|its words are under"),
+        (
+            {"text": "<image>", "images": [od.Media("images", 7)]},
+            "the sample does not have; its fields: 'jpg'",
+        ),
+        ({"text": "a", "other": od.Media("jpg", 0)}, "media can be items of a turn's content"),
+        ({"text": "<image><image>", "images": [od.Media("jpg", 0)] * 2}, "refers to one image twice"),
+        ({"text": "<audio>", "audios": [od.Media("jpg", 0)]}, "is image, not audio"),
+        ({"text": "<image>"}, "2 images but 1 <image> placeholders"),
+    ],
+)
+def test_what_a_function_must_not_return(tmp_path: Path, value: Any, reason: str) -> None:
+    url = write_shard(tmp_path / "a.tar", [{"__key__": "a", "0.jpg": IMAGES[0], "1.jpg": IMAGES[1]}])
+    index = od.ShardDataset(url, recipe(returns(value), "value")).index()
+    assert index.totals["bad"] == 1
+    import re
+
+    assert re.search(reason, index.failure(0).reason), index.failure(0).reason
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, record: dict[str, Any]) -> Any:
+        self.calls += 1
+        return f"call {self.calls}"
+
+
+def changes(record: dict[str, Any]) -> Any:
+    record["text"] = record["text"].upper()
+    return record
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_function_that_is_not_deterministic_or_changes_its_record(tmp_path: Path, write: Any) -> None:
+    url = write(tmp_path / f"a.{write.__name__}", [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(od.FunctionError, match="returns something else when it is called again"):
+        od.ShardDataset(url, recipe(Counter(), "counter")).index()
+    with pytest.raises(od.FunctionError, match="changes the record that it gets: return a new one"):
+        od.ShardDataset(url, recipe(changes)).index()
+
+
+def test_recipe_with_a_function_is_a_value(tmp_path: Path) -> None:
+    import copy
+    import pickle
+    from dataclasses import replace
+
+    one = recipe(finevision)
+    assert one == recipe(finevision) and one.fingerprint() == pickle.loads(pickle.dumps(one)).fingerprint()
+    assert copy.deepcopy(one) == one == replace(one)
+    assert one.fingerprint() != recipe().fingerprint() != recipe(vqa).fingerprint()
+    assert recipe(finevision, "x").fingerprint() == recipe(vqa, "x").fingerprint()
+    with pytest.raises(ValueError, match="record_id belongs to a function"):
+        recipe(None, "x")
+    with pytest.raises(ValueError, match='Give record_id="..."'):
+        recipe(lambda record: record)
+
+
+def test_id_of_another_function_is_refused(tmp_path: Path) -> None:
+    def first(record: dict[str, Any]) -> Any:
+        return record["text"]
+
+    def second(record: dict[str, Any]) -> Any:
+        # Another text.
+        return record["text"] + "!"
+
+    url = jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    od.ShardDataset(url, recipe(first, "v1")).index()
+    for use in (lambda each: each.index(), lambda each: each.index(rebuild=True), lambda each: od.DataLoader(each)):
+        with pytest.raises(od.FunctionError, match="another record_id"):
+            use(od.ShardDataset(url, recipe(second, "v1")))
+    assert len(od.ShardDataset(url, recipe(second, "v2"))) == 1
+
+
+def test_identity_of_the_data_has_the_columns(tmp_path: Path) -> None:
+    url = jsonl(tmp_path / "a.jsonl", [{"text": "one", "caption": "two"}, {"text": "3", "caption": "4"}])
+    swapped = {"text": "caption", "caption": "text"}
+    loader, other = (od.DataLoader(od.ShardDataset(url, recipe(), columns=each)) for each in (None, swapped))
+    state = loader.state_dict()
+    with pytest.raises(od.StateError, match="dataset is"):
+        other.load_state_dict(state)
+    other.load_state_dict(other.state_dict())
+
+
+def test_command_line_renames(tmp_path: Path) -> None:
+    url = jsonl(tmp_path / "a.jsonl", [{"transcription": "one"}])
+    result = CliRunner().invoke(app, ["index", url, "--column", "transcription=text", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["totals"]["bad"] == 0
+    assert CliRunner().invoke(app, ["profile", url, "--column", "transcription=text"]).exit_code == 0
+    wrong = CliRunner().invoke(app, ["index", url, "--column", "transcription"])
+    assert wrong.exit_code != 0 and "is not OLD=NEW" in wrong.stderr
+
+
+def test_mixture_file_renames(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"transcription": "one"}])
+    source = {"paths": "a.jsonl", "weight": 1, "columns": {"transcription": "text"}}
+    (tmp_path / "m.yaml").write_text(json.dumps({"sources": {"a": source}}))
+    mixture = read_mixture(str(tmp_path / "m.yaml"), recipe(), allow_recipes=False)
+    batch = next(iter(od.DataLoader(mixture, batch_size=1)))
+    assert bytes(batch.model_inputs()["input_ids"].flatten().tolist()) == b"one"
+
+
+def test_text_that_is_not_read_is_one_warning(tmp_path: Path) -> None:
+    rows = [{"query": "How many?", "label": ["14"], "n": 1, "meta": {"source": "x"}}]
+    url = parquet(tmp_path / "a.parquet", rows)
+    text = od.TextPreprocessor(fields=("query",))
+    with pytest.warns(UserWarning, match=r"does not learn: 'label' \(1\). Read it with") as caught:
+        od.DataLoader(od.ShardDataset(url, recipe(text=text)))
+    assert len(caught) == 1
+
+    def all_of_it(record: dict[str, Any]) -> Any:
+        return record["query"] + record["label"][0]
+
+    od.DataLoader(od.ShardDataset(url, recipe(all_of_it)))
+
+
+def test_workers_call_the_function(tmp_path: Path) -> None:
+    rows = [{"image": cell(IMAGES[n % 6]), "question": f"{n}?", "answers": [{"answer": "yes"}]} for n in range(8)]
+    dataset = od.ShardDataset(parquet(tmp_path / "vqa.parquet", rows), recipe(vqa))
+    inline, workers = (
+        [
+            batch.model_inputs()["input_ids"].tolist()
+            for batch in od.DataLoader(dataset, batch_size=4, shuffle=True, **more)
+        ]
+        for more in ({"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"})
+    )
+    assert inline == workers
