@@ -20,7 +20,14 @@ from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LocalFile
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, media_root_of, suffix_of
+from orchdata.loaders.storage.paths import (
+    ARROW_SUFFIXES,
+    PARQUET_SUFFIXES,
+    RECORD_SUFFIXES,
+    is_compressed,
+    media_root_of,
+    suffix_of,
+)
 from orchdata.loaders.storage.storage import Storage
 
 _TEXT_BYTES: Final = 64 << 20
@@ -38,7 +45,7 @@ def open_shard(
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
 ) -> Shard:
-    """Open a shard by its suffix. A compressed tar is first decompressed into the cache, once.
+    """Open a shard by its suffix. A compressed one is first decompressed into the cache, once.
 
     Args:
         rules: names of fields, and the function that makes records.
@@ -56,19 +63,21 @@ def open_shard(
         return ParquetShard(url, file, limits=limits, rules=rules.of_columns)
     if suffix in ARROW_SUFFIXES:
         return ArrowShard(url, file, limits=limits, rules=rules.of_columns)
-    if suffix in RECORD_SUFFIXES:
+    # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
+    are_records = suffix in RECORD_SUFFIXES
+    content, stored = file, file
+    if (is_compressed(suffix) or not are_records) and compression(file.read(0, 4)) is not None:
+        try:
+            content = open_decompressed(file, limits=limits, cache=cache)
+        finally:
+            file.close()
+        if reads is not None:
+            content = CountedFile(content, reads.cache)
+    versions: dict[str, Any] = {"size": stored.size, "version": stored.version}
+    if are_records:
         root = media_root_of(url, media_root)
-        return JsonLinesShard(url, file, limits=limits, media_root=root, rules=rules, reads=reads)
-    # Decide by content: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-    if compression(file.read(0, 4)) is None:
-        return TarShard(url, file, limits=limits, names=rules.columns)
-    try:
-        content: Storage = open_decompressed(file, limits=limits, cache=cache)
-    finally:
-        file.close()
-    if reads is not None:
-        content = CountedFile(content, reads.cache)
-    return TarShard(url, content, limits=limits, names=rules.columns, size=file.size, version=file.version)
+        return JsonLinesShard(url, content, limits=limits, media_root=root, rules=rules, reads=reads, **versions)
+    return TarShard(url, content, limits=limits, names=rules.columns, **versions)
 
 
 def open_indexed(

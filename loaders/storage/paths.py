@@ -20,7 +20,8 @@ from orchdata.loaders.storage.shared.files import read_given
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow",)
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
+_RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+RECORD_SUFFIXES = tuple(suffix + packed for packed in ("", ".gz", ".zst") for suffix in _RECORDS)
 SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + RECORD_SUFFIXES
 
 MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
@@ -79,6 +80,11 @@ def suffix_of(path: str) -> str:
     if suffix is None:
         raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}")
     return suffix
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a path ends in the suffix of a compression."""
+    return path.lower().endswith((".gz", ".tgz", ".zst", ".tzst"))
 
 
 def is_media_table(path: str) -> bool:

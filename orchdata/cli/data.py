@@ -53,7 +53,8 @@ def index(
 ) -> None:
     """Index shards: where samples lie and what each costs. Fast to repeat: only new or changed shards are scanned.
 
-    Bad samples are listed and do not fail the command; a shard that cannot be read at all does.
+    Bad samples are listed and do not fail the command. A shard that cannot be read at all fails it, and so does a data
+    set without any usable sample.
     """
     start = time.perf_counter()
     built, scanned = _build(paths, recipe_named(recipe), media_root, columns_of(column), force=force)
@@ -62,7 +63,7 @@ def index(
         print_json(report)
     else:
         _print_index(report)
-    if report["failed_shards"]:
+    if report["failed_shards"] or report["totals"]["bad"] == report["totals"]["samples"]:
         raise typer.Exit(1)
 
 

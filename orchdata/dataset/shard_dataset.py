@@ -49,9 +49,10 @@ class ShardDataset:
     may split a sample into pieces, which a loader draws one by one.
 
     Args:
-        paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv), Hugging Face data
-            sets on disk (the folder, or its .arrow files), folders of media with metadata.jsonl or metadata.csv; as a
-            path, a brace expression (`train-{000000..000127}.tar`), a glob, or a list of these.
+        paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv, .tsv, .txt, also
+            with .gz or .zst), Hugging Face data sets on disk (the folder, or its .arrow files), folders of media with
+            metadata.jsonl or metadata.csv; as a path, a brace expression (`train-{000000..000127}.tar`), a glob, or a
+            list of these.
         recipe: how samples become tokens; default `Recipe()`.
         media_root: folder of the files that records name. None: records name no files, except in the table of a folder
             of media, where names are relative to that folder. If given, it applies to such tables too.

@@ -102,8 +102,16 @@ class MediaFolder:
             DecodeError: there is no such file, it is outside the folder, or not a regular file.
             StorageError: it cannot be opened now, or the folder does not exist.
         """
-        with closing(MediaFile(self, checked_name(name))) as file:
+        with closing(MediaFile(self, checked_name(self._relative(name)))) as file:
             yield file
+
+    def _relative(self, name: str) -> str:
+        """Return the name without the folder, if it is an absolute path below it."""
+        if name.startswith("/"):
+            for root in (self.root, os.path.realpath(self.root)):
+                if name.startswith(root.rstrip("/") + "/"):
+                    return name[len(root.rstrip("/")) + 1 :]
+        return name
 
     def state(self, name: str) -> str:
         """Return size and stamp of a file as text, by which a change is noticed; the reason if it cannot be opened."""
@@ -195,7 +203,7 @@ def checked_name(name: str) -> str:
     if _SCHEME.match(name) and "://" in name:
         raise DecodeError(f"{shown} is a URL, and none is opened: name the file by its path below media_root")
     if name.startswith(("/", "~", "\\")) or re.match(r"[A-Za-z]:[\\/]", name):
-        raise DecodeError(f"{shown} is an absolute path: write it relative to media_root")
+        raise DecodeError(f"{shown} is an absolute path that is not below media_root: write it relative to media_root")
     if ".." in name.replace("\\", "/").split("/"):
         raise DecodeError(f"{shown} leads upwards (..): write it relative to media_root")
     if "\0" in name:

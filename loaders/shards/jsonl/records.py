@@ -1,4 +1,4 @@
-"""Files of records: JSON lines, a JSON array, or a CSV table -> the offset of each record, and one record at a time.
+"""Files of records: JSON Lines, a JSON array, CSV, TSV, plain text -> offsets of records, and one record at a time.
 
 Lines and rows that cannot be read are records with an error. If the start of the next record is unknown (a broken
 element of an array, a quote that is never closed), the rest of the file is one record with an error.
@@ -11,12 +11,14 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
 from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.shards.fields import RAW, TABLE_ROW
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.text.preprocessor import decode_utf8
 
 _BOM: Final = codecs.BOM_UTF8
 _FIRST_BYTES: Final = 1 << 14
@@ -88,16 +90,51 @@ class Lines(_JsonFile):
                 reason = f"a line of {size} bytes, above Limits.text_bytes={self._most_bytes}"
                 yield Record(offset, size, error=reason)
                 continue
-            data = line.strip()
-            if data:
-                yield Record(offset + len(line) - len(line.lstrip()), len(data), data)
+            data = self._content(line)
+            if data.strip():
+                yield Record(offset + line.index(data), len(data), data)
 
     def at(self, offset: int) -> bytes:
         def line(data: bytes, ended: bool) -> bytes | None:
             end = data.find(b"\n")
-            return data[:end].strip() if end >= 0 else data.strip() if ended else None
+            return self._content(data[:end]) if end >= 0 else self._content(data) if ended else None
 
         return _read_record(self._file, offset, self._most_bytes, line)
+
+    @staticmethod
+    def _content(line: bytes) -> bytes:
+        """Return the record in a line."""
+        return line.strip()
+
+
+class TextLines(Lines):
+    """Plain text: each line is a document; empty lines are skipped."""
+
+    encoding = TABLE_ROW
+
+    def as_json(self, data: bytes) -> bytes:
+        return json.dumps({"text": decode_utf8(data)}, ensure_ascii=False).encode()
+
+    @staticmethod
+    def _content(line: bytes) -> bytes:
+        return line.rstrip(b"\r\n")
+
+
+class TabLines(TextLines):
+    """TSV with a header line: cells between tabs, without quotes, as IANA registers text/tab-separated-values."""
+
+    def __init__(self, file: Storage, most_bytes: int) -> None:
+        super().__init__(file, most_bytes)
+        self._names: list[str] | None = None
+
+    def all(self) -> Iterator[Record]:
+        yield from islice(super().all(), 1, None)
+
+    def as_json(self, data: bytes) -> bytes:
+        if self._names is None:
+            header = self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0)
+            self._names = _different(decode_utf8(header).split("\t"))
+        return _as_object(self._names, decode_utf8(data).split("\t"))
 
 
 class Array(_JsonFile):
@@ -191,13 +228,22 @@ class Table(_JsonFile):
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
-            self._names = _cells(self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0))
-            if len(set(self._names)) < len(self._names):
-                raise DecodeError(f"two columns have the same name: {', '.join(self._names)[:200]}")
-        cells = _cells(data)
-        if len(cells) != len(self._names):
-            raise DecodeError(f"a row has {len(cells)} cells, the header line {len(self._names)} names")
-        return json.dumps(dict(zip(self._names, cells, strict=True)), ensure_ascii=False).encode()
+            self._names = _different(_cells(self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0)))
+        return _as_object(self._names, _cells(data))
+
+
+def _different(names: list[str]) -> list[str]:
+    """Return the names of columns. Raises DecodeError if two are equal."""
+    if len(set(names)) < len(names):
+        raise DecodeError(f"two columns have the same name: {', '.join(names)[:200]}")
+    return names
+
+
+def _as_object(names: list[str], cells: list[str]) -> bytes:
+    """Return a row as a JSON object. Raises DecodeError for another number of cells."""
+    if len(cells) != len(names):
+        raise DecodeError(f"a row has {len(cells)} cells, the header line {len(names)} names")
+    return json.dumps(dict(zip(names, cells, strict=True)), ensure_ascii=False).encode()
 
 
 def _lines(file: Storage, most_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
@@ -332,6 +378,25 @@ class _Window:
 
 def records_of(suffix: str, file: Storage, most_bytes: int) -> Records:
     """Return the reader for files with this suffix."""
-    forms: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".json": Array, ".csv": Table}
-    records: Records = forms[suffix](file, most_bytes)
+    forms: dict[str, Any] = {
+        ".jsonl": Lines,
+        ".ndjson": Lines,
+        ".json": _of_json(file),
+        ".csv": Table,
+        ".tsv": TabLines,
+        ".txt": TextLines,
+    }
+    records: Records = forms[suffix.removesuffix(".gz").removesuffix(".zst")](file, most_bytes)
     return records
+
+
+def _of_json(file: Storage) -> type[Lines | Array]:
+    """Return the form of a .json file: an array, or JSON Lines if its first line is an object."""
+    line = file.read(0, _FIRST_BYTES).removeprefix(_BOM).lstrip().partition(b"\n")
+    if not line[0].startswith(b"{"):
+        return Array
+    try:
+        _END_FINDER.decode(line[0].decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return Array if line[1] else Lines  # a line that is longer than what was read
+    return Lines

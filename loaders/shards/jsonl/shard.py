@@ -42,6 +42,7 @@ class JsonLinesShard:
         media_root: folder that names of media are relative to; None: no media file is opened.
         rules: names of fields, and the function that makes records.
         reads: its `storage` counts the bytes read from other files.
+        size, version: of the file as stored, if `file` is its decompressed content.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class JsonLinesShard:
         media_root: str | None,
         rules: FieldRules = NO_RULES,
         reads: ReadBytes | None = None,
+        size: int | None = None,
+        version: str | None = None,
     ) -> None:
         self.url = url
-        self.size = file.size
-        self.version = file.version
+        self.size = file.size if size is None else size
+        self.version = file.version if version is None else version
         self._file = file
         self._limits = limits
         self._reads = reads
@@ -102,8 +105,8 @@ class JsonLinesShard:
 
     def facts(self) -> Facts:
         """Read all records, and the headers of the media that they name. Bad data become rows with an error."""
-        if self.size >= _MOST_BYTES:
-            reason = f"{self.size} bytes, but a file of records must be smaller than {_MOST_BYTES}: split it"
+        if self._file.size >= _MOST_BYTES:
+            reason = f"{self._file.size} bytes, but a file of records must be smaller than {_MOST_BYTES}: split it"
             scanned = Scanned(shard_failure(reason), self.size, "")
         else:
             scanned = scan(self._reader, self._limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from PIL import Image
 
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
@@ -167,6 +169,61 @@ def test_a_row_of_a_table_ends_at_a_line_break_alone(tmp_path: Path) -> None:
         assert bytes(stored(index, row).decode(Recipe()).parts[-1].token_ids.tolist()).decode() == text
 
 
+def test_absolute_paths_below_the_root(root: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    records = [{"image": f"{folder}/deep/0.jpg", "text": "<image>"} for folder in (root, link)]
+    records.append({"image": f"{root}/../x.jpg", "text": "<image>"})
+    for given, good in ((root, 1), (link, 2)):  # a path through another link is not below it
+        index = build_index([write(tmp_path / f"{given.name}.jsonl", records)], Recipe(), media_root=str(given))
+        assert index.num_rows - len(index.bad_rows()) == good
+        assert "leads upwards" in index.failure(2).reason
+        assert bytes(_media(index, 0)[0]) == (root / "deep" / "0.jpg").read_bytes()
+
+
+def texts_of(index: Index) -> list[str]:
+    assert not len(index.bad_rows()), reasons(index)
+    parts = [stored(index, row).decode(Recipe()).parts[-1] for row in range(index.num_rows)]
+    return [bytes(part.token_ids.tolist()).decode() for part in parts]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "txt"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_other_forms_of_records(tmp_path: Path, suffix: str, packed: str) -> None:
+    texts = ["one", ' "two" is quoted', "three\u2028 "]
+    written = {
+        "jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
+        "json": "".join(json.dumps({"text": text}) + "\n" for text in texts),
+        "csv": 'text,id\none,1\n" ""two"" is quoted",2\nthree\u2028 ,3\n',
+        "tsv": "text\tid\r\n" + "".join(f"{text}\t{number}\r\n" for number, text in enumerate(texts)),
+        "txt": "\n".join((texts[0], "", *texts[1:])),
+    }[suffix].encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[packed]
+    path = tmp_path / f"a.{suffix}{packed}"
+    path.write_bytes(pack(written))
+    index = build_index([str(path)], Recipe())
+    assert texts_of(index) == texts
+    again = build_index([str(path)], Recipe())  # from what is kept
+    assert (again.build_id, again.fingerprint) == (index.build_id, index.fingerprint)
+    path.write_bytes(pack(written.replace(b"one", b"One")))
+    assert texts_of(build_index([str(path)], Recipe()))[0] == "One"
+
+
+def test_cells_between_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("id\ttext\tnote\n1\tone\t\n2\ttwo\n\n3\tthree\tx\n")
+    index = build_index([str(path)], Recipe())
+    assert index.num_rows == 3 and [index.key(row) for row in (0, 2)] == ["1", "3"]
+    assert reasons(index) == {"1": ("json", "a row has 2 cells, the header line 3 names")}
+
+
+def test_an_object_over_several_lines_is_no_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"text": "one"}, indent=1))
+    reason = build_index([str(path)], Recipe()).failure(0).reason
+    assert "not an array of records" in reason
+
+
 HOSTILE: dict[str, tuple[Any, str]] = {
     "upwards": ({"image": "deep/../../x.jpg"}, r"leads upwards"),
     "absolute": ({"image": "/etc/passwd"}, "absolute path"),
@@ -266,7 +323,7 @@ def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "good", "reason"),
     [
-        ('{"text": "a"}', 0, "not an array"),
+        ('{"text":\n"a"}', 0, "not an array"),
         ('[{"text": "a"}, {"text": ', 1, "not valid JSON"),
         ('[{"text": "a"}, {"text": "b"}', 2, "has no end"),
         ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
