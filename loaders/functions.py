@@ -83,9 +83,16 @@ class UserFunction:
             pass_shortage(error)
             pass_trouble(error)
             said = " ".join(str(error).split())[:200]
-            line = _line_in(error, self.function)
-            where = f"{self.argument}: {self.name}{f', line {line}' if line else ''}"
+            where = self._at(_line_in(error, self.function))
             raise DecodeError(f"{where}: {type(error).__name__}{f': {said}' if said else ''}") from error
+
+    def wrong(self, reason: str) -> DecodeError:
+        """Return the error for a result that cannot be used, with the function and the line where it begins."""
+        code = getattr(self.function, "__code__", None)
+        return DecodeError(f"{self._at(None if code is None else code.co_firstlineno)} {reason}")
+
+    def _at(self, line: int | None) -> str:
+        return f"{self.argument}: {self.name}{'' if line is None else f', line {line}'}"
 
     def unfit(self, reason: str) -> FunctionError:
         """Return the error for a function that cannot be used with any data."""

@@ -63,7 +63,12 @@ class PillowImages(ImagePreprocessor):
     """The patches of `resizer="pillow"`, `dtype="bfloat16"`, made with Pillow and torch alone."""
 
     def decode_into(
-        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], _limits: Limits
+        self,
+        data: bytes | memoryview,
+        size: PartSize,
+        out: Mapping[str, NDArray[Any]],
+        _limits: Limits,
+        _rng: np.random.Generator | None = None,
     ) -> None:
         rows, columns = size.extent
         side, merge = self.patch_size, self.merge

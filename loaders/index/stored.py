@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.generators import Pass, ShardIdentity
+from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
@@ -151,11 +152,16 @@ class StoredSample:
         texts = text_members(self.members, recipe)
         return self.members[texts[0]].field if texts else "*"
 
-    def decode(self, recipe: Recipe) -> Sample:
-        """Decode the sample, or the piece, with all its parts. Raises DataError, or FieldError."""
+    def generator(self, of: Pass, number: int) -> np.random.Generator:
+        """Return a new generator of the sample's part with this number, from 0, in a pass."""
+        return of.generator(ShardIdentity(basename(self.shard), self._info.size), self.key, number)
+
+    def decode(self, recipe: Recipe, of: Pass = Pass()) -> Sample:  # noqa: B008 - a frozen value
+        """Decode the sample, or the piece, with all its parts, as in a pass. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
         sizes = self._index.sizes(self.parts, recipe)
-        parts = decode_sample(self.members, payloads, sizes, recipe, partial(self.spans, recipe, payloads))
+        spans_of = partial(self.spans, recipe, payloads)
+        parts = decode_sample(self.members, payloads, sizes, recipe, spans_of, partial(self.generator, of))
         self._check_counts([part.loss for part in parts if isinstance(part, TextPart)], recipe)
         if not self._is_undivided:  # copy the ids that are cached for other pieces
             parts = tuple(

@@ -7,8 +7,9 @@ All counts follow from headers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from math import ceil, floor, isqrt, sqrt
 from typing import Any, Final, Literal
@@ -17,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_at_least_one, check_choice
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
-from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize
+from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, takes_rng
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -33,6 +35,8 @@ _CHOICES: Final = {
     "dtype": ("bfloat16", "float32", "uint8"),
 }
 _LANCZOS_SINCE: Final = (2, 12)
+
+Augment = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,12 @@ class ImagePreprocessor(ImageFiles):
             gives other values.
         alpha: how to treat transparent images: "white" composites them onto white, "drop" keeps their stored colours.
         dtype: dtype of the stored patches; "uint8" keeps raw values, to normalise on the device.
+        augment: a function that changes the resized image before it is cut into patches: (pixels, rng) -> pixels. Both
+            are uint8 (height, width, 3), RGB, of equal size; it may write into the array that it gets. `rng` is a
+            `numpy.random.Generator` of this image in this pass: see `Modality.decode`. Several threads call the
+            function. An exception, or a result of another type, shape or dtype, is a failure of the sample.
+        augment_id: string that identifies the function in the recipe's fingerprint. Change it whenever the function
+            returns something else. None: made from the function's source text, if the text has all that it uses.
     """
 
     num_extents = 2
@@ -77,9 +87,11 @@ class ImagePreprocessor(ImageFiles):
     draft: bool = False
     alpha: Literal["white", "drop"] = "white"
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
+    augment: Augment | None = field(default=None, metadata={NOT_DESCRIBED: True})
+    augment_id: str | None = field(default=None, metadata={NOT_DESCRIBED: True})
 
     may_differ_in_mixture = frozenset(
-        ("min_tokens", "max_tokens", "min_pixels", "max_pixels", "rule", "resizer", "resample", "draft", "alpha")
+        "min_tokens max_tokens min_pixels max_pixels rule resizer resample draft alpha augment".split()
     )
 
     def __post_init__(self) -> None:
@@ -105,6 +117,28 @@ class ImagePreprocessor(ImageFiles):
             object.__setattr__(self, name, values)
         if not all(value > 0 for value in self.std):
             raise ValueError(f"ImagePreprocessor.std must be above 0 in every channel, got {self.std}")
+        self._check_augment()
+
+    def _check_augment(self) -> None:
+        if self.augment is None and self.augment_id is not None:
+            raise ValueError(f"ImagePreprocessor.augment_id={self.augment_id!r} is of no function: pass augment= too")
+        if self.augmentation is not None and not takes_rng(type(self)).decode_into:
+            raise TypeError(
+                f"{type(self).__qualname__}.decode_into has no parameter rng, which ImagePreprocessor.decode_into "
+                "needs for augment=: add it, and pass it on"
+            )
+
+    @cached_property
+    def augmentation(self) -> UserFunction | None:
+        """`augment` with its id; None for none. Raises as `UserFunction.of`."""
+        if self.augment is None:
+            return None
+        return UserFunction.of("ImagePreprocessor.augment", self.augment, self.augment_id)
+
+    def draws(self) -> bool:
+        """Whether there is an `augment`, or the `decode_into` of a subclass has a parameter `rng`."""
+        own = type(self).decode_into is not ImagePreprocessor.decode_into
+        return self.augment is not None or (own and super().draws())
 
     def _check_pixels(self) -> None:
         least, most = self.pixel_limits
@@ -132,12 +166,15 @@ class ImagePreprocessor(ImageFiles):
         return 3 * self.temporal_patch_size * self.patch_size * self.patch_size
 
     def parameters(self) -> dict[str, Any]:
-        """With the pass order of the installed Pillow, if it resizes."""
-        if self.resizer != "pillow":
-            return super().parameters()
-        from orchdata.loaders.modalities.image_decode import pass_order
+        """With the pass order of the installed Pillow, if it resizes, and the id of `augment`, if there is one."""
+        parameters = super().parameters()
+        if self.resizer == "pillow":
+            from orchdata.loaders.modalities.image_decode import pass_order
 
-        return {**super().parameters(), "pass_order": pass_order()}
+            parameters["pass_order"] = pass_order()
+        if self.augmentation is not None:
+            parameters["augment"] = self.augmentation.id
+        return parameters
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Merged tokens of a grid of patches."""
@@ -157,11 +194,17 @@ class ImagePreprocessor(ImageFiles):
         return PartSize(patches, self.num_tokens(grid), patches, grid)
 
     def decode_into(
-        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+        self,
+        data: bytes | memoryview,
+        size: PartSize,
+        out: Mapping[str, NDArray[Any]],
+        limits: Limits,
+        rng: np.random.Generator | None = None,
     ) -> None:
+        """As `Modality.decode_into`. Raises TypeError if there is an `augment`, and no `rng`."""
         from orchdata.loaders.modalities.image_decode import decode_image
 
-        decode_image(data, self, limits, out["patches"], (size.extent[0], size.extent[1]))
+        decode_image(data, self, limits, out["patches"], (size.extent[0], size.extent[1]), rng)
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """grid_hw: int32 (num_images, 2), patches along height and width."""

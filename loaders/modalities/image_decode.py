@@ -1,6 +1,6 @@
 """Image bytes -> patches, written into the batch's memory.
 
-    bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size --patchify--> out
+    bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size --(augment)--> --patchify--> out
 
 It reads the formats of `image_header.IMAGE_FORMATS`, and the first frame of an animation. EXIF orientation is applied;
 palettes, CMYK and other colour modes become RGB as in Pillow (colour profiles are not applied); 16 bits keep their
@@ -30,6 +30,7 @@ from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.native.patchify import channel_table, patchify
 
 if TYPE_CHECKING:
+    from orchdata.loaders.functions import UserFunction
     from orchdata.loaders.modalities.image import ImagePreprocessor
 
 Pixels = NDArray[np.uint8]
@@ -53,19 +54,28 @@ _UPRIGHT: Final[dict[int, Callable[[Pixels], Pixels]]] = {
 
 
 def decode_image(
-    data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits, out: NDArray[Any], grid: tuple[int, int]
+    data: bytes | memoryview,
+    pre: ImagePreprocessor,
+    limits: Limits,
+    out: NDArray[Any],
+    grid: tuple[int, int],
+    rng: np.random.Generator | None = None,
 ) -> None:
-    """Decode, resize and cut one image into patches.
+    """Decode, resize, augment if `pre` says so, and cut one image into patches.
 
     Args:
         out: (grid_h * grid_w, pre.patch_dim), C-contiguous, fully overwritten: float32, uint16 (bfloat16 bits) or
             uint8, according to `pre.dtype`. Rows and values are ordered as in `native.patchify`.
         grid: patches (grid_h, grid_w) in the index, from the header.
+        rng: what `pre.augment` draws from; not used without it.
 
     Raises:
-        DecodeError: not an image, damaged, above a limit, or of another size than the index says.
+        DecodeError: not an image, damaged, above a limit, of another size than the index says, or `pre.augment` failed.
+        TypeError: there is a `pre.augment`, and `rng` is None.
     """
     pixels = load_pixels(data, pre, limits, grid)
+    if pre.augmentation is not None:
+        pixels = augmented(pixels, pre.augmentation, rng)
     table = byte_table(pre.mean, pre.std, pre.dtype)
     patchify(pixels, pre.patch_size, pre.merge, table, out, repeats=pre.temporal_patch_size)
 
@@ -88,6 +98,25 @@ def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits
 
     pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, _colours(pre.resizer))
     return resized(pixels, target, pre.resizer, pre.resample)
+
+
+def augmented(pixels: Pixels, augment: UserFunction, rng: np.random.Generator | None) -> Pixels:
+    """Return what the user's function makes of pixels (height, width, 3 or 4): uint8 (height, width, 3), C-contiguous.
+
+    Raises:
+        DecodeError: it raised an exception, or returned something else than such an array.
+        TypeError: `rng` is None.
+    """
+    if rng is None:
+        raise TypeError(f"{augment.argument} needs a generator: pass rng= to decode_into")
+    given = np.array(pixels[..., :3], order="C")  # `pixels` may be read-only, and has four channels from some decoders
+    shape = given.shape  # of the array before the function gets it
+    found = augment(given, rng)
+    if not isinstance(found, np.ndarray):
+        raise augment.wrong(f"returned {type(found).__name__}, not a NumPy array")
+    if found.dtype != np.uint8 or found.shape != shape:
+        raise augment.wrong(f"returned {found.dtype} {found.shape}, not uint8 {shape} as it was given")
+    return np.ascontiguousarray(found)
 
 
 def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:

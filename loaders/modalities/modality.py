@@ -9,12 +9,14 @@ three methods: `arrays` (what a part becomes), `count` (its size, from the bytes
 
 from __future__ import annotations
 
+import inspect
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from math import isfinite
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,8 @@ from orchdata.loaders.limits import Limits
 from orchdata.native.scan.status import UNUSUAL
 
 Header = tuple[int, ...]
+NOT_DESCRIBED: Final = "not described"
+"""Key in the metadata of dataclass fields that `Modality.parameters` leaves out: functions, which have ids."""
 
 
 class ArraySpec(NamedTuple):
@@ -164,8 +168,15 @@ class Modality:
     def decode(self, data: bytes | memoryview, limits: Limits) -> Mapping[str, Any]:
         """Return the arrays of a part by name, as `arrays` defines them, with the number of rows from `count`; an array
         with one row per part may be that row. Raises DecodeError.
+
+        If it draws random numbers, give it a fourth parameter `rng`: it then gets a `numpy.random.Generator` that
+        depends on the loader's seed, the source, the pass, the shard, the key and the part, and on nothing else.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define decode()")
+
+    def draws(self) -> bool:
+        """Return whether decoding gets a generator: whether `decode` or `decode_into` has a parameter `rng`."""
+        return any(takes_rng(type(self)))
 
     @classmethod
     def probe(cls, data: bytes, limits: Limits) -> Header:
@@ -205,22 +216,12 @@ class Modality:
             out: name -> (rows, *row_shape) of each array, C-contiguous, uninitialized; bfloat16 as uint16 bits. Every
                 value must be written.
 
+        With a fifth parameter `rng` it gets a generator, as `decode`.
+
         Raises:
             DecodeError: not the indexed part, damaged, or above a limit.
         """
-        arrays = self.decode(data, limits)
-        if missing := out.keys() ^ arrays.keys():
-            raise DecodeError(f"decode() and arrays() differ in {', '.join(sorted(missing))}")
-        for name, target in out.items():
-            spec = self.arrays()[name]
-            values = stored(arrays[name], spec.dtype)
-            if spec.per == "part" and values.shape == spec.row_shape:
-                values = values[None]
-            if values.shape != target.shape:
-                raise DecodeError(
-                    f"decoded to {name} of shape {values.shape}, the index says {target.shape}: index again"
-                )
-            target[...] = values
+        copy_into(self, self.decode(data, limits), out)
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """Return further arrays of a batch that follow from the sizes of its parts: one or several rows per part."""
@@ -317,7 +318,11 @@ class Modality:
                 f"{kind.__qualname__} is no dataclass, so that the recipe's fingerprint would not see its "
                 f"{', '.join(hidden)}: make it a frozen dataclass, or override parameters()"
             )
-        return {each.name: plain(getattr(self, each.name), f"{type(self).__qualname__}.{each.name}") for each in own}
+        return {
+            each.name: plain(getattr(self, each.name), f"{kind.__qualname__}.{each.name}")
+            for each in own
+            if NOT_DESCRIBED not in each.metadata
+        }
 
     def row_bytes(self) -> int:
         """Memory of one row of all its arrays."""
@@ -326,6 +331,78 @@ class Modality:
             for spec in self.arrays().values()
             if spec.per == "row"
         )
+
+
+class TakesRng(NamedTuple):
+    """Which methods of a modality's class have a parameter `rng`."""
+
+    decode: bool
+    decode_into: bool
+
+
+_TAKES_RNG: Final[WeakKeyDictionary[type[Modality], TakesRng]] = WeakKeyDictionary()
+
+
+def takes_rng(kind: type[Modality]) -> TakesRng:
+    """Return which methods of a class have a parameter `rng`; looked up once per class.
+
+    Raises TypeError if `decode` has one, and an overridden `decode_into`, which calls it, has none.
+    """
+    found = _TAKES_RNG.get(kind)
+    if found is None:
+        found = _TAKES_RNG[kind] = _find_rng(kind)
+    return found
+
+
+def _find_rng(kind: type[Modality]) -> TakesRng:
+    found = TakesRng(_has_rng(kind.decode), _has_rng(kind.decode_into))
+    if found.decode and not found.decode_into and kind.decode_into is not Modality.decode_into:
+        raise TypeError(
+            f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
+        )
+    return found
+
+
+def _has_rng(function: Callable[..., Any]) -> bool:
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some functions of extension modules have no signature
+        return False
+
+
+def decode_into(
+    modality: Modality,
+    data: bytes | memoryview,
+    size: PartSize,
+    out: Mapping[str, NDArray[Any]],
+    limits: Limits,
+    rng: np.random.Generator | None,
+) -> None:
+    """Call `Modality.decode_into`, with the generator where its class asks for one. Raises what it raises."""
+    method: Any
+    takes = takes_rng(type(modality))
+    if rng is None or not any(takes):
+        modality.decode_into(data, size, out, limits)
+    elif takes.decode_into:
+        method = modality.decode_into
+        method(data, size, out, limits, rng=rng)
+    else:
+        method = modality.decode
+        copy_into(modality, method(data, limits, rng=rng), out)
+
+
+def copy_into(modality: Modality, arrays: Mapping[str, Any], out: Mapping[str, NDArray[Any]]) -> None:
+    """Copy what `Modality.decode` returned into the batch's memory. Raises DecodeError if it does not fit there."""
+    if missing := out.keys() ^ arrays.keys():
+        raise DecodeError(f"decode() and arrays() differ in {', '.join(sorted(missing))}")
+    for name, target in out.items():
+        spec = modality.arrays()[name]
+        values = stored(arrays[name], spec.dtype)
+        if spec.per == "part" and values.shape == spec.row_shape:
+            values = values[None]
+        if values.shape != target.shape:
+            raise DecodeError(f"decoded to {name} of shape {values.shape}, the index says {target.shape}: index again")
+        target[...] = values
 
 
 def inner_field(field: str, modality: str) -> str:

@@ -7,14 +7,16 @@ members, texts --compose--> text spans and media slots --measure--> sizes (the i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
+from orchdata.loaders.generators import GeneratorMaker, Pass, ShardIdentity
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
-from orchdata.loaders.modalities.modality import Modality, PartSize, counts_from_header, stored_dtype
+from orchdata.loaders.modalities.modality import Modality, PartSize, counts_from_header, decode_into, stored_dtype
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Span, TextSpan, compose
@@ -27,16 +29,26 @@ _LEAST_BYTES: Final = 1 << 26
 
 
 def decode_part(
-    name: str, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], recipe: Recipe, field: str
+    name: str,
+    data: bytes | memoryview,
+    size: PartSize,
+    out: Mapping[str, NDArray[Any]],
+    recipe: Recipe,
+    field: str,
+    generator: GeneratorMaker,
 ) -> None:
     """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
+
+    Args:
+        generator: makes the part's generator; called only if the modality draws.
 
     Raises FieldError. Raises MemoryError for lack of memory, and for any failure that may be that in a process with its
     own memory limit.
     """
     modality = recipe.modalities[name]
+    rng = generator() if modality.draws() else None
     try:
-        modality.decode_into(data, size, out, recipe.limits)
+        decode_into(modality, data, size, out, recipe.limits, rng)
     except DecodeError as error:
         doubt = _doubt(error, modality, data, size, recipe)
         failure = error.at(field)
@@ -71,12 +83,17 @@ def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size:
     return f" (or for lack of memory: {left.left_bytes} bytes are left under {left.limit})"
 
 
+def _generator_without_shard(part: int) -> np.random.Generator:
+    return Pass().generator(ShardIdentity("", 0), "", part)
+
+
 def decode_sample(
     members: Sequence[Member],
     payloads: Mapping[int, bytes | memoryview],
     sizes: Sequence[PartSize],
     recipe: Recipe,
     spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
+    generator_of: Callable[[int], np.random.Generator] = _generator_without_shard,
 ) -> tuple[Part, ...]:
     """Decode a sample's parts into newly allocated memory.
 
@@ -84,23 +101,29 @@ def decode_sample(
         payloads: bytes by index in `members`, of text_members() and of every member with a part.
         sizes: sizes of its parts from `measure`, in the order of their slots.
         spans_of: returns the spans to decode; default: all spans from `compose`.
+        generator_of: number of a part in the sample -> its generator, for modalities that draw.
 
     Raises:
         FieldError: as `compose`, or media that cannot be decoded.
     """
     parts: list[Part] = []
     size_of = SizesInTurn(sizes)
-    for span in compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of):
+    spans = compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of)
+    numbers = {member: number for number, member in enumerate(size_of.by_member)}
+    for span in spans:
         if isinstance(span, TextSpan):
             parts.append(TextPart(span.token_ids, span.loss_mask()))
         elif span.first == 0:
             field, data = members[span.member].field, payloads[span.member]
-            parts.append(decode_media(span.modality, data, size_of.by_member[span.member], recipe, field))
+            generator = partial(generator_of, numbers[span.member])
+            parts.append(decode_media(span.modality, data, size_of.by_member[span.member], recipe, field, generator))
     size_of.check_none_left()
     return tuple(parts)
 
 
-def decode_media(name: str, data: bytes | memoryview, size: PartSize, recipe: Recipe, field: str) -> MediaPart:
+def decode_media(
+    name: str, data: bytes | memoryview, size: PartSize, recipe: Recipe, field: str, generator: GeneratorMaker
+) -> MediaPart:
     """Decode one part of the modality `name` into newly allocated memory. Raises FieldError."""
     modality = recipe.modalities[name]
     specs = modality.arrays()
@@ -108,7 +131,7 @@ def decode_media(name: str, data: bytes | memoryview, size: PartSize, recipe: Re
         name: np.empty((size.num_rows if spec.per == "row" else 1, *spec.row_shape), stored_dtype(spec.dtype))
         for name, spec in specs.items()
     }
-    decode_part(name, data, size, out, recipe, field)
+    decode_part(name, data, size, out, recipe, field, generator)
     extras = {name: _plain(values.tolist()) for name, values in modality.extras([size]).items()}
     return MediaPart(name, out, {name: spec.dtype for name, spec in specs.items()}, extras)
 

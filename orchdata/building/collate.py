@@ -17,10 +17,11 @@ import numpy as np
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
+from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept, pass_of
 from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.locks import lock_of
@@ -55,12 +56,13 @@ class SampleAssembler:
             `collate_fn` gets an empty list.
         load_many: rows -> all samples of a microbatch together; None to load each one by itself.
         reads: counts the bytes that `load` reads from shards.
+        seed: for shards, of the generators that decoding draws from: `load` then gets the pass of the sample too.
     """
 
     def __init__(
         self,
         *,
-        load: Load,
+        load: Callable[..., Any],
         watch: Watch,
         refuse: Callable[[int, str], Exception],
         collate_fn: Callable[..., Any],
@@ -68,6 +70,7 @@ class SampleAssembler:
         num_map_rows: int = 0,
         load_many: Callable[[list[int]], Any] | None = None,
         reads: ReadBytes | None = None,
+        seed: int | None = None,
     ) -> None:
         self._load = load
         self._watch = watch
@@ -75,6 +78,7 @@ class SampleAssembler:
         self.load_many = load_many
         self.num_map_rows = num_map_rows
         self.reads = reads
+        self.seed = seed
         self._collate_fn = collate_fn
         self._batched = batched
         self._takes_step = takes_step(collate_fn)
@@ -82,9 +86,10 @@ class SampleAssembler:
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
 
-    def load(self, row: int) -> Any:
-        """Load a sample by its row."""
-        return self._watch.load(row, self._load, self._refuse)
+    def load(self, row: int, of: Pass | None = None) -> Any:
+        """Load a sample by its row, as in a pass."""
+        load = self._load if of is None else partial(self._load, of=of)
+        return self._watch.load(row, load, self._refuse)
 
     def load_alone(self, row: int) -> None:
         self.load(row)
@@ -172,6 +177,7 @@ class SampleAssembly:
     def __init__(self, assembler: SampleAssembler, share: Share) -> None:
         self._assembler = assembler
         self._share = share
+        self._places = share.plan.places(share.rank, share.microbatch)
         self._samples: dict[int, Any] = {}
         self._together: Any = None  # all samples, as the data set's `__getitems__` returned them
         self._failures: dict[int, DataError] = {}
@@ -179,7 +185,7 @@ class SampleAssembly:
         self.num_bytes = 0  # a sample's memory is its own
 
     def fill(self, memory: Memory) -> list[Task]:
-        rows, load_many = self._share.rows.tolist(), self._assembler.load_many
+        rows, load_many = self._share.plan.row[self._places].tolist(), self._assembler.load_many
         if load_many is not None and rows:
             return [partial(self._load_many, load_many, rows)]
         return [partial(self._load, index, row) for index, row in enumerate(rows)]
@@ -208,8 +214,11 @@ class SampleAssembly:
 
     def _load(self, index: int, row: int) -> None:
         started = time.perf_counter()
+        seed, of = self._assembler.seed, None
+        if seed is not None:
+            of = pass_of(self._share.plan, int(self._places[index]), seed)
         try:
-            self._samples[index] = self._assembler.load(row)
+            self._samples[index] = self._assembler.load(row, of)
         except DataError as failure:
             self._failures[index] = kept(failure)
         else:
@@ -221,13 +230,13 @@ class SampleAssembly:
         self._seconds.append(time.perf_counter() - started)
 
 
-def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Load:
-    """Return row -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
+def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Callable[..., Sample]:
+    """Return (row, of: Pass) -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
 
-    def load(row: int) -> Sample:
+    def load(row: int, of: Pass = Pass()) -> Sample:  # noqa: B008 - a frozen value
         stored, recipe = StoredSample(index, shards, row), recipe_of(row)
         try:
-            return stored.decode(recipe)
+            return stored.decode(recipe, of)
         except FieldError as error:
             raise error.at(stored.shard, stored.key) from error.__cause__
         except MemoryError as error:

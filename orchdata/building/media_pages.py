@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from orchdata.batch.tensors import MediaBatch
 from orchdata.building.memory import Reservation
 from orchdata.building.work import MediaWork
+from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
@@ -192,7 +193,9 @@ class MediaPages:
             self._arrays[array][start:stop] = 0
         self._written[part] = True
 
-    def decode(self, part: int, data: bytes | memoryview, field: str, recipe: Recipe) -> None:
+    def decode(
+        self, part: int, data: bytes | memoryview, field: str, recipe: Recipe, generator: GeneratorMaker
+    ) -> None:
         """Decode one part of a sample of `recipe` into its rows. Raises FieldError."""
         size, out = self._sizes[part], {}
         for array, spec in self._specs.items():
@@ -201,7 +204,7 @@ class MediaPages:
             out[array] = self._arrays[array][start:end]
             if stop > end:
                 self._arrays[array][end:stop] = 0  # the memory may have contents of another batch
-        decode_part(self._name, data, size, out, recipe, field)
+        decode_part(self._name, data, size, out, recipe, field, generator)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import Assembled, Share, Task, kept
+from orchdata.building.assembler import Assembled, Share, Task, kept, pass_of
 from orchdata.building.collate import shard_loader, shard_refusal
 from orchdata.building.media_pages import MediaPages, PageSource
 from orchdata.building.memory import Memory
@@ -19,6 +19,7 @@ from orchdata.building.pages import Pages
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
@@ -28,11 +29,16 @@ from orchdata.loaders.watch import Watch
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAssembler:
-    """Builds batches from an index's samples, packed or padded: `source` has the layout."""
+    """Builds batches from an index's samples, packed or padded: `source` has the layout.
+
+    Attributes:
+        seed: of the generators that decoding draws from.
+    """
 
     source: PageSource
     shards: OpenShards
     watch: Watch
+    seed: int = 0
 
     @property
     def reads(self) -> ReadBytes:
@@ -141,7 +147,8 @@ class PackedAssembly:
                 media.blank(number)
         else:
             read = time.perf_counter()
-            failures = self._decode(sample, recipe, wanted, payloads)
+            of = pass_of(self._share.plan, at, self._assembler.seed)
+            failures = self._decode(sample, recipe, wanted, payloads, of)
         with self._lock:
             if failures:
                 self._failures[at] = failures
@@ -150,7 +157,12 @@ class PackedAssembly:
             self._seconds["decoding"] += time.perf_counter() - read
 
     def _decode(
-        self, sample: StoredSample, recipe: Recipe, wanted: _Wanted, payloads: Mapping[int, bytes | memoryview]
+        self,
+        sample: StoredSample,
+        recipe: Recipe,
+        wanted: _Wanted,
+        payloads: Mapping[int, bytes | memoryview],
+        of: Pass,
     ) -> list[DataError]:
         """Write what was read into the pages, and return what failed; its memory is blank."""
         failures: list[DataError] = []
@@ -169,7 +181,8 @@ class PackedAssembly:
             attempt(partial(pages.write, number, sample, payloads), partial(pages.blank, number, sample))
         for media, item, part in wanted.parts:
             member = sample.member_of(part)
-            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe)
+            generator = partial(sample.generator, of, part - sample.parts.start)
+            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
             attempt(decode, partial(media.blank, item))
         return failures
 

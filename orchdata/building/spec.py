@@ -87,12 +87,14 @@ class IndexedShards:
         index: pickles as its path.
         build_id: of the index when the spec was created: a rebuilt one would result in other batches.
         recipe, of_sources: as of `PageSource`.
+        seed: of the generators that decoding draws from.
     """
 
     index: Index
     build_id: str
     recipe: Recipe
     of_sources: tuple[Recipe, ...] = ()
+    seed: int = 0
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
@@ -133,7 +135,7 @@ class ShardContent:
             layout=self.layout,
             encoders=self.encoders,
         )
-        return PackedAssembler(source=pages, shards=shards, watch=watch)
+        return PackedAssembler(source=pages, shards=shards, watch=watch, seed=self.shards.seed)
 
     def name_of(self, row: int) -> str:
         return self.shards.name_of(row)
@@ -155,6 +157,7 @@ class SampleContent:
             refuse=shard_refusal(self.shards.index),
             collate_fn=self.collate_fn,
             reads=shards.reads,
+            seed=self.shards.seed,
         )
 
     def name_of(self, row: int) -> str:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orchdata.dataloader import DataLoader
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.generators import Pass
     from orchdata.loaders.index.index import Index
 
 FIRST_SAMPLES = 3
@@ -114,7 +115,7 @@ def show(
     _check_together(context)
     from orchdata.balancers import CostModel
     from orchdata.dataset.shards import unchosen_rows
-    from orchdata.showing.runs import shards_and_model, shards_of, shown_step, source_names
+    from orchdata.showing.runs import passes_of_rank, shards_and_model, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
@@ -129,6 +130,7 @@ def show(
         else:
             shards, model = shards_and_model(made._runtime.prepared.spec)
             dataset, index = made.dataset, shards.index
+        passes: list[Pass] = []
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)
             sources = source_names(dataset, index, rows)
@@ -142,9 +144,11 @@ def show(
                 plan = run.plan_at(epoch, step)
             except IndexError as error:
                 raise ValueError(str(error)) from None
+            shards, _ = shards_and_model(run._runtime.prepared.spec)  # with the seed of the run
             groups = shown_step(shards, plan, rank, model)
+            passes = passes_of_rank(shards, plan, rank)
         rows = [sample.row for group in groups for sample in group.samples]
-        files = [] if save is None else _saved(shards, rows, save)
+        files = [] if save is None else _saved(shards, rows, save, passes)
     if as_json:
         ignored = dict(index.totals["ignored_fields"])
         print_json({"groups": [group.as_dict() for group in groups], "ignored_fields": ignored, "files": files})
@@ -276,12 +280,12 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _saved(shards: IndexedShards, rows: list[int], folder: Path) -> list[str]:
+def _saved(shards: IndexedShards, rows: list[int], folder: Path, passes: list[Pass]) -> list[str]:
     from orchdata.loaders.errors import DataError
     from orchdata.showing.saving import save_media
 
     files = []
-    for saved in save_media(shards, rows, folder):
+    for saved in save_media(shards, rows, folder, passes):
         if isinstance(saved, DataError):
             typer.echo(f"not saved: {saved}", err=True)
         else:

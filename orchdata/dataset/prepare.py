@@ -9,6 +9,7 @@ from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shards import prepare_shards
+from orchdata.repeatable import warn_unless_repeatable
 
 
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
@@ -23,4 +24,7 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
         return prepare_map_style(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
-    return prepare_shards(dataset, options, arguments.quarantine)
+    prepared = prepare_shards(dataset, options, arguments.quarantine)
+    if options.rank.rank == 0:
+        warn_unless_repeatable(prepared.spec)
+    return prepared

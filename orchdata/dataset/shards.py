@@ -110,6 +110,8 @@ def prepare_shards(
             "order": order.describe(),
             **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
         }
+    if any(modality.draws() for recipe in recipes for modality in recipe.modalities.values()):
+        identity["draws"] = {"seed": options.seed}
     # The steps.
     batches: Batches | TokenBudgets = options.batches
     measure = {}
@@ -198,7 +200,9 @@ def _content(recipes: Sequence[Recipe], options: LoaderOptions, index: Index, en
     if options.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
-    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=of_sources)
+    shards = IndexedShards(
+        index=index, build_id=index.build_id, recipe=recipes[0], of_sources=of_sources, seed=options.seed
+    )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
     refuse_parts(options.balance, "a collate_fn gets whole samples")

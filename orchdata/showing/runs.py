@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchdata.balancers import CostModel
+from orchdata.building.assembler import pass_of
 from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import StateError
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loop.state import SIZES
@@ -48,7 +50,7 @@ def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[i
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the DataLoader of shards that a state contains: size of steps, and order.
 
-    Not the seed of a mixture, as each source has its own. Raises StateError if it is not such a state.
+    The seed of a mixture only if decoding draws: else each source has its own. Raises StateError for any other state.
     """
     fingerprint = state.get("fingerprint")
     orders = _orders(fingerprint) if isinstance(fingerprint, Mapping) else []
@@ -66,8 +68,9 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
         arguments["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
     except TypeError:
         raise StateError(f"the state is damaged: its 'shuffle' is {shuffle!r}"[:200]) from None
-    if isinstance(fingerprint.get("order"), Mapping) and fingerprint["order"].get("seed") is not None:
-        arguments["seed"] = fingerprint["order"]["seed"]
+    for seeded in (fingerprint.get("draws"), fingerprint.get("order")):
+        if isinstance(seeded, Mapping) and seeded.get("seed") is not None:
+            arguments["seed"] = seeded["seed"]
     return arguments
 
 
@@ -89,6 +92,12 @@ def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [order] if isinstance(order, Mapping) and "num_samples" in order else []
 
 
+def passes_of_rank(shards: IndexedShards, plan: Plan, rank: int) -> list[Pass]:
+    """Return the passes of a rank's samples in a step, in the sequence of `shown_step`."""
+    microbatches = (plan.places(rank, microbatch) for microbatch in range(plan.num_microbatches))
+    return [pass_of(plan, at, shards.seed) for indices in microbatches for at in indices.tolist()]
+
+
 def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | None = None) -> list[ShownGroup]:
     """Return what a rank gets in a step, by microbatch: samples, and for each phase its cost and the largest cost."""
     groups = []
@@ -106,6 +115,7 @@ def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | 
             "largest_cost": {phase: int(costs.max()) for phase, costs in cells.items()},
         }
         sources = [plan.sources[number] if plan.sources else "" for number in plan.source[indices].tolist()]
-        samples = shown_rows(shards, plan.row[indices].tolist(), model, sources)
+        passes = [pass_of(plan, at, shards.seed) for at in indices.tolist()]
+        samples = shown_rows(shards, plan.row[indices].tolist(), model, sources, passes)
         groups.append(ShownGroup(about=about, samples=samples))
     return groups

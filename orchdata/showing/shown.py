@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.building.spec import IndexedShards
 from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
@@ -100,19 +101,26 @@ class ShownGroup:
 
 
 def shown_rows(
-    shards: IndexedShards, rows: Sequence[int], model: CostModel | None = None, sources: Sequence[str] = ()
+    shards: IndexedShards,
+    rows: Sequence[int],
+    model: CostModel | None = None,
+    sources: Sequence[str] = (),
+    passes: Sequence[Pass] = (),
 ) -> list[ShownSample]:
     """Return rows of an index as the model sees them, decoded as by a loader; a row that cannot be loaded has an error.
 
     Args:
         sources: source of each row, for a mixture.
+        passes: pass in which each row is decoded; default: pass 0, with seed 0.
     """
     opened = shards.open()
     try:
         costs = _costs(shards, np.array(rows, np.int64), model)
         return [
-            _shown(shards, opened, row, {name: int(values[number]) for name, values in costs.items()}, source)
-            for number, (row, source) in enumerate(zip(rows, sources or [""] * len(rows), strict=True))
+            _shown(shards, opened, row, {name: int(values[number]) for name, values in costs.items()}, source, of)
+            for number, (row, source, of) in enumerate(
+                zip(rows, sources or [""] * len(rows), passes or [Pass()] * len(rows), strict=True)
+            )
         ]
     finally:
         opened.close()
@@ -125,7 +133,9 @@ def _costs(shards: IndexedShards, rows: NDArray[np.int64], model: CostModel | No
     return {phase: costs.costs(phase, rows) for phase in costs.phases}
 
 
-def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str, int], source: str) -> ShownSample:
+def _shown(
+    shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str, int], source: str, of: Pass
+) -> ShownSample:
     index, recipe = shards.index, shards.recipe_of(row)
     stored = StoredSample(index, opened, row)
     spans: tuple[ShownText | ShownMedia, ...] = ()
@@ -133,7 +143,7 @@ def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str,
     try:
         if row in index.bad_rows():
             raise index.failure(row)
-        stored.decode(recipe)  # a sample that fails to decode is in no batch
+        stored.decode(recipe, of)  # a sample that fails to decode is in no batch
         spans = tuple(_spans(stored, recipe))
     except FieldError as failure:
         error = str(failure.at(stored.shard, stored.key))

@@ -14,7 +14,7 @@ from planted_faults import FOLDER, REPOSITORY, Fault, PatchError, faults, read_f
 
 FAULTS = faults()
 KINDS = {
-    "order": ("orchdata/order", "orchdata/planning", "orchdata/dataset"),
+    "order": ("orchdata/order", "orchdata/planning", "orchdata/dataset", "orchdata/building"),
     "state": ("orchdata/loop", "orchdata/delivery", "orchdata/order", "orchdata/dataset"),
     "cache": ("loaders/storage",),
     "index": ("loaders/index", "loaders/shards", "orchdata/dataset"),

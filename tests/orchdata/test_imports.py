@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process
 loaders: memory
 loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
-loaders: limits resampling functions
+loaders: limits resampling functions generators
 loaders: records
 loaders: storage
 loaders: claims
@@ -55,7 +55,7 @@ orchdata: building
 orchdata: engines
 orchdata: delivery
 orchdata: loop
-orchdata: trainers
+orchdata: trainers repeatable
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps

@@ -93,6 +93,7 @@ class StoredSamples:
         return row, StoredSample(*self._opened, row).read(self._shards.recipe)
 
     def decode(self, payload: StoredRow) -> Any:
+        from orchdata.loaders.generators import Pass
         from orchdata.loaders.index.stored import StoredSample
         from orchdata.loaders.samples.decode import decode_sample
 
@@ -100,7 +101,8 @@ class StoredSamples:
         index, recipe = self._opened[0], self._shards.recipe
         stored = StoredSample(*self._opened, row)
         spans = partial(stored.spans, recipe, payloads)
-        return decode_sample(stored.members, payloads, index.sizes(stored.parts, recipe), recipe, spans)
+        generator_of = partial(stored.generator, Pass())
+        return decode_sample(stored.members, payloads, index.sizes(stored.parts, recipe), recipe, spans, generator_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

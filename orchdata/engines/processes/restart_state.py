@@ -35,7 +35,7 @@ class RandomStates:
         self._last: dict[str, Any] = {}
 
     def begin(self, saved: Mapping[str, bytes]) -> None:
-        """Restore the states that another process's `changed` returned, then start to track changes."""
+        """Restore the states that `changed` or `all` returned in any process, then start to track changes."""
         states = {name: unpacked(state) for name, state in saved.items()}
         if "python" in states:
             random.setstate(states["python"])
@@ -45,6 +45,10 @@ class RandomStates:
         if "torch" in states:
             torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
         self._last = _states({})
+
+    def all(self) -> dict[str, bytes]:
+        """Return the pickled states, by name, as they were at the last call of `begin` or `changed`."""
+        return {name: packed(state) for name, state in self._last.items()}
 
     def changed(self) -> dict[str, bytes]:
         """Return the pickled states, by name, that changed since the last call."""

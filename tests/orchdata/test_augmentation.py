@@ -1,0 +1,269 @@
+"""Augmentation is reproducible: a part is augmented equally by any engine and rank, after resume and in replay."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import augmentations
+import numpy as np
+import pytest
+import torch
+from augmentations import Careless, Jittered, careless, cropped, noisy, of_python, recipe
+from fault_trials import batch_digest
+from own_modalities import cloud
+from rank_loaders import loaders, steps_of
+from shard_factory import RECIPE, jpeg, omni_shards, write_shard
+
+import orchdata as od
+from orchdata.loaders.generators import Pass
+from orchdata.showing.runs import passes_of_rank, shards_and_model
+from orchdata.showing.saving import save_media
+
+pytestmark = pytest.mark.usefixtures("same_cache")
+
+EPOCHS = 2
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=10), recipe())
+    dataset.index()
+    return dataset
+
+
+def one(dataset: Any, **options: Any) -> Any:
+    return loaders(dataset, 1, **options)[0]
+
+
+def epochs_of(loader: Any) -> list[list[str]]:
+    """Digests of all batches of the first epochs."""
+    return [[batch_digest(batch) for batch in loader] for _ in range(EPOCHS)]
+
+
+def images_of(batches: Iterable[Any]) -> Counter[str]:
+    """Digests of the images in batches, without dummies."""
+    found: Counter[str] = Counter()
+    for batch in batches:
+        patches, ends = batch.image.patches.numpy(), batch.image.cu_seqlens.tolist()
+        for start, stop in pairwise(ends):
+            if patches[start:stop].any():
+                found[hashlib.blake2b(patches[start:stop].tobytes()).hexdigest()] += 1
+    return found
+
+
+def of_epoch(ours: Any, epoch: int = 0) -> Counter[str]:
+    """Images of all ranks in an epoch."""
+    for loader in ours:
+        loader.set_epoch(epoch)
+    return images_of(batch for shares in steps_of(ours) for share in shares for batch in share)
+
+
+@pytest.fixture(scope="module")
+def inline(dataset: od.ShardDataset) -> list[list[str]]:
+    return epochs_of(one(dataset))
+
+
+@pytest.mark.parametrize("engine", [{"num_threads": 3}, {"num_workers": 2, "num_threads": 2}])
+def test_engines_give_the_same_to_the_bit(dataset: od.ShardDataset, inline: Any, engine: dict[str, int]) -> None:
+    assert epochs_of(one(dataset, **engine)) == inline
+    assert inline[0] != inline[1]
+
+
+def test_resumed_and_replayed_steps_are_the_same_to_the_bit(dataset: od.ShardDataset, inline: Any) -> None:
+    run = one(dataset)
+    epochs_of(run)
+    for epoch, given in enumerate(inline):
+        assert [batch_digest(batch) for step in range(len(given)) for batch in run.step_at(epoch, step)] == given
+    cut = one(dataset)
+    next(iterator := iter(cut))
+    state = json.loads(json.dumps(cut.state_dict()))
+    iterator.close()
+    assert [batch_digest(batch) for batch in loaders(dataset, 1, state)[0]] == inline[0][1:]
+
+
+def test_ranks_and_assignments_give_the_same_images(dataset: od.ShardDataset) -> None:
+    alone = [of_epoch([one(dataset)], epoch) for epoch in range(EPOCHS)]
+    assert sum(alone[0].values()) == sum(alone[1].values()) == 3 * 8  # 8 images in the 10 samples of a shard
+    assert not alone[0] & alone[1]
+    assert set(alone[0].values()) == {1}  # of equal pictures too, in other shards
+    for options in ({}, {"balance": od.Balance(assignment="per_phase")}, {"collate_fn": od.Padded()}):
+        assert [of_epoch(loaders(dataset, 2, **options), epoch) for epoch in range(EPOCHS)] == alone
+    assert of_epoch([one(dataset, shuffle=False)]) == alone[0]
+    assert not of_epoch([one(dataset, seed=8)]) & alone[0]
+
+
+def patches_of(samples: Iterable[Any]) -> dict[tuple[str, int], bytes]:
+    return {
+        (sample.key, number): part.patches.tobytes()
+        for sample in samples
+        for number, part in enumerate(each for each in sample.parts if hasattr(each, "patches"))
+    }
+
+
+def test_collate_functions_and_single_samples_get_the_same(dataset: od.ShardDataset) -> None:
+    packed = of_epoch([one(dataset)], 1)
+    loader = one(dataset, collate_fn=list)
+    loader.set_epoch(1)
+    own = patches_of(sample for batch in loader for sample in batch)
+    assert Counter(hashlib.blake2b(each).hexdigest() for each in own.values()) == packed
+    # Without a loader it is pass 0 with seed 0.
+    single = patches_of(dataset[number] for number in range(len(dataset)))
+    assert single == patches_of(sample for batch in one(dataset, collate_fn=list, seed=0) for sample in batch)
+
+
+def test_another_folder_changes_nothing(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    copies = [shutil.copy(url, tmp_path) for url in dataset.urls]
+    assert of_epoch([one(od.ShardDataset(copies, recipe()))]) == of_epoch([one(dataset)])
+
+
+def test_sources_of_a_mixture_and_their_passes_differ(dataset: od.ShardDataset) -> None:
+    both = od.Mixture(
+        {"a": od.Source(dataset, weight=1), "b": od.Source(dataset, weight=1)}, stop="repeat", epoch_samples=120
+    )
+    options = {"global_batch_tokens": None, "global_batch_size": 10}
+    alone = of_epoch([one(both, **options)])
+    assert set(alone.values()) == {1}  # two passes through each of two sources
+    assert sum(alone.values()) == 4 * 24
+    assert of_epoch(loaders(both, 2, **options)) == alone
+    plain = od.Mixture({"a": od.Source(dataset, weight=1), "b": od.Source(plain_dataset(dataset), weight=1)})
+    assert 0 < sum((of_epoch([one(plain, **options)]) & alone).values()) < 48
+
+
+def plain_dataset(dataset: od.ShardDataset) -> od.ShardDataset:
+    return od.ShardDataset(dataset.urls, recipe(None))
+
+
+def test_a_state_of_another_seed_is_refused_only_where_decoding_draws(dataset: od.ShardDataset) -> None:
+    options: dict[str, Any] = {"shuffle": False}
+    state = one(dataset, seed=1, **options).state_dict()
+    assert state["fingerprint"]["draws"] == {"seed": 1}
+    with pytest.raises(od.StateError, match="draws"):
+        loaders(dataset, 1, state, seed=2, **options)
+    plain = plain_dataset(dataset)
+    state = one(plain, seed=1, **options).state_dict()
+    assert "draws" not in state["fingerprint"]
+    loaders(plain, 1, state, seed=2, **options)
+
+
+def test_no_generator_is_made_without_augmentation(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pass, "generator", lambda *_: pytest.fail("a generator was made"))
+    monkeypatch.setattr("orchdata.repeatable._try_modality", lambda *_: pytest.fail("a modality was tried"))
+    plain = plain_dataset(dataset)
+    epochs_of(one(plain))
+    assert plain[1].parts
+
+
+def test_a_modality_with_a_parameter_rng_is_reproducible(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "npy": cloud(20, n), "txt": b"x"} for n in range(6)])
+    jittered = od.ShardDataset(path, od.Recipe(points=Jittered()))
+    options = {"global_batch_tokens": None, "global_batch_size": 3}
+    assert epochs_of(one(jittered, **options)) == epochs_of(one(jittered, num_threads=2, **options))
+    first, second = (batch.media["points"].points for batch in one(jittered, shuffle=False, **options))
+    assert not torch.equal(first, second)
+
+
+def test_a_modality_that_draws_from_numpy_differs_and_is_named(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "npy": cloud(20, n), "txt": b"x"} for n in range(6)])
+    dataset = od.ShardDataset(path, od.Recipe(points=Careless()))
+    said = r"the modality 'points' \(Careless\) decodes sample '0' of .*a.tar differently.* generator of numpy moved"
+    options = {"global_batch_tokens": None, "global_batch_size": 3}
+    with pytest.warns(UserWarning, match=said) as caught:
+        run = one(dataset, **options)
+        again = one(dataset, **options)
+        loaders(dataset, 2, **options)
+    assert len(caught) == 3  # rank 0 of two warns, and rank 1 does not
+    assert epochs_of(run) != epochs_of(again)
+    assert len({batch_digest(run.step_at(0, 0)[0]) for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("augment", "moved"),
+    [
+        ("careless", "the global generator of numpy moved"),
+        ("of_python", "the global generator of random moved"),
+        ("of_torch", "the global generator of torch moved"),
+        ("of_the_system", "no global generator moved"),
+    ],
+)
+def test_which_global_generator_moved_is_said(dataset: od.ShardDataset, augment: str, moved: str) -> None:
+    with pytest.warns(UserWarning, match=rf"modality 'image' \(ImagePreprocessor\) .* each time, and {moved}:"):
+        one(od.ShardDataset(dataset.urls, recipe(getattr(augmentations, augment))))
+
+
+def test_the_trial_leaves_global_generators_alone_and_takes_seeded_ones(dataset: od.ShardDataset) -> None:
+    def drawn() -> tuple[float, ...]:
+        return random.random(), float(np.random.random()), torch.rand(()).item()  # noqa: NPY002
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    seed()
+    expected = drawn()
+    for augment in (careless, of_python, augmentations.of_torch, augmentations.seeded_globally):
+        seed()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one(od.ShardDataset(dataset.urls, recipe(augment)))
+        assert len(caught) == (augment is not augmentations.seeded_globally)
+        assert drawn() == expected
+
+
+def test_what_fails_in_the_trial_is_left_to_the_loader(dataset: od.ShardDataset) -> None:
+    wrong = od.ShardDataset(dataset.urls, recipe(cropped))
+    line = cropped.__code__.co_firstlineno
+    with pytest.raises(od.DataError, match=rf"field '.*jpg': ImagePreprocessor.augment: cropped, line {line} returned"):
+        list(one(wrong))
+    loader = one(wrong, on_error="skip")
+    list(loader)
+    assert loader.stats()["failures"]["count"] == 3 * 6  # samples with an image
+
+
+def test_a_quarantined_sample_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "jpg": jpeg(40, 40, n), "txt": b"x"} for n in range(3)])
+    tried: list[str] = []
+    generator = Pass.generator
+
+    def noted(of: Pass, shard: Any, key: str, part: int) -> Any:
+        tried.append(key)
+        return generator(of, shard, key, part)
+
+    monkeypatch.setattr(Pass, "generator", noted)
+    loader = one(od.ShardDataset(path, recipe()), quarantine=[("a.tar", "0")])
+    assert tried == ["1", "1"]
+    assert len(loader) == 1
+
+
+def test_a_lambda_cannot_go_to_workers_and_the_error_says_what_can(dataset: od.ShardDataset) -> None:
+    with_lambda = od.Recipe(
+        image=od.ImagePreprocessor(augment=lambda pixels, rng: noisy(pixels, rng), augment_id="noisy"),
+        audio=RECIPE.audio,
+    )
+    own = od.ShardDataset(dataset.urls, with_lambda)
+    assert len(list(one(own)))
+    with pytest.raises(TypeError, match=r"augment is a lambda in line \d+ of .*test_augmentation.py, .*module"):
+        list(one(own, num_workers=1))
+
+
+def test_media_of_a_step_are_saved_as_the_run_has_them(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    from PIL import Image
+
+    run = one(dataset, global_batch_tokens=2000)
+    plan = run.plan_at(1, 0)
+    shards, _ = shards_and_model(run._runtime.prepared.spec)
+    rows = plan.row[plan.places(0, 0)].tolist()
+    saved = [str(path) for path in save_media(shards, rows, tmp_path, passes_of_rank(shards, plan, 0))]
+    pictures = [np.asarray(Image.open(path)) for path in saved if path.endswith(".png")]
+    (batch,) = run.step_at(1, 0)
+    values = np.sort(batch.image.patches.numpy().ravel())
+    assert np.array_equal(np.sort(np.concatenate([picture.ravel() for picture in pictures])), values)
