@@ -47,14 +47,14 @@ def made_record(function: UserFunction, record: dict[str, Any]) -> dict[str, Any
     if made is None:
         raise LeftOut
     if not isinstance(made, str | list | tuple | Mapping):
-        raise DecodeError(
-            f"{function.argument}: {function.name} returned {_article(type(made).__name__)}: return a string, a list "
-            "of turns, a dict as in JSON Lines, or None to leave the sample out"
+        raise function.wrong(
+            f"returned {_article(type(made).__name__)}: return a string, a list of turns, a dict as in JSON Lines, or "
+            "None to leave the sample out"
         )
     try:
         plain = _plain(made, function, "")
     except RecursionError:
-        raise DecodeError(f"{function.argument}: {function.name} returned a value that is nested too deeply") from None
+        raise function.wrong("returned a value that is nested too deeply") from None
     if isinstance(plain, str):
         return {"text": plain}
     return plain if isinstance(plain, dict) else {"messages": plain}
@@ -100,15 +100,13 @@ def _plain(value: Any, function: UserFunction, where: str) -> Any:
             return kind(value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise DecodeError(
-                f"{function.argument}: {function.name} returned a dict{where} with a key that is no string"
-            )
+            raise function.wrong(f"returned a dict{where} with a key that is no string")
         return {str(key): _plain(item, function, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, function, f"{where}[{number}]") for number, item in enumerate(value)]
-    raise DecodeError(
-        f"{function.argument}: {function.name} returned {_article(type(value).__name__)} at {where or 'the top'}: use "
-        "dicts, lists, strings, numbers and od.Media"
+    raise function.wrong(
+        f"returned {_article(type(value).__name__)} at {where or 'the top'}: use dicts, lists, strings, numbers and "
+        "od.Media"
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -23,6 +24,7 @@ from orchdata.balancers import CostModel
 from orchdata.building.collate import map_loader, takes_step
 from orchdata.building.spec import MapContent
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
+from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
@@ -35,8 +37,24 @@ from orchdata.ranks.parallel import Rank
 Ints = NDArray[np.int64]
 
 
+def _refuse_parts_of_shards(dataset: Any) -> None:
+    """Raise TypeError for torch's wrappers of a ShardDataset: nothing would be balanced, or read by shards."""
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    if isinstance(dataset, Subset | ConcatDataset) and any(isinstance(part, ShardDataset) for part in parts):
+        way_out = (
+            "dataset[:1000], dataset.take(1000), dataset.select(numbers) or dataset.split('train', 0.9)"
+            if isinstance(dataset, Subset)
+            else "od.ShardDataset([*paths, *other_paths]), or od.Mixture for shares of each"
+        )
+        raise TypeError(
+            f"a {type(dataset).__name__} of a ShardDataset would be map-style data, decoded one by one and without "
+            f"token costs: use {way_out}"
+        )
+
+
 def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, batch_sampler: Any) -> PreparedDataset:
     """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents."""
+    _refuse_parts_of_shards(dataset)
     _check(dataset, options, sampler, batch_sampler)
     skip_errors = options.policy.action == "skip"
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0

@@ -2,8 +2,9 @@
 
     "image_tokens < 4096 and not bad" --parsed--> pyarrow expression --over columns of the index--> rows
     split("train", 0.99)              --hash of the key < 0.99--> rows
+    dataset[:1000]                    --numbers of samples that are left--> rows
 
-Both are values and pure functions of the index: the same rows on every rank, in any order.
+All are values and pure functions of the index: the same rows on every rank, in any order.
 """
 
 from __future__ import annotations
@@ -129,17 +130,81 @@ class Split:
         return is_mine
 
 
-def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The rows of samples by number, as `dataset[number]` counts the good samples that earlier selections leave.
+
+    Attributes:
+        numbers: a range, or the bytes of ascending int64 numbers.
+    """
+
+    numbers: range | bytes
+
+    @classmethod
+    def of(cls, numbers: Any, num_samples: int) -> Taken:
+        """Check numbers of samples. Raises TypeError, IndexError and ValueError."""
+        if isinstance(numbers, range):
+            array = np.array([*numbers[:1], *numbers[-1:]], np.int64)
+            ascending = numbers.step > 0
+        else:
+            array = np.asarray(numbers)
+            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+                raise TypeError(f"select takes a range, or a list or array of integers, got {numbers!r:.80}")
+            array = array.astype(np.int64)
+            ascending = bool((np.diff(array) > 0).all())
+        wrong = array[(array < 0) | (array >= num_samples)]
+        if wrong.size:
+            raise IndexError(f"sample {wrong[0]} of {num_samples} samples does not exist")
+        if not ascending:
+            raise ValueError(
+                "select takes ascending numbers, each once, because samples stay in the order of the shards: sort them "
+                "(sorted(set(numbers))), and pass shuffle=rows to the DataLoader for an order of your own"
+            )
+        return cls(numbers if isinstance(numbers, range) else array.tobytes())
+
+    def describe(self) -> dict[str, Any]:
+        if isinstance(self.numbers, range):
+            return {"samples": [self.numbers.start, self.numbers.stop, self.numbers.step]}
+        digest = hashlib.blake2b(self.numbers, digest_size=8).hexdigest()
+        return {"samples": digest, "count": len(self.numbers) // 8}
+
+    def among(self, numbers: Rows, is_good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which rows are chosen, bool (num_rows,). A bad row is chosen between two samples of a range without
+        steps, so that it is reported.
+
+        Args:
+            numbers: number of each row's sample; of a bad one, that of the next good sample.
+        """
+        if not isinstance(self.numbers, range):
+            return is_good & np.isin(numbers, np.frombuffer(self.numbers, np.int64))
+        start, stop, step = self.numbers.start, self.numbers.stop, self.numbers.step
+        inside: NDArray[np.bool_] = (numbers >= start) & (numbers < stop)
+        return inside if step == 1 else inside & is_good & ((numbers - start) % step == 0)
+
+
+def left_out(index: Index, selections: Sequence[Selection | Taken]) -> Rows:
     """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do."""
     if not selections:
         return np.zeros(0, np.int64)
     rows: list[Rows] = []
+    counted = [0] * len(selections)  # good samples before the stretch
     for start, stop in stretches(index):
         kept = np.ones(stop - start, bool)
-        for selection in selections:
-            kept &= selection.keeps(index, start, stop)
+        for at, selection in enumerate(selections):
+            if not isinstance(selection, Taken):
+                kept &= selection.keeps(index, start, stop)
+                continue
+            is_good = kept & ~_is_bad(index, start, stop)
+            ends = counted[at] + np.cumsum(is_good & (index.piece[start:stop] == 0))
+            kept &= selection.among(ends - is_good, is_good)
+            counted[at] = int(ends[-1]) if ends.size else counted[at]
         rows.append(start + np.flatnonzero(~kept))
     return np.concatenate(rows).astype(np.int64)
+
+
+def _is_bad(index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+    bad = index.bad_rows()
+    return np.isin(np.arange(start, stop), bad[np.searchsorted(bad, start) : np.searchsorted(bad, stop)])
 
 
 def stretches(index: Index) -> Iterator[tuple[int, int]]:
@@ -186,10 +251,6 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
         offsets = index.member_offsets[start : stop + 1]
         return _sums(index.member_size[int(offsets[0]) : int(offsets[-1])], offsets)
 
-    def is_bad(start: int, stop: int) -> NDArray[np.bool_]:
-        bad = index.bad_rows()
-        return np.isin(np.arange(start, stop), bad[np.searchsorted(bad, start) : np.searchsorted(bad, stop)])
-
     def keys(start: int, stop: int) -> Any:
         import pyarrow as pa
 
@@ -213,7 +274,12 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
         columns[f"{name}_tokens"] = part_sum(index.part_tokens, code)
         columns[f"{name}_positions"] = part_sum(index.part_positions, code)
         columns[f"{name}_parts"] = part_sum(None, code)
-    return columns | {"bytes": num_bytes, "bad": is_bad, "key": keys, "shard": shards}
+    return columns | {
+        "bytes": num_bytes,
+        "bad": lambda start, stop: _is_bad(index, start, stop),
+        "key": keys,
+        "shard": shards,
+    }
 
 
 def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,12 +12,12 @@ import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.selection import Filter, Selection, Split, left_out
+from orchdata.dataset.selection import Filter, Selection, Split, Taken, left_out
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index, absolute
@@ -65,7 +65,7 @@ class ShardDataset:
             columns with one new name.
     """
 
-    selections: tuple[Selection, ...] = ()
+    selections: tuple[Selection | Taken, ...] = ()
 
     def __init__(
         self,
@@ -110,6 +110,24 @@ class ShardDataset:
             seed: another seed splits differently, for example to split one side again.
         """
         return self._with(Split(part=part, fraction=float(fraction), seed=seed))
+
+    def take(self, count: int) -> ShardDataset:
+        """Return the data set with only its first `count` samples, or all of them if it has fewer."""
+        if not hasattr(count, "__index__") or count.__index__() < 1:
+            raise ValueError(f"take needs a number of samples, at least 1, got {count!r}")
+        return self._with(Taken(range(count.__index__())))
+
+    def select(self, numbers: Any) -> ShardDataset:
+        """Return the data set with only some samples, by number.
+
+        Args:
+            numbers: as for `dataset[number]`, ascending and without repeats: a range, a list or an integer array.
+
+        Raises:
+            IndexError: a sample does not exist.
+            ValueError: the numbers are not ascending. TypeError: they are no integers.
+        """
+        return self._with(Taken.of(numbers, len(self)))
 
     def index(
         self,
@@ -202,13 +220,22 @@ class ShardDataset:
     def __len__(self) -> int:
         return len(self._chosen().first_rows)
 
-    def __getitem__(self, number: int) -> Sample:
-        """Return a decoded sample; a split sample with all of its text. Raises IndexError, TypeError for a number that
-        is not an integer, or DataError if the sample cannot be decoded.
+    @overload
+    def __getitem__(self, number: int) -> Sample: ...
+    @overload
+    def __getitem__(self, number: slice) -> ShardDataset: ...
+    def __getitem__(self, number: int | slice) -> Sample | ShardDataset:
+        """Return a decoded sample, a split one with all of its text; for a slice, the data set of these samples.
+
+        Raises IndexError, TypeError for a number that is not an integer, ValueError for a slice that goes backwards, or
+        DataError if the sample cannot be decoded.
         """
+        if isinstance(number, slice):
+            return self._with(Taken.of(range(len(self))[number], len(self)))
         if not hasattr(number, "__index__"):
             raise TypeError(
-                f"dataset[number] takes one integer, got {number!r}; dataset.find(key) returns the number of a key"
+                f"dataset[number] takes one integer or a slice, got {number!r}; dataset.select(numbers) takes several, "
+                "and dataset.find(key) returns the number of a key"
             )
         rows = self._chosen().first_rows
         if not -len(rows) <= number < len(rows):
@@ -261,7 +288,7 @@ class ShardDataset:
                 opened.chosen = _Chosen(rows, rows[index.piece[rows] == 0] if index.is_split else rows)
             return opened.chosen
 
-    def _with(self, selection: Selection) -> ShardDataset:
+    def _with(self, selection: Selection | Taken) -> ShardDataset:
         chosen = copy.copy(self)
         chosen.selections = (*self.selections, selection)
         chosen._opened = _Opened(self._opened.index)

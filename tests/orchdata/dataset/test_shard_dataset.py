@@ -79,7 +79,7 @@ def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
     for index in (39, -40):
         with pytest.raises(IndexError, match=f"sample {index} of 39 samples"):
             dataset[index]
-    for wrong in ("1-07", 1.0, slice(3)):
+    for wrong in ("1-07", 1.0, [3]):
         with pytest.raises(TypeError, match="takes one integer"):
             dataset[wrong]  # type: ignore[index]
     with pytest.raises(TypeError, match=r"find\('7'\)"):
@@ -96,8 +96,8 @@ def test_places_and_keys_of_other_types_are_refused_with_the_way_out(
     dataset = dataset_of(folder)
     with pytest.raises(IndexError, match="sample 40 of 40 samples"):
         dataset[40]
-    for index in ("0-07", 1.5, None, slice(0, 2)):
-        with pytest.raises(TypeError, match=r"takes one integer, got .*dataset\.find\(key\)"):
+    for index in ("0-07", 1.5, None, (0, 2)):
+        with pytest.raises(TypeError, match=r"takes one integer or a slice, got .*dataset\.find\(key\)"):
             dataset[index]  # type: ignore[index]
     with pytest.raises(TypeError, match=r"find\('7'\), got 7"):
         dataset.find(7)  # type: ignore[arg-type]
@@ -300,3 +300,81 @@ def test_commands_work_with_them(folder: Path, tmp_path: Path) -> None:
     assert {failure["key"] for failure in json.loads(verified.stdout)["failures"]} == {"0-09", "1-06"}
     wrong = run.invoke(app, ["index", paths[0], "--media-root", str(folder / "nowhere")])
     assert wrong.exit_code != 0 and "is not a folder" in wrong.output
+
+
+def keys_of(dataset: od.ShardDataset) -> list[str]:
+    return [dataset[number].key for number in range(len(dataset))]
+
+
+def test_slices_and_numbers_count_as_the_data_set_does(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    keys = keys_of(dataset)
+    assert keys_of(dataset[5:9]) == keys[5:9] and keys_of(dataset[-3:]) == keys[-3:]
+    assert keys_of(dataset[1::4]) == keys[1::4] and keys_of(dataset.take(7)) == keys[:7]
+    assert keys_of(dataset.take(1000)) == keys
+    assert keys_of(dataset.select([0, 8, 39])) == [keys[0], keys[8], keys[39]]
+    assert keys_of(dataset.select(np.arange(3, 9, 2))) == keys[3:9:2]
+    train = dataset.split("train", 0.5)
+    assert keys_of(train[3:6].filter("text_tokens > 0")[1:]) == keys_of(train)[4:6]
+    chunks = list(od.DataLoader(dataset[10:14], batch_size=2))
+    assert [key for batch in chunks for _, key in batch.keys] == keys[10:14]
+
+
+def test_pieces_of_a_sample_count_once(folder: Path) -> None:
+    text = od.TextPreprocessor(max_tokens=4, overflow="split")
+    dataset = od.ShardDataset(str(folder / "*.jsonl"), od.Recipe(text=text, image=None))
+    whole = od.ShardDataset(str(folder / "*.jsonl"), od.Recipe(image=None))
+    assert dataset.num_rows > len(dataset) == len(whole)
+    assert keys_of(dataset[9:12]) == keys_of(whole[9:12])
+    assert dataset[9:12].num_rows == sum(-(-(number + 1) // 4) for number in range(9, 12))
+
+
+def test_bad_samples_of_a_slice_are_reported_and_others_are_not(folder: Path) -> None:
+    (folder / "images" / "0" / "6.png").unlink()
+    dataset = dataset_of(folder)
+    assert len(dataset) == 39
+    od.DataLoader(dataset[:6])
+    with pytest.raises(DataError, match="6.png"):
+        od.DataLoader(dataset[:7])
+    od.DataLoader(dataset.select([0, 1, 7]))
+    assert keys_of(dataset[5:7]) == ["0-05", "0-07"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "reason"),
+    [
+        ([3, 1], ValueError, "ascending numbers, each once"),
+        ([1, 1], ValueError, "ascending numbers, each once"),
+        ([0, 40], IndexError, "sample 40 of 40 samples does not exist"),
+        ([-1], IndexError, "sample -1 of 40"),
+        ([0.5], TypeError, "a list or array of integers"),
+        ([[1], [2]], TypeError, "a list or array of integers"),
+        (range(38, 41), IndexError, "sample 40 of 40"),
+    ],
+)
+def test_numbers_that_select_refuses(folder: Path, numbers: Any, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        dataset_of(folder).select(numbers)
+
+
+def test_slices_are_part_of_the_identity(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    state = od.DataLoader(dataset[:10], batch_size=2).state_dict()
+    od.DataLoader(dataset.take(10), batch_size=2).load_state_dict(state)
+    for other in (dataset, dataset[1:11], dataset.select(range(0, 20, 2))):
+        with pytest.raises(StateError, match="selection"):
+            od.DataLoader(other, batch_size=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="at least 1"):
+        dataset.take(0)
+    with pytest.raises(ValueError, match="ascending"):
+        dataset[::-1]
+
+
+def test_torchs_wrappers_of_shards_are_refused(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    first, _ = torch.utils.data.random_split(dataset, [10, 30])
+    with pytest.raises(TypeError, match=r"dataset.take\(1000\), dataset.select"):
+        od.DataLoader(first)
+    with pytest.raises(TypeError, match="od.Mixture"):
+        od.DataLoader(torch.utils.data.ConcatDataset([dataset, dataset]))
+    od.DataLoader(torch.utils.data.Subset(list(range(4)), [1, 2]))
