@@ -247,8 +247,8 @@ def _without_media(value: Any, where: str) -> Any:
     """Return the value. Raises DecodeError if it has references to media."""
     if isinstance(value, Media):
         raise DecodeError(
-            f"Recipe.record: {where} is {value}, and media can be items of a turn's content, or under a key such as "
-            "images"
+            f"Recipe.record: {where} is {value}, and media can be items of a turn's content, or under a key that names "
+            "a modality"
         )
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         _without_media(item, f"{where}[{key!r}]")

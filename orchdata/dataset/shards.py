@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,10 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.text.media_words import record_keys
@@ -52,7 +54,9 @@ from orchdata.quarantine import read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-_PATHS: Final = record_keys(("image", "audio", "video"))
+_EXPLAINED: Final = 1000
+"""Bad samples with reasons that a warning counts."""
+_PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
 """Columns of strings that name media by path, and are compared with the media of the row."""
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
@@ -81,6 +85,7 @@ def prepare_shards(
     without = np.union1d(_quarantined_rows(index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
+    _warn_of_bad(index, bad)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own":
@@ -253,6 +258,20 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         first.field,
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
         "names samples to leave out; after repairing shards, run `orchdata index` again)",
+    )
+
+
+def _warn_of_bad(index: Index | JoinedIndex, bad: Ints) -> None:
+    """Warn once about samples that the index lists as bad, with the most frequent reasons."""
+    if not len(bad):
+        return
+    reasons = Counter(reason_kind(index.failure(row).reason) for row in bad[:_EXPLAINED].tolist())
+    shown = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(3))
+    first = f"of the first {_EXPLAINED:,}: " if len(bad) > _EXPLAINED else ""
+    warn_once(
+        f"bad samples of {index.fingerprint}",
+        f"{len(bad):,} of {index.num_samples:,} samples are left out under on_error='skip': {first}{shown}. "
+        "`orchdata index` lists them",
     )
 
 

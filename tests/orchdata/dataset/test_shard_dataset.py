@@ -378,3 +378,14 @@ def test_torchs_wrappers_of_shards_are_refused(folder: Path) -> None:
     with pytest.raises(TypeError, match="od.Mixture"):
         od.DataLoader(torch.utils.data.ConcatDataset([dataset, dataset]))
     od.DataLoader(torch.utils.data.Subset(list(range(4)), [1, 2]))
+
+
+def test_bad_samples_that_are_left_out_are_one_warning(folder: Path) -> None:
+    dataset = od.ShardDataset(str(folder / "*.jsonl"))  # media_root is forgotten
+    with pytest.warns(UserWarning, match=r"14 of 40 samples are left out .* 14 x .* pass media_root=") as caught:
+        loader = od.DataLoader(dataset, on_error="skip")
+    assert len(caught) == 1 and len(loader) == 26
+    result = CliRunner().invoke(app, ["index", str(folder / "0.jsonl"), "--json"])
+    assert result.exit_code == 0
+    (folder / "none.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
+    assert CliRunner().invoke(app, ["index", str(folder / "none.jsonl")]).exit_code == 1
