@@ -16,8 +16,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -44,7 +44,7 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard
-from orchdata.loaders.slow import here, watching
+from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import media_root_of
@@ -54,6 +54,10 @@ from orchdata.loaders.storage.shared.files import names_in
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
+Done = list[tuple[str, CostTable, bool]]
+"""For each shard: its path, its costs, and whether they were measured now."""
+
+_TICK_SECONDS = 0.5
 _KEEP_SECONDS = 24 * 3600
 _KEEP_NOTES_SECONDS = 30 * _KEEP_SECONDS
 _CHUNK_SHARDS = 16
@@ -92,6 +96,7 @@ def build_index(
     columns: Sequence[tuple[str, str]] = (),
     num_threads: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
+    under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
     share: tuple[int, int] = (0, 1),
     retry_seconds: float = BUILD_SECONDS,
@@ -112,6 +117,8 @@ def build_index(
         columns: (old name, new name) of fields to rename; part of the identity of the index.
         num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
         progress: called in this thread after each shard.
+        under_way: called in this thread about twice a second, with the number of shards that are done, in which those
+            that are being measured count in part, and the number of all.
         share: (number, number of processes): each of the processes that build it begins at another shard.
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
@@ -154,7 +161,7 @@ def build_index(
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
     with closing(builder):
-        measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, patience)
+        measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
         check_met(columns, [table.meta.met for table in tables])
@@ -173,6 +180,7 @@ def _in_parallel(
     urls: Sequence[str],
     workers: int,
     progress: Callable[[BuildProgress], None] | None,
+    under_way: Callable[[float, int], None] | None,
     patience: Patience,
 ) -> dict[str, CostTable]:
     # A task per small shard would take a fifth of the time of measuring it.
@@ -184,7 +192,9 @@ def _in_parallel(
         with measuring(), watching(), _cancelled(pool, crew):
             chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
             while chunks:  # shards that other processes are measuring are checked again, and waited for
-                for future in as_completed([pool.submit(crew.measure, chunk) for chunk in chunks]):
+                futures = [pool.submit(crew.measure, chunk) for chunk in chunks]
+                tick = None if under_way is None else lambda: under_way(len(tables) + shards_under_way(), len(urls))
+                for future in _completed(futures, tick):
                     for url, table, measured in future.result():
                         tables[url] = table
                         if progress is not None:
@@ -197,6 +207,16 @@ def _in_parallel(
     finally:
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
     return tables
+
+
+def _completed(futures: Iterable[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
+    """Yield futures as they are done, and call `tick` in between."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, None if tick is None else _TICK_SECONDS, FIRST_COMPLETED)
+        yield from done
+        if tick is not None:
+            tick()
 
 
 @contextmanager
@@ -228,8 +248,9 @@ class _Crew:
     def _go_on(self) -> bool:
         return self._waits and not self._turns.ended
 
-    def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
+    def measure(self, urls: Sequence[str]) -> Done:
         """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
+        here().ended = lambda: self._turns.ended
         done: list[tuple[str, CostTable, bool]] = []
         failed: list[tuple[str, StorageError | StaleIndexError]] = []
         short: list[str] = []

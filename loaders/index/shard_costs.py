@@ -35,7 +35,7 @@ from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.slow import here
+from orchdata.loaders.slow import SCANNING, here
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.coalesce import Extent, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
@@ -218,6 +218,7 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         if any(sample.wanted for sample in chunk):
             texts = _read_texts(chunk, table, shard(), recipe.limits)
         current = here()
+        current.fraction = SCANNING + (1 - SCANNING) * chunk[0].start / len(table)
         for sample in chunk:
             current.key = sample.key
             _measure(sample, texts, recipe, rows, facts.meta.url)

@@ -213,6 +213,7 @@ class _Scan:
         damage: str | None = None
         end = 0
         for batch in batches:
+            here().check()
             first_row = len(self._table)
             taken = self._group(batch)
             if len(self._table) > self._limits.shard_rows:

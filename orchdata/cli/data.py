@@ -249,10 +249,11 @@ def _build(
         def shard_done(shard: BuildProgress) -> None:
             nonlocal scanned
             scanned += shard.measured
-            advance(shard.done, shard.total)
 
         pairs = checked_columns(columns)
-        index = build_index(urls, recipe, media_root=root, columns=pairs, force=force, progress=shard_done)
+        index = build_index(
+            urls, recipe, media_root=root, columns=pairs, force=force, progress=shard_done, under_way=advance
+        )
         return index, scanned
 
 

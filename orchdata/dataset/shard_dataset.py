@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.selection import Filter, Selection, Split, Taken, left_out
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
-from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
@@ -136,7 +136,7 @@ class ShardDataset:
         rank: int | None = None,
         rebuild: bool = False,
         check: bool = True,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[float, int], None] | None = None,
     ) -> Index:
         """Return the index of these shards under this recipe, memory-mapped. It has all samples, selected or not.
 
@@ -150,7 +150,8 @@ class ShardDataset:
             rebuild: check every shard again, and index those that changed, and those with files that changed.
             check: compare the size and time of change of every local shard (0.3 seconds for 100,000), once, on one rank
                 of a job. Ignored if several ranks must not build.
-            progress: called with (shards done, shards in total).
+            progress: called about twice a second with the shards that are done, in which those that are being indexed
+                count in part, and the number of all shards.
 
         Raises:
             MissingIndexError: it is missing or damaged, num_ranks is above 1, and `rank` is None.
@@ -183,7 +184,7 @@ class ShardDataset:
         return bool(number)
 
     def _index(
-        self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[int, int], None] | None
+        self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[float, int], None] | None
     ) -> Index:
         if not rebuild:
             problem = f"no index for these {len(self.urls)} shards under this recipe"
@@ -202,10 +203,13 @@ class ShardDataset:
                     "torch.distributed), or build it once before training: "
                     f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
                 )
-        done = None if progress is None else _shards_done(progress)
-        share = rank or 0, num_ranks
         return build_index(
-            self.urls, self.recipe, media_root=self.media_root, columns=self.columns, share=share, progress=done
+            self.urls,
+            self.recipe,
+            media_root=self.media_root,
+            columns=self.columns,
+            share=(rank or 0, num_ranks),
+            under_way=progress,
         )
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
@@ -375,7 +379,3 @@ def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
     if not is_folder(root):
         raise ValueError(f"media_root {root!r} is not a folder")
     return root
-
-
-def _shards_done(progress: Callable[[int, int], None]) -> Callable[[BuildProgress], None]:
-    return lambda built: progress(built.done, built.total)

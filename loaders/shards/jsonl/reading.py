@@ -30,7 +30,7 @@ class RecordReader:
     """The records of a file, and the media that they name. Safe from many threads.
 
     Attributes:
-        url: of the file.
+        url, size: of the file.
         encoding: of its records, as in the facts.
         field: of its records, as in the facts.
         folder: of the files that they name; None if it is not known.
@@ -41,6 +41,7 @@ class RecordReader:
         self, url: str, file: Storage, limits: Limits, media_root: str | None, rules: FieldRules = NO_RULES
     ) -> None:
         self.url = url
+        self.size = file.size
         self._records = records_of(suffix_of(url), file, limits.text_bytes)
         self._is_table = is_media_table(url)
         self._names = dict(rules.columns)

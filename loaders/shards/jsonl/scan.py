@@ -26,7 +26,7 @@ from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, j
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
-from orchdata.loaders.slow import here
+from orchdata.loaders.slow import SCANNING, here
 
 _THREADS: Final = 8
 _CHUNK: Final = 256
@@ -160,6 +160,7 @@ def _probed(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read],
 
         for records in _batches(reader.all(), _CHUNK):
             read = []
+            current.fraction = SCANNING * records[0].offset / max(1, reader.size)
             for record in records:
                 current.key = f"record {number}"
                 read.append(_Read.of(record, reader, limits, number))

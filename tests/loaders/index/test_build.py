@@ -470,3 +470,40 @@ def test_an_index_of_an_earlier_format_is_made_again_with_a_word(shards: list[st
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_index(shards, recipe)
+
+
+class Waiting:
+    """A tokenizer that waits in the middle of the texts until it may continue, and is slow from there."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.continues = threading.Event()
+
+    def __call__(self, text: str) -> list[int]:
+        self.calls += 1
+        if self.calls > 1500:
+            self.continues.wait(60)
+            time.sleep(0.001)
+        return list(text.encode())
+
+
+def test_one_large_file_shows_progress_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(4000)))
+    tokenizer = Waiting()
+    seen: list[tuple[float, int]] = []
+
+    def interrupt(done: float, total: int) -> None:
+        seen.append((done, total))
+        if done > 0.5:  # it is scanned, and its samples are being measured
+            tokenizer.continues.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index([str(path)], Recipe(text=TextPreprocessor(tokenizer, id="waiting")), under_way=interrupt)
+    assert 0.5 < seen[-1][0] < 1 and seen[-1][1] == 1
+    assert tokenizer.calls < 4000 and not [each for each in threading.enumerate() if "orchdata" in each.name]
+
+    steps: list[float] = []
+    index = build_index([str(path)], Recipe(), under_way=lambda done, total: steps.append(done))
+    assert index.num_rows == 4000 and steps == sorted(steps) and steps[-1] == 1
