@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from chat_templates import QWEN3, trained
+from jinja_chats import recipe_of
 from shard_factory import audio, jpeg, write_shard
 from typer.testing import CliRunner
 
@@ -18,6 +21,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.cli.mixture_file import read_mixture
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.samples.sample import TextPart
 
 LIMITS = od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32")
 
@@ -362,7 +366,6 @@ def test_function_that_is_not_deterministic_or_changes_its_record(tmp_path: Path
 def test_recipe_with_a_function_is_a_value(tmp_path: Path) -> None:
     import copy
     import pickle
-    from dataclasses import replace
 
     one = recipe(finevision)
     assert one == recipe(finevision) and one.fingerprint() == pickle.loads(pickle.dumps(one)).fingerprint()
@@ -444,3 +447,31 @@ def test_workers_call_the_function(tmp_path: Path) -> None:
         for more in ({"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"})
     )
     assert inline == workers
+
+
+def asks_with_tools(record: dict[str, Any]) -> Any:
+    user = {"role": "user", "content": [*record["jpg"], {"type": "text", "text": record["json"]["question"]}]}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    turns = [
+        user,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    return {"messages": [*turns, {"role": "assistant", "content": record["json"]["answer"]}], "tools": [tool]}
+
+
+def test_a_models_own_chat_template_renders_what_a_function_makes(tmp_path: Path) -> None:
+    recipe = replace(recipe_of(QWEN3), record=asks_with_tools)
+    assert recipe.record is not None and replace(recipe) == recipe
+    record = json.dumps({"question": "Where?", "answer": "Here."}).encode()
+    samples = [{"__key__": "a", "0.jpg": jpeg(56, 56), "1.jpg": jpeg(112, 56), "json": record}]
+    sample = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe)[0]
+    names = [kind(part) for part in sample.parts]
+    texts = [part for part in sample.parts if isinstance(part, TextPart)]
+    said, learned = (
+        "".join(trained().decode(ids.tolist(), skip_special_tokens=False) for ids in each)
+        for each in ([part.token_ids for part in texts], [part.token_ids[part.loss] for part in texts])
+    )
+    assert names[:3] == ["text", "image", "image"] and "# Tools" in said and "Where?" in said
+    assert "<tool_call>" in learned and "Here." in learned and "rain" not in learned
