@@ -145,7 +145,7 @@ def build_index(
     patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
     columns = tuple(columns)
     path = index_path(urls, fingerprint, cache, media_root, columns)
-    if not force:
+    if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
             check_function_of(Index(path), recipe)
     builder = patience.keep_trying(
@@ -164,7 +164,8 @@ def build_index(
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
-        check_met(columns, [table.meta.met for table in tables])
+        if columns:
+            check_met(columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
     _remove_leftovers(cache)
@@ -380,7 +381,7 @@ class _Builder:
                     access=access,
                 )
                 table = self._measured(facts, opened).write(path, url, facts.meta, root, access)
-                return self._kept_in_memory(replace(table, columns=self._rules.columns)), True
+                return self._kept_in_memory(self._renamed(table)), True
 
     def _cached(
         self, path: str, url: str, media_root: str | None, access: Access, opened: Callable[[], Shard]
@@ -388,13 +389,16 @@ class _Builder:
         """Return the cached costs of a shard if the shard, and the files that it names, have not changed."""
         restrict(path, access)
         try:
-            table = CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
-            table = replace(table, columns=self._rules.columns)
+            table = self._renamed(CostTable.open(path, url, self._recipe.kinds, media_root or "", access))
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
+
+    def _renamed(self, table: CostTable) -> CostTable:
+        """Return the table with the new names of fields, which its file does not contain."""
+        return replace(table, columns=self._rules.columns) if self._rules.columns else table
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """Return the index of these tables: the existing one if it is valid, else a new one."""
