@@ -215,3 +215,15 @@ def test_an_example_runs_as_its_docstring_says(shards: Path, tmp_path: Path) -> 
     )
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"], done.stderr
     assert (tmp_path / "kept" / "step-000002" / "state.pt").exists()
+
+
+def test_a_webdataset_pipeline_is_balanced_between_ranks(tmp_path: Path) -> None:
+    synthesize(OMNI, tmp_path / "omni", samples=48)
+    run_ranks(str(JOB), "webdataset_pipeline", 0, tmp_path / "omni" / "*.tar", num_ranks=2, folder=tmp_path)
+    lines = [line for path in tmp_path.iterdir() if path.is_file() for line in path.read_text().splitlines()]
+    steps = [json.loads(line) for line in lines if line.startswith('{"step"')]
+    keys = [key for step in steps for key in step["keys"]]
+    assert sorted(keys) == sorted({key for _, key in tar_keys(sorted((tmp_path / "omni").glob("*.tar")))})
+    assert len(keys) == 48 and {step["step"] for step in steps} == set(range(len(steps) // 2))
+    by_step = [[step["tokens"] for step in steps if step["step"] == number] for number in range(len(steps) // 2)]
+    assert sum(map(max, by_step)) < 1.15 * sum(map(sum, by_step)) / 2
