@@ -101,7 +101,7 @@ def tell(args: argparse.Namespace, step: int, loss: torch.Tensor, microbatches: 
         print(f"step {step}: loss {mean.item():.4f}, {len(microbatches[0].plan.row)} samples", flush=True)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
-        keys = [[Path(shard).name, key] for batch in microbatches for shard, key in batch.keys]
+        keys = [[Path(shard).name, key] for batch in microbatches for shard, key in batch.sample_ids]
         with (args.record / f"rank-{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "loss": mean.item(), "keys": keys}) + "\n")
 

@@ -277,7 +277,7 @@ def test_lightning_goes_on_with_the_next_epoch_where_its_checkpoint_ends_one(sha
             return small(shards, shuffle=True, seed=1)[1].steps()
 
         def training_step(self, microbatches: Any, step: int) -> torch.Tensor:
-            self.keys.append(sorted(key for batch in microbatches for _, key in batch.keys))
+            self.keys.append(sorted(key for batch in microbatches for _, key in batch.sample_ids))
             return self.model(torch.ones(1)).sum()
 
         def configure_optimizers(self) -> Any:
@@ -334,7 +334,7 @@ def test_a_collate_fn_of_ones_own_scales_as_the_batch_does(shards: list[str]) ->
     names: dict[str, Any] = {"od": od, "my_tensors": lambda samples: {"keys": [sample.key for sample in samples]}}
     exec(recipe_of("training.md", "step: od.StepInfo"), names)
     _, loader = small(shards)
-    expected = [(batch.loss_scale, sorted(key for _, key in batch.keys)) for batch in loader]
+    expected = [(batch.loss_scale, sorted(key for _, key in batch.sample_ids)) for batch in loader]
     _, own = small(shards, collate_fn=names["collate"])
     assert [(found["loss_scale"], sorted(found["keys"])) for found in own] == expected
 

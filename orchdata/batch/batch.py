@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Layout
 
-Key = tuple[str, str]
+SampleId = tuple[str, str]
+"""The shard of a sample, and its key there."""
+
+_WHERE = "batch.model_inputs() returns the arguments of a model; batch.llm, batch.text and batch.media have the tensors"
 
 
 @runtime_checkable
@@ -63,9 +66,9 @@ class Batch:
         media: modality -> its tensors, in the order of phases; `batch.image` and `batch.audio` read it. A modality is
             missing (and these are None) only if data set and cost model both lack it: a rank without any item gets a
             dummy, so that every rank runs every module.
-        keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. Samples that failed are left out; per
+        sample_ids: (shard, key) of each sample, in the order of `llm.cu_seqlens`. Samples that failed are left out; per
             phase they stay, with their labels masked (see `mask_failed`).
-        pieces: number of the piece of its sample, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Key
+        pieces: number of the piece of its sample, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Id
             and piece together identify a row in an epoch.
         plan: the whole step's plan.
         step, microbatch, num_microbatches: position of this batch; `step` counts optimizer steps of the epoch.
@@ -81,7 +84,7 @@ class Batch:
     text: TextBatch
     media: Mapping[str, MediaBatch]
     llm: LLMBatch
-    keys: tuple[Key, ...]
+    sample_ids: tuple[SampleId, ...]
     plan: Plan
     step: int
     microbatch: int
@@ -97,12 +100,23 @@ class Batch:
     def __repr__(self) -> str:
         """Return one line with counts and shapes, not elements."""
         llm = self.llm.input_ids
-        shapes = [f"{len(self.keys):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
+        shapes = [f"{len(self.sample_ids):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
         for name, media in self.media.items():
             arrays = [f"{array} {shown(tensor)}" for array, tensor in media.arrays.items()]
             shapes.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
         where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
         return f"Batch({where}: {'; '.join(shapes)})"
+
+    if not TYPE_CHECKING:  # a type checker reports such a name itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where to find what other libraries keep here."""
+            if name == "keys":
+                raise AttributeError("Batch has no 'keys': (shard, key) of each sample are in batch.sample_ids")
+            raise AttributeError(f"Batch has no {name!r}: {_WHERE}")
+
+        def __getitem__(self, name: object) -> NoReturn:
+            raise TypeError(f"a Batch is not a mapping, and has no [{name!r}]: {_WHERE}")
 
     @property
     def image(self) -> MediaBatch | None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.batch.batch import Batch, Key
+from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
 from orchdata.building.assembler import Share
 from orchdata.building.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, rope_of, row_mask, starts_of
@@ -42,7 +42,7 @@ class Pages:
         index, layout = source.index, source.layout
         self._source = source
         self._rows = rows
-        self._keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
+        self._ids: tuple[SampleId, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self._pieces = tuple(index.piece[rows].tolist())
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
@@ -157,7 +157,7 @@ class Pages:
             text=TextBatch(input_ids=torch.from_numpy(self._arrays.text_ids), cu_seqlens=cu_seqlens(self._text_starts)),
             media=media,
             llm=self._llm(per_phase=bool(plan.parts)),
-            keys=self._keys,
+            sample_ids=self._ids,
             pieces=self._pieces,
             plan=plan,
             step=plan.step,

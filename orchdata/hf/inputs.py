@@ -320,8 +320,8 @@ class Inputs:
             clips = len(media.cu_seqlens) - 1
             if clips != len(llm.input_ids):
                 raise ValueError(
-                    f"{self.config.model_type} hears one clip a sample, and {len(batch.keys)} samples have {clips} "
-                    f"parts of {name}: leave out those without, as with DataLoader(quarantine=...)"
+                    f"{self.config.model_type} hears one clip a sample, and {len(batch.sample_ids)} samples have "
+                    f"{clips} parts of {name}: leave out those without, as with DataLoader(quarantine=...)"
                 )
         length = max(1, llm.input_ids.shape[1] - 1)  # a dummy's row is one token, and stays
         decoder_inputs = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}

@@ -32,7 +32,7 @@ def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> 
     full = (sample[:, None] == sample) & (sees_before | together)
     window = getattr(config.get_text_config(), "sliding_window", None)
     if sees_ahead != "media":
-        longest = max(llm.cu_seqlens[: len(batch.keys) + 1].diff().tolist(), default=0)
+        longest = max(llm.cu_seqlens[: len(batch.sample_ids) + 1].diff().tolist(), default=0)
         if window is not None and longest > window:
             raise ValueError(
                 f"a sample of {longest} tokens is longer than the sliding window of {window}, which packed "

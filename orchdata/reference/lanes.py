@@ -145,7 +145,7 @@ class Lane:
                 loss_sum=out.loss_sum.item(),
                 loss_tokens=batch.plan.loss_tokens,
                 llm_tokens=batch.llm.input_ids.shape[-1],
-                samples=len(batch.keys),
+                samples=len(batch.sample_ids),
                 loads={phase: values.tolist() for phase, values in loads.items()},
                 imbalance=_imbalance(loads),
             )

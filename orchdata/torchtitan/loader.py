@@ -143,7 +143,7 @@ class DataLoader(BaseDataLoader):
         return inputs | others, labels
 
     def _check_lengths(self, batch: Batch, longest: int) -> None:
-        for (shard, key), length in zip(batch.keys, batch.llm.lengths.tolist(), strict=False):
+        for (shard, key), length in zip(batch.sample_ids, batch.llm.lengths.tolist(), strict=False):
             if length > longest:
                 raise ValueError(
                     f"sample {key} of {shard} has {length} tokens, and torchtitan is configured for sequences of "

@@ -89,7 +89,7 @@ def _trained(kind: str, shards: Path) -> Iterator[Step]:
             scaled = outputs.loss if kind == "hf_trainer" else outputs.loss_sum * batch.loss_scale
             scaled.backward()
             loss += scaled.item()
-            keys += [(Path(shard).name, key) for shard, key in batch.keys]
+            keys += [(Path(shard).name, key) for shard, key in batch.sample_ids]
             if batch.is_last_microbatch:
                 optimizer.step()
                 optimizer.zero_grad()

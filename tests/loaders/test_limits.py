@@ -137,7 +137,7 @@ def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: st
     index = dataset.index()
     assert [index.key(int(row)) for row in index.bad_rows()] == ["evil"]
     loader = od.DataLoader(dataset, batch_size=2, on_error="skip")
-    assert sorted(key for batch in loader for _, key in batch.keys) == ["a", "b", "f", "g"]
+    assert sorted(key for batch in loader for _, key in batch.sample_ids) == ["a", "b", "f", "g"]
 
 
 def test_the_reason_names_the_limit_and_the_way_out(tmp_path: Path) -> None:

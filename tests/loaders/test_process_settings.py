@@ -114,7 +114,7 @@ def test_a_warning_that_is_made_an_exception_is_no_damage(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader = od.DataLoader(od.ShardDataset(path, Recipe(audio=None)), batch_size=1, num_threads=0)
-        assert [key for batch in loader for _, key in batch.keys] == ["a"]
+        assert [key for batch in loader for _, key in batch.sample_ids] == ["a"]
 
 
 def jpeg_with(stray: bytes) -> bytes:

@@ -372,7 +372,7 @@ def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[st
     os.truncate(texts[0], os.path.getsize(texts[0]) // 2)
     with pytest.warns(UserWarning, match="1 of 2 shards are damaged"):
         loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
-    delivered = sum(len(batch.keys) for batch in loader)
+    delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
 
 

@@ -36,7 +36,7 @@ def arrived(urls: str, recipe: od.Recipe) -> dict[str, tuple[list[int], list[int
     by_key = {}
     for batch in loader:
         bounds = batch.llm.cu_seqlens.tolist()
-        for (_, key), (start, stop) in zip(batch.keys, pairwise(bounds), strict=True):
+        for (_, key), (start, stop) in zip(batch.sample_ids, pairwise(bounds), strict=True):
             ids, labels = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
             assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
             by_key[key] = ids, [int(label != -100) for label in labels]

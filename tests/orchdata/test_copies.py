@@ -46,7 +46,7 @@ def mixed(dataset: od.ShardDataset) -> od.DataLoader:
 
 def contents(loader: od.DataLoader, epochs: int = 2) -> list[Any]:
     items = [item for _ in range(epochs) for item in loader]
-    return [item.keys if isinstance(item, od.Batch) else item["number"].tolist() for item in items]
+    return [item.sample_ids if isinstance(item, od.Batch) else item["number"].tolist() for item in items]
 
 
 def nothing(loader: od.DataLoader) -> None:

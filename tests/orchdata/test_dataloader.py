@@ -61,13 +61,15 @@ def global_batches(dataset: od.ShardDataset, num_ranks: int, **options: Any) -> 
     """Keys of each step, sorted, gathered over all ranks."""
     ranks = [loader(dataset, dp=(rank, num_ranks), **options) for rank in range(num_ranks)]
     steps = zip(*(one.steps() for one in ranks), strict=True)
-    return [sorted(key for microbatches in step for batch in microbatches for key in batch.keys) for step in steps]
+    return [
+        sorted(key for microbatches in step for batch in microbatches for key in batch.sample_ids) for step in steps
+    ]
 
 
 def equal(one: od.Batch, other: od.Batch) -> bool:
     ours, theirs = one.model_inputs(), other.model_inputs()
     return (
-        one.keys == other.keys
+        one.sample_ids == other.sample_ids
         and one.plan.hash == other.plan.hash
         and ours.keys() == theirs.keys()
         and all(
@@ -96,7 +98,7 @@ def test_fewer_samples_than_ranks_gives_every_rank_a_batch(dataset: od.ShardData
     loaders = [loader(dataset, global_batch_size=3, dp=(rank, 8)) for rank in range(8)]
     assert {len(one) for one in loaders} == {20}
     batches = [next(iter(one)) for one in loaders]
-    assert sum(len(batch.keys) for batch in batches) == 3
+    assert sum(len(batch.sample_ids) for batch in batches) == 3
     for batch in batches:
         inputs = batch.model_inputs()
         assert inputs["input_ids"].numel() >= 1
@@ -109,7 +111,7 @@ def test_packed_layout(dataset: od.ShardDataset) -> None:
         llm, image, audio_ = batch.llm, batch.image, batch.audio
         assert image is not None and audio_ is not None
         assert llm.cu_seqlens.dtype == image.cu_seqlens.dtype == audio_.cu_seqlens.dtype == torch.int32
-        assert len(llm.cu_seqlens) == len(batch.keys) + 1
+        assert len(llm.cu_seqlens) == len(batch.sample_ids) + 1
         assert llm.cu_seqlens[-1] == llm.input_ids.numel() == llm.labels.numel() == llm.position_ids.numel()
         assert llm.max_seqlen == int(llm.cu_seqlens.diff().max())
         starts = llm.cu_seqlens[:-1].long()
@@ -158,9 +160,11 @@ def test_oversize_samples(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'k0' has 500 llm positions, max_tokens allows 64"):
         od.DataLoader(dataset, batch_size=4, balance=od.Balance(max_tokens=64))
     own = od.DataLoader(dataset, batch_size=8, balance=od.Balance(max_tokens=64, oversize="own"), num_threads=0)
-    assert [("k0" in [key for _, key in batch.keys], len(batch.keys)) for batch in own].count((True, 1)) == 1
+    assert [("k0" in [key for _, key in batch.sample_ids], len(batch.sample_ids)) for batch in own].count(
+        (True, 1)
+    ) == 1
     drop = od.DataLoader(dataset, batch_size=7, balance=od.Balance(max_tokens=64, oversize="drop"), num_threads=0)
-    assert sorted(key for batch in drop for _, key in batch.keys) == [f"k{i}" for i in range(1, 8)]
+    assert sorted(key for batch in drop for _, key in batch.sample_ids) == [f"k{i}" for i in range(1, 8)]
 
 
 @pytest.mark.parametrize("options", [{}, {"balance": od.Balance(max_tokens=500)}], ids=["whole", "microbatches"])
@@ -192,7 +196,7 @@ def test_resume_on_another_number_of_ranks(dataset: od.ShardDataset) -> None:
     for rank in ranks:
         rank.load_state_dict(state)
     rest = [
-        sorted(key for share in step for batch in share for key in batch.keys)
+        sorted(key for share in step for batch in share for key in batch.sample_ids)
         for step in zip(*(rank.steps() for rank in ranks), strict=True)
     ]
     assert rest == expected[2:]
@@ -214,7 +218,7 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     )
     resumed = loader(dataset, global_batch_size=10)
     resumed.load_state_dict(state)
-    delivered = [key for batch in resumed for key in batch.keys]
+    delivered = [key for batch in resumed for key in batch.sample_ids]
     assert sorted(read) == sorted(delivered)
     assert len(read) == 20
 
@@ -372,7 +376,7 @@ def test_to_takes_a_device_and_no_dtype(dataset: od.ShardDataset) -> None:
 
 def test_merge_puts_dummies_where_no_loss_is(dataset: od.ShardDataset) -> None:
     batch = next(iter(loader(dataset, global_batch_size=2, dp=(5, 8))))
-    assert not batch.keys
+    assert not batch.sample_ids
     embeds = torch.zeros(batch.llm.input_ids.numel(), 4)
     features = {name: torch.ones(1, 4, requires_grad=True) for name in ("image", "audio")}
     merged = batch.merge(embeds, features)
@@ -419,7 +423,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
     pairs = ((url, key) for url, key in [(dataset.urls[0], "s0-0003")])
     for quarantine in (listed, pairs):
         one = loader(dataset, quarantine=quarantine)
-        keys = {key for batch in one for _, key in batch.keys}
+        keys = {key for batch in one for _, key in batch.sample_ids}
         assert len(keys) == 59 and "s0-0003" not in keys
 
 

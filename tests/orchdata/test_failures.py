@@ -53,7 +53,7 @@ def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int)
         dataset, batch_size=7, on_error=od.ErrorPolicy("skip", handler=handled.append), num_threads=threads
     )
     batches = list(one)
-    keys = [key for batch in batches for _, key in batch.keys]
+    keys = [key for batch in batches for _, key in batch.sample_ids]
     assert keys == [f"good{i}" for i in range(6)]
     # "cut" is planned (an image, then 4 bytes of text with loss), fails while decoding, and stays in the denominator
     assert sum(batch.loss_tokens for batch in batches) == batches[0].global_loss_tokens - 4
@@ -71,7 +71,7 @@ def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
     with pytest.raises(od.DataError, match="'cut', field 'jpg'"):
         list(one)
     clean = od.DataLoader(dataset, batch_size=6, quarantine=[*leave, ("bad.tar", "cut")])
-    assert len([key for batch in clean for key in batch.keys]) == 6
+    assert len([key for batch in clean for key in batch.sample_ids]) == 6
 
 
 def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
     one = od.DataLoader(dataset, batch_size=1, on_error="skip")
     batches = list(one)
     assert len(batches) == 7
-    assert batches[-1].keys == () and batches[-1].loss_tokens == 0
+    assert batches[-1].sample_ids == () and batches[-1].loss_tokens == 0
     assert batches[-1].image.patches.shape[0] == 4  # one dummy token: 2x2 patches
 
 
@@ -157,7 +157,7 @@ def test_an_exception_while_decoding_fails_the_sample(
 ) -> None:
     loader = skipping_loader(tmp_path, monkeypatch, error)
     (batch,) = loader
-    assert [key for _, key in batch.keys] == ["b"]
+    assert [key for _, key in batch.sample_ids] == ["b"]
     (failure,) = loader.gather_failures()
     assert (failure.key, failure.reason) == ("a", f"cannot be decoded: {type(error).__name__}: {error.args[0]}")
 

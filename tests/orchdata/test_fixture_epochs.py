@@ -60,7 +60,7 @@ def epoch(urls: list[str], num_ranks: int, *, drop_last: bool) -> list[list[str]
         for rank in range(num_ranks)
     ]
     steps = zip(*(loader.steps() for loader in loaders), strict=True)
-    return [sorted(key for share in step for batch in share for _, key in batch.keys) for step in steps]
+    return [sorted(key for share in step for batch in share for _, key in batch.sample_ids) for step in steps]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -84,7 +84,7 @@ def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the loader has no steps")  # of two shards nothing can be read
             loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error="skip", num_threads=2)
-        count = sum(len(batch.keys) for batch in loader)
+        count = sum(len(batch.sample_ids) for batch in loader)
         failures = loader.stats()["failures"]["samples"]
         for failure in failures:
             assert failure["shard"] == str(path) and failure["key"] and failure["reason"], failure

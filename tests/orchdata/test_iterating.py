@@ -33,7 +33,7 @@ def loader(dataset: Any, **options: Any) -> od.DataLoader:
 
 
 def keys(one: od.DataLoader) -> list[tuple[str, str]]:
-    return [key for batch in one for key in batch.keys]
+    return [key for batch in one for key in batch.sample_ids]
 
 
 def position_of(batch: od.Batch) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persis
     one = loader(dataset, persistent_workers=persistent)
     for step, (left, right) in enumerate(zip(one, one, strict=True)):
         assert position_of(left) == position_of(right) == (0, step)
-        assert left.keys == right.keys
+        assert left.sample_ids == right.sample_ids
         assert one.state_dict()["step"] == step + 1
     assert one.state_dict()["epoch"] == 1
     left_one, right_one = iter(one), iter(one)

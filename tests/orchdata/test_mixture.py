@@ -32,7 +32,7 @@ def identities(step: Sequence[Any]) -> list[tuple[str, str, str]]:
         (batch.plan.sources[source], *key)
         for share in step
         for batch in share
-        for source, key in zip(batch.sources.tolist(), batch.keys, strict=True)
+        for source, key in zip(batch.sources.tolist(), batch.sample_ids, strict=True)
     ]
 
 
@@ -60,7 +60,7 @@ def test_each_source_is_read_by_its_own_recipe(data: dict[str, od.ShardDataset])
         (loader,) = [od.DataLoader(dataset, batch_size=4, seed=1, dp=(0, 1), num_threads=0)]
         for batch in loader:
             bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
-            for key, (start, stop) in zip(batch.keys, bounds, strict=False):
+            for key, (start, stop) in zip(batch.sample_ids, bounds, strict=False):
                 arrays = batch.llm.input_ids[start:stop], batch.llm.labels[start:stop]
                 seen.setdefault(name, {})[key] = b"".join(each.numpy().tobytes() for each in arrays)
     apart = seen["omni"] | seen["chat"] | seen["text"]

@@ -74,9 +74,9 @@ def rows_of(batches: Iterable[od.Batch]) -> dict[Name, Row]:
     """The rows of batches, each once."""
     rows: dict[Name, Row] = {}
     for batch in batches:
-        assert len(batch.pieces) == len(batch.keys)
+        assert len(batch.pieces) == len(batch.sample_ids)
         bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
-        for key, piece, (start, stop) in zip(batch.keys, batch.pieces, bounds, strict=False):
+        for key, piece, (start, stop) in zip(batch.sample_ids, batch.pieces, bounds, strict=False):
             name = (*key, piece)
             assert name not in rows, f"{name} twice"
             rows[name] = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
@@ -194,7 +194,7 @@ def test_sources_of_a_mixture_split_each_by_their_own(tokenizer: str, tmp_path: 
         for batch in batches_of(loaders(mixed, ranks, global_batch_tokens=500)):
             assert batch.sources is not None
             bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
-            names = zip(batch.sources.tolist(), batch.keys, batch.pieces, bounds, strict=False)
+            names = zip(batch.sources.tolist(), batch.sample_ids, batch.pieces, bounds, strict=False)
             for source, key, piece, (start, stop) in names:
                 row = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
                 assert seen[source].setdefault((*key, piece), row) == row

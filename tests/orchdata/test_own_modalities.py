@@ -180,12 +180,12 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
                 continue
             assert part.arrays[array].shape == ((1, *row) if part.mask is None else (1, 1, *row))
             assert not part.arrays[array].any() and part.cu_seqlens.tolist() == [0, 1]
-            missing = (name, batch.keys[0][1]) != ("points", "a")
+            missing = (name, batch.sample_ids[0][1]) != ("points", "a")
             assert (name in batch.llm.dummies) == missing
             at = batch.llm.media_positions[name]
             assert len(at) == (2 if not missing else 0 if apart else 1)
             if missing:  # in a last sequence without loss, which is of no sample
-                assert len(batch.llm.cu_seqlens) == len(batch.keys) + 2
+                assert len(batch.llm.cu_seqlens) == len(batch.sample_ids) + 2
                 ends = batch.llm.cu_seqlens.tolist()
                 last = slice(ends[-2], ends[-1])
                 assert ends[-1] - ends[-2] == len(batch.llm.dummies)
@@ -322,7 +322,7 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
     (failure,) = failures  # each rank has its own, and the one that failed is one rank's
     assert (failure["key"], failure["field"]) == ("s8", "npy") and failure["shard"] == bad_shard
     assert failure["reason"].startswith(REASONS[kind])
-    kept = {key for batches in steps for batch in batches for _, key in batch.keys}
+    kept = {key for batches in steps for batch in batches for _, key in batch.sample_ids}
     per_phase = balance == "per phase"
     assert kept == {f"s{n}" for n in range(12) if per_phase or n != 8}
     for batches in zip(*steps, strict=True):
@@ -335,7 +335,7 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
         assert [len(each) for each in rows] == [len(each) for each in owners]
         for batch, mine in zip(batches, rows, strict=True):
             starts = batch.llm.cu_seqlens.tolist()
-            for row, (_, key) in enumerate(batch.keys):
+            for row, (_, key) in enumerate(batch.sample_ids):
                 where = batch.llm.media_positions["points"]
                 here = (where >= starts[row]) & (where < starts[row + 1])
                 number = int(key[1:])
@@ -354,7 +354,7 @@ def test_a_damaged_cloud_is_found_when_it_is_counted(tmp_path: Path, balance: st
     samples = [{"__key__": f"s{n}", "npy": cloud(9)[: -4 if n == 2 else None], "txt": b"text"} for n in range(4)]
     shard = write_shard(tmp_path / "a.tar", samples)
     one = loader(shard, on_error="skip", balance=BALANCES[balance], global_batch_size=4)
-    assert sorted(key for batch in one for _, key in batch.keys) == ["s0", "s1", "s3"]
+    assert sorted(key for batch in one for _, key in batch.sample_ids) == ["s0", "s1", "s3"]
     (failure,) = one.stats()["failures"]["samples"]
     assert (failure["key"], failure["field"]) == ("s2", "npy") and failure["reason"].startswith("not a .npy file")
     with pytest.raises(od.DataError, match="'s2', field 'npy'"):
@@ -377,7 +377,7 @@ def test_a_pickled_cloud_is_never_unpickled(tmp_path: Path) -> None:
     np.save(out, np.array([Opened(mark)], object), allow_pickle=True)
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "npy": out.getvalue()}, {"__key__": "b", "txt": b"b"}])
     one = loader(shard, on_error="skip")
-    assert [key for batch in one for _, key in batch.keys] == ["b"]
+    assert [key for batch in one for _, key in batch.sample_ids] == ["b"]
     assert "allow_pickle=False" in one.stats()["failures"]["samples"][0]["reason"]
     assert not mark.exists()
     np.load(io.BytesIO(out.getvalue()), allow_pickle=True)

@@ -28,7 +28,7 @@ def loader_of(dataset: Any, rank: int = 0, ranks: int = 1, **options: Any) -> od
 
 
 def keys_of(loader: od.DataLoader) -> list[tuple[str, str]]:
-    return [key for batch in loader for key in batch.keys]
+    return [key for batch in loader for key in batch.sample_ids]
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 4}, {"global_batch_tokens": 600}])
@@ -89,7 +89,7 @@ def test_plans_are_written_as_they_are_delivered(dataset: od.ShardDataset, tmp_p
         for epoch in range(2)
         for rank, loader in enumerate(ours)
         for batch in loader
-        for key, source in zip(batch.keys, batch.sources.tolist(), strict=True)
+        for key, source in zip(batch.sample_ids, batch.sources.tolist(), strict=True)
     }
     assert written == delivered
     some = ours[0].export_plan(tmp_path / "some.arrow", steps=range(2, 4))

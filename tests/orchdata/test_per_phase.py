@@ -88,7 +88,7 @@ def delivered(steps: list[list[od.Batch]]) -> dict[str, tuple[Tensor, ...]]:
                 placed = torch.zeros(llm.input_ids.numel(), carried[name][rank].shape[-1])
                 placed[where] = carried[name][rank].float()
                 columns.append(placed.reshape(*llm.input_ids.shape, -1).movedim(-1, 0))
-            for number, (_, key) in enumerate(batch.keys):
+            for number, (_, key) in enumerate(batch.sample_ids):
                 if llm.attention_mask is None:
                     start, stop = llm.cu_seqlens[number : number + 2].tolist()
                     columns_of[key] = tuple(column[..., start:stop] for column in columns)
@@ -331,10 +331,10 @@ def test_a_failed_part_leaves_zeros_a_flag_and_no_loss(tmp_path: Path, monkeypat
     made = loader(dataset, global_batch_size=5, on_error="skip")
     (batch,) = made
     assert batch.image is not None and batch.image.valid is not None
-    assert batch.image.valid.tolist().count(False) == 1 and len(batch.keys) == 5
+    assert batch.image.valid.tolist().count(False) == 1 and len(batch.sample_ids) == 5
     assert [failure["field"] for failure in made.stats()["failures"]["samples"]] == ["jpg"]
     starts = batch.llm.cu_seqlens.tolist()
-    for number, (_, key) in enumerate(batch.keys):
+    for number, (_, key) in enumerate(batch.sample_ids):
         has_loss = bool((batch.llm.labels[starts[number] : starts[number + 1]] != -100).any())
         assert has_loss == (key != "bad"), key
     assert batch.loss_tokens < batch.global_loss_tokens

@@ -231,7 +231,7 @@ def test_columns_mean_the_same_in_every_container(tmp_path: Path, suffix: str) -
         list(each.encode()) for each in words
     ]
     batches = list(od.DataLoader(dataset, batch_size=3))
-    assert len(batches) == 1 and len(batches[0].keys) == 3
+    assert len(batches) == 1 and len(batches[0].sample_ids) == 3
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -91,8 +91,8 @@ def test_what_fails_is_left_out_or_raised(tmp_path: Path) -> None:
     with pytest.raises(od.DataError, match=bad["__key__"]):
         made["raise"].step_at(0, 0)
     (batch,) = made["skip"].step_at(0, 0)
-    assert len(batch.keys) == 5
-    assert bad["__key__"] not in dict(map(reversed, batch.keys))
+    assert len(batch.sample_ids) == 5
+    assert bad["__key__"] not in dict(map(reversed, batch.sample_ids))
     assert made["skip"].stats()["failures"]["count"] == 0
 
 

@@ -30,7 +30,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.
 
 
 def keys_of(step: Sequence[Any]) -> list[tuple[str, str]]:
-    return sorted(key for share in step for batch in share for key in batch.keys)
+    return sorted(key for share in step for batch in share for key in batch.sample_ids)
 
 
 def tokens_of(dataset: od.ShardDataset, keys: Sequence[tuple[str, str]], multiple_of: int = 1) -> int:

@@ -97,7 +97,7 @@ def test_all_engines_build_the_same(shard: str) -> None:
     for options in ({"num_threads": 3}, {"num_workers": 1, "num_threads": 2}):
         running = loader(shard, **options)
         for ours, theirs in zip(running, expected, strict=True):
-            assert ours.keys == theirs.keys
+            assert ours.sample_ids == theirs.sample_ids
             assert torch.equal(ours.media["video"].patches, theirs.media["video"].patches)
             assert torch.equal(ours.media["video"].timestamps, theirs.media["video"].timestamps)
         del running
@@ -216,7 +216,7 @@ def test_records_name_videos(tmp_path: Path) -> None:
     assert [(failure.key, failure.field) for failure in failures] == [("gone", "video.0")]
     running = od.DataLoader(dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error="skip")
     batch = next(iter(running))
-    assert [key for _, key in batch.keys] == ["llava", "qwen", "two", "inside", "plain"]
+    assert [key for _, key in batch.sample_ids] == ["llava", "qwen", "two", "inside", "plain"]
     assert len(batch.media["video"].grid_thw) == 5
     assert numbers(batch)[0] == numbers(batch)[2] == numbers(batch)[4] == [0, 6, 12, 18]
     # Without videos in the recipe records that name some are refused, as ever.
@@ -262,7 +262,7 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     assert "'00.png' is not a video: put the files of one video in a separate list" in failures["flat"]
     options: dict[str, Any] = {"global_batch_size": 5, "shuffle": False, "on_error": "skip"}
     batch = next(iter(od.DataLoader(dataset, num_threads=0, **options)))
-    assert [key for _, key in batch.keys] == ["qwen", "rate", "one", "factory", "encoded"]
+    assert [key for _, key in batch.sample_ids] == ["qwen", "rate", "one", "factory", "encoded"]
     assert numbers(batch) == [
         list(range(8)),
         list(range(0, 40, 5)),

@@ -22,7 +22,7 @@ def work(folder: str) -> dict[str, Any]:
         for _ in range(2):
             dataset = od.ShardDataset(f"{folder}/*.tar", RECIPE)
             loader = od.DataLoader(dataset, global_batch_size=6, num_threads=0)
-            keys = [key for batch in loader for _, key in batch.keys]
+            keys = [key for batch in loader for _, key in batch.sample_ids]
     warned = any("measured again" in str(warning.message) for warning in caught)
     return {"looked": looks.call_count, "keys": keys, "warned": warned}
 

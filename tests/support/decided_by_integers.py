@@ -104,7 +104,10 @@ def _plans(dataset: od.ShardDataset, option: od.Balance) -> Iterable[str]:
 
 
 def _batch(batch: od.Batch) -> Any:
-    return [batch.keys, *[each.tolist() for each in (batch.llm.input_ids, batch.llm.labels, batch.llm.position_ids)]]
+    return [
+        batch.sample_ids,
+        *[each.tolist() for each in (batch.llm.input_ids, batch.llm.labels, batch.llm.position_ids)],
+    ]
 
 
 def differing(by_set: Mapping[str, Mapping[str, str]]) -> list[str]:

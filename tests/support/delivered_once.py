@@ -40,7 +40,7 @@ def tar_keys(paths: Iterable[str | Path]) -> list[Key]:
 def row_of(rank: int, share: Sequence[Any]) -> dict[str, Any]:
     """The line of a step that a rank was given as batches."""
     plan = share[0].plan
-    keys = [list(key) for batch in share for key in batch.keys]
+    keys = [list(key) for batch in share for key in batch.sample_ids]
     return {"rank": rank, "epoch": plan.epoch, "step": plan.step, "keys": keys}
 
 

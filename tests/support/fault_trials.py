@@ -133,7 +133,7 @@ class Trial:
     def delivered(self, loader: od.DataLoader) -> str:
         for batch in loader:
             self.batches.append(batch_digest(batch))
-            self.keys += [key for _, key in batch.keys]
+            self.keys += [key for _, key in batch.sample_ids]
         failures = loader.stats()["failures"]
         self.failures = [json.dumps(failure) for failure in failures["samples"]]
         return _digest(json.dumps([self.batches, failures], sort_keys=True))

@@ -18,7 +18,7 @@ def content(share: Sequence[od.Batch]) -> Content:
     media: list[str] = []
     for batch in share:
         bounds = batch.llm.cu_seqlens.tolist()
-        for key, (start, stop) in zip(batch.keys, itertools.pairwise(bounds), strict=False):  # a dummy has no key
+        for key, (start, stop) in zip(batch.sample_ids, itertools.pairwise(bounds), strict=False):  # a dummy has no key
             held = (batch.llm.input_ids, batch.llm.labels, batch.llm.position_ids)
             sequences.append((*key, _digest(b"".join(each[start:stop].numpy().tobytes() for each in held))))
         for name, parts in batch.media.items():

@@ -134,8 +134,10 @@ def _shown(step: Sequence[Any]) -> str:
 
 def names(batch: od.Batch) -> Iterable[str]:
     """Of its samples: file, key and piece, and in a mixture the source."""
-    sources = [""] * len(batch.keys) if batch.sources is None else [f"{batch.plan.sources[n]}:" for n in batch.sources]
-    for source, (shard, key), piece in zip(sources, batch.keys, batch.pieces, strict=True):
+    sources = (
+        [""] * len(batch.sample_ids) if batch.sources is None else [f"{batch.plan.sources[n]}:" for n in batch.sources]
+    )
+    for source, (shard, key), piece in zip(sources, batch.sample_ids, batch.pieces, strict=True):
         yield f"{source}{PurePath(shard).stem}/{key}" + (f"#{piece}" if piece else "")
 
 

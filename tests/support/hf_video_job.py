@@ -30,7 +30,7 @@ def labels_of(name: str, model: nn.Module, shard: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for batch in loader:
         bounds = batch.llm.cu_seqlens.tolist()
-        for (_, key), start, stop in zip(batch.keys, bounds, bounds[1:], strict=False):
+        for (_, key), start, stop in zip(batch.sample_ids, bounds, bounds[1:], strict=False):
             found[key] = batch.llm.labels[start:stop].tolist()
     return found
 

@@ -24,7 +24,7 @@ def work(folder: str) -> dict[str, Any]:
 
     with mock.patch.object(build, "cost_shard", noted):
         loader = od.DataLoader(od.ShardDataset(f"{folder}/*.tar", RECIPE), batch_size=4, num_threads=0)
-        keys = [key for batch in loader for _, key in batch.keys]
+        keys = [key for batch in loader for _, key in batch.sample_ids]
     return {"measured": measured, "rank": dist.get_rank(), "keys": keys}
 
 

@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     found = {}
     for name, options in (("processes", {"num_workers": 1}), ("threads", {"num_threads": 1})):
         dataset = od.ShardDataset([str(path) for path in sorted(folder.glob("*.tar"))], recipe=RECIPE)
-        num_samples = sum(len(batch.keys) for batch in od.DataLoader(dataset, 2, dp=(0, 1), **options))
+        num_samples = sum(len(batch.sample_ids) for batch in od.DataLoader(dataset, 2, dp=(0, 1), **options))
         found[name] = {"samples": num_samples, "numba": "numba" in sys.modules}
     print(json.dumps(found))
 

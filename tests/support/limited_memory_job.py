@@ -70,7 +70,7 @@ def outcome(url: str, root: str | None, cache: str) -> str:
         loader = od.DataLoader(
             od.ShardDataset([url], RECIPE, media_root=root), batch_size=1, num_threads=0, on_error="skip"
         )
-        loaded = sum(len(batch.keys) for batch in loader)
+        loaded = sum(len(batch.sample_ids) for batch in loader)
         reasons = [failure["reason"] for failure in loader.stats()["failures"]["samples"]]
         if loaded == 1:
             return "whole"

@@ -169,7 +169,7 @@ def examine(shards: list[str], *, compare: bool = False, video: bool = False) ->
     delivered: list[tuple[str, str]] = []
     policy = od.ErrorPolicy("skip", handler=failures.append)
     for batch in od.DataLoader(dataset, batch_size=4, on_error=policy, num_threads=0):
-        delivered.extend(batch.keys)
+        delivered.extend(batch.sample_ids)
     listed = [(failure.shard, failure.key, failure.field, failure.reason) for failure in failures]
     answer = {"end": "done", "text": "", "delivered": delivered, "failures": listed, "samples": index.num_samples}
     return answer | {"different": recounted(index, recipe, set(delivered)) if compare else []}

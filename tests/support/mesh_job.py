@@ -326,7 +326,7 @@ def seen(loader: od.DataLoader) -> Found:
         most = max(most, threading.active_count())
         steps.append(
             {
-                "keys": [list(key) for batch in step for key in batch.keys],
+                "keys": [list(key) for batch in step for key in batch.sample_ids],
                 "digests": [digest(batch) for batch in step],
                 "plan": step[0].plan.hash,
                 "sources": [number for batch in step if batch.sources is not None for number in batch.sources.tolist()],

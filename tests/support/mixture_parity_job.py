@@ -131,7 +131,7 @@ def own_weights(batch: od.Batch) -> Tensor:
     """What each label of a packed batch counts, by the keys of its samples."""
     initials = {name[0]: np.float32(weight) for name, weight in LOSS_WEIGHTS.items()}
     weights = torch.zeros(batch.llm.labels.shape, dtype=torch.float64)
-    for (_, key), start, stop in zip(batch.keys, batch.llm.cu_seqlens, batch.llm.cu_seqlens[1:], strict=False):
+    for (_, key), start, stop in zip(batch.sample_ids, batch.llm.cu_seqlens, batch.llm.cu_seqlens[1:], strict=False):
         weights[start:stop] = float(initials[key[0]])
     return weights
 

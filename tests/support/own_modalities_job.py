@@ -135,7 +135,7 @@ def train(shard: str, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
             optimizer.zero_grad()
         seen["microbatches"] = max(seen["microbatches"], batch.num_microbatches)
         seen["rows_away"] += sum(int(r.send_rows.sum() - r.send_rows[r.rank]) for r in batch.routes.values())
-        seen["samples"].append(len(batch.keys))
+        seen["samples"].append(len(batch.sample_ids))
         for name in ("points", "tracks"):
             encodes_dummy = name in batch.llm.dummies and not batch.routes
             seen[name].append(0 if encodes_dummy else batch.media[name].num_tokens)

@@ -183,7 +183,7 @@ def delivered(steps: list[list[od.Batch]]) -> dict[str, Expected]:
                 merged[name] = embeds.index_copy(0, llm.media_positions[name], rows)
             mrope = llm.position_ids
             mrope = mrope.flatten(1) if llm.restart_position_ids is not None else mrope.reshape(1, -1).expand(3, -1)
-            for number, (_, key) in enumerate(batch.keys):
+            for number, (_, key) in enumerate(batch.sample_ids):
                 if llm.attention_mask is None:
                     start = int(llm.cu_seqlens[number])
                     length = min(int(llm.cu_seqlens[number + 1]) - start, len(EXPECTED[key].input_ids))

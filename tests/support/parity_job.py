@@ -188,7 +188,7 @@ def train(shards: str, case: Case) -> tuple[dict[str, Tensor], list[dict[str, An
             inputs = batch.model_inputs()
             if case.loss == "padding too":
                 inputs["labels"] = inputs["labels"].clone()
-                inputs["labels"][int(batch.llm.cu_seqlens[len(batch.keys)]) + 1 :] = 0
+                inputs["labels"][int(batch.llm.cu_seqlens[len(batch.sample_ids)]) + 1 :] = 0
             out = model(**inputs)
             scale = 1 / max(1, batch.loss_tokens) if case.loss == "rank mean" else batch.loss_scale
             (out.loss_sum * scale).backward()
@@ -205,7 +205,7 @@ def describe(batch: od.Batch, inputs: dict[str, Any]) -> dict[str, Any]:
     routes = [value for value in inputs.values() if isinstance(value, od.Route)]
     dummies = {} if routes else batch.llm.dummies
     return {
-        "samples": [key for _, key in batch.keys],
+        "samples": [key for _, key in batch.sample_ids],
         "image": 0 if "image" in dummies else batch.image.num_tokens,
         "audio": 0 if "audio" in dummies else batch.audio.num_tokens,
         "rows_away": sum(route.num_rows_in - int(route.send_rows[route.rank]) for route in routes),

@@ -342,9 +342,9 @@ def describe(batch: od.Batch, group: Any) -> Found:
         "num_microbatches": batch.num_microbatches,
         "global_loss_tokens": batch.global_loss_tokens,
         "loss_tokens": batch.loss_tokens,
-        "keys": [key for _, key in batch.keys],
+        "keys": [key for _, key in batch.sample_ids],
         "labels": labels_by_key(batch),
-        "llm_positions": batch.llm.input_ids.numel() if batch.keys else 0,
+        "llm_positions": batch.llm.input_ids.numel() if batch.sample_ids else 0,
         **{name: carried(batch, name, group) for name in POSITION_ROWS},
     }
 
@@ -354,7 +354,7 @@ def labels_by_key(batch: od.Batch) -> dict[str, int]:
     llm = batch.llm
     starts = llm.cu_seqlens.tolist()
     rows = llm.labels if llm.labels.dim() == 2 else [llm.labels[a:b] for a, b in pairwise(starts)]
-    return {key: int((row != -100).sum()) for (_, key), row in zip(batch.keys, rows, strict=False)}
+    return {key: int((row != -100).sum()) for (_, key), row in zip(batch.sample_ids, rows, strict=False)}
 
 
 def carried(batch: od.Batch, name: str, group: Any) -> Found:
@@ -375,7 +375,8 @@ def carried(batch: od.Batch, name: str, group: Any) -> Found:
         "rows_away": route.num_rows_in - int(route.send_rows[route.rank]),
         "peers": np.flatnonzero(route.send_rows).tolist(),
         "arrived": [
-            [batch.keys[owner][1], part_of(rows)] for owner, rows in zip(owners, arrived.split(lengths), strict=True)
+            [batch.sample_ids[owner][1], part_of(rows)]
+            for owner, rows in zip(owners, arrived.split(lengths), strict=True)
         ],
     }
 

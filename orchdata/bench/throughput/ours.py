@@ -43,7 +43,7 @@ def _epoch(job: Job, *, num_workers: int, num_threads: int, context: str | None 
         on_error="skip",  # of a data set of the user's: the other lanes have good samples alone
     )
     for batch in islice(loader, -(-len(job.samples) // job.batch_size)):
-        yield len(batch.keys)
+        yield len(batch.sample_ids)
 
 
 def raw_read(job: Job) -> Iterator[int]:

@@ -93,7 +93,7 @@ def _batch(llm: LLMBatch, samples: Sequence[Sample]) -> Batch:
         text=TextBatch(input_ids=llm.input_ids.flatten(), cu_seqlens=llm.cu_seqlens),
         media={},
         llm=llm,
-        keys=tuple(("probe", str(number)) for number in range(len(samples))),
+        sample_ids=tuple(("probe", str(number)) for number in range(len(samples))),
         plan=cast("Plan", None),  # nothing is planned, and only mixtures' weights would be read
         step=0,
         microbatch=0,

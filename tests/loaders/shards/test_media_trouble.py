@@ -62,7 +62,7 @@ def loader(url: str, root: Path, **options: Any) -> od.DataLoader:
 
 
 def keys(loader: od.DataLoader) -> list[Any]:
-    return sorted(key for batch in loader for key in batch.keys)
+    return sorted(key for batch in loader for key in batch.sample_ids)
 
 
 @pytest.mark.parametrize("number", FOUND_BY_CHANCE)

@@ -93,7 +93,7 @@ def shards(tmp_path: Path) -> list[str]:
 
 def samples_of(shards: list[str]) -> list[Any]:
     loader = od.DataLoader(od.ShardDataset(shards), batch_size=3)
-    return [key for batch in loader for key in batch.keys]
+    return [key for batch in loader for key in batch.sample_ids]
 
 
 # --- other things with the name of a file

@@ -155,10 +155,12 @@ def test_a_shard_rewritten_in_place_during_an_epoch_stops_it(
 
 def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.tar", samples("right"))
-    keys = [key for batch in od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0) for key in batch.keys]
+    keys = [
+        key for batch in od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0) for key in batch.sample_ids
+    ]
     os.utime(shard, (1, 1))
     loader = od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0)
-    assert [key for batch in loader for key in batch.keys] == keys
+    assert [key for batch in loader for key in batch.sample_ids] == keys
     renamed = [{**sample, "__key__": sample["__key__"].replace("k", "j")} for sample in samples("right")]
     write_shard(tmp_path / "a.tar", renamed)
     with pytest.raises(StaleIndexError, match="was rewritten since it was indexed"):

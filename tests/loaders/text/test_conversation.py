@@ -294,7 +294,7 @@ def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: P
     columns[column] = [cell, None]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
-    assert [key for batch in loader for _, key in batch.keys] == ["1"]
+    assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert (failure.key, failure.field) == ("0", column)
     assert "the sample's only words" in failure.reason
@@ -311,7 +311,7 @@ def test_columns_of_a_question_and_its_answer_are_named_together(tmp_path: Path)
 def test_a_parquet_column_of_paths_names_media(tmp_path: Path, cell: object):
     pq.write_table(pa.table({"images": [cell, None], "caption": ["a cat", "a dog"]}), tmp_path / "a.parquet")
     loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
-    assert [key for batch in loader for _, key in batch.keys] == ["1"]
+    assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert "names 1 ('images/a.jpg'), the sample holds none" in failure.reason
 
@@ -406,7 +406,7 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
     dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
     loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error="skip")
-    assert [key for batch in loader for _, key in batch.keys] == ["plain"]
+    assert [key for batch in loader for _, key in batch.sample_ids] == ["plain"]
     reasons = {failure.key: failure.reason for failure in loader.gather_failures()}
     assert reasons.keys() == {"calling", "tools", "thinking"}
     for key, name in (("calling", "tool_calls"), ("tools", "tools"), ("thinking", "thinking")):

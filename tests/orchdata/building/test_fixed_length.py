@@ -56,7 +56,7 @@ def test_every_microbatch_is_as_long_and_every_sample_is_in_one(dataset: od.Shar
             assert llm.input_ids.shape == llm.labels.shape == (LENGTH,)
             assert llm.position_ids.shape[-1] == llm.max_seqlen == int(llm.cu_seqlens[-1]) == LENGTH
             assert (llm.cu_seqlens.diff() > 0).all()
-            delivered += [(batch.step, key) for key in batch.keys]
+            delivered += [(batch.step, key) for key in batch.sample_ids]
             hashes.add((batch.step, batch.plan.hash))
             counts.add((batch.step, batch.num_microbatches))
             places += LENGTH
@@ -72,9 +72,9 @@ def test_padding_is_a_last_sequence_without_loss(dataset: od.ShardDataset) -> No
     for batch in loader_of(dataset, collate_fn=od.Packed(length=LENGTH, positions="mrope"), cost=COST):
         bounds = batch.llm.cu_seqlens.tolist()
         dummies = sum(batch.llm.dummies.values())
-        start = bounds[len(batch.keys)] + dummies
-        assert bounds[len(batch.keys) :] == sorted({bounds[len(batch.keys)], start, LENGTH})
-        assert (batch.llm.labels[bounds[len(batch.keys)] :] == -100).all()
+        start = bounds[len(batch.sample_ids)] + dummies
+        assert bounds[len(batch.sample_ids) :] == sorted({bounds[len(batch.sample_ids)], start, LENGTH})
+        assert (batch.llm.labels[bounds[len(batch.sample_ids)] :] == -100).all()
         assert (batch.llm.input_ids[start:] == 0).all()
         count = torch.arange(LENGTH - start)
         assert batch.llm.restart_position_ids is not None
@@ -85,7 +85,7 @@ def test_padding_is_a_last_sequence_without_loss(dataset: od.ShardDataset) -> No
 
 def test_a_rank_without_samples_has_padding_alone(dataset: od.ShardDataset) -> None:
     batches = [batch for rank in range(3) for batch in loader_of(dataset, rank, 3, global_batch_size=1)]
-    empty = [batch for batch in batches if not batch.keys]
+    empty = [batch for batch in batches if not batch.sample_ids]
     assert empty
     for batch in empty:
         assert batch.llm.cu_seqlens.tolist() == [0, sum(batch.llm.dummies.values()), LENGTH]
@@ -94,7 +94,7 @@ def test_a_rank_without_samples_has_padding_alone(dataset: od.ShardDataset) -> N
     batches = [
         batch for rank in range(3) for batch in loader_of(dataset, rank, 3, global_batch_size=1, collate_fn=bare)
     ]
-    assert {tuple(batch.llm.cu_seqlens.tolist()) for batch in batches if not batch.keys} == {(0, LENGTH)}
+    assert {tuple(batch.llm.cu_seqlens.tolist()) for batch in batches if not batch.sample_ids} == {(0, LENGTH)}
 
 
 def test_the_samples_are_those_of_packed_batches(dataset: od.ShardDataset) -> None:
@@ -102,7 +102,7 @@ def test_the_samples_are_those_of_packed_batches(dataset: od.ShardDataset) -> No
         found = {}
         for batch in loader_of(dataset, collate_fn=layout):
             llm = batch.llm
-            for place, (_, key) in enumerate(batch.keys):
+            for place, (_, key) in enumerate(batch.sample_ids):
                 mine = slice(int(llm.cu_seqlens[place]), int(llm.cu_seqlens[place + 1]))
                 found[key] = (llm.input_ids[mine], llm.labels[mine], llm.position_ids[mine])
         return found
@@ -118,21 +118,21 @@ def test_what_fails_leaves_more_padding(tmp_path: Path) -> None:
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
     layout = od.Packed(length=64)
     (batch,) = od.DataLoader(dataset, batch_size=4, collate_fn=layout, on_error="skip", num_threads=0)
-    assert [key for _, key in batch.keys] == ["0", "2", "3"]
+    assert [key for _, key in batch.sample_ids] == ["0", "2", "3"]
     assert batch.llm.input_ids.shape == (64,)
 
 
 def test_encoders_get_one_of_a_few_lengths(dataset: od.ShardDataset) -> None:
     lengths = {"image": [32, 96, 480], "audio": [60, 240, 1200]}
     layout = od.Packed(length=LENGTH, encoder_lengths=lengths)
-    plain = {batch.keys: batch for batch in loader_of(dataset, cost=COST)}
+    plain = {batch.sample_ids: batch for batch in loader_of(dataset, cost=COST)}
     seen: dict[str, set[int]] = {"image": set(), "audio": set()}
     for batch in loader_of(dataset, cost=COST, collate_fn=layout):
         for name, array, rows in (("image", "patches", 1), ("audio", "features", 2)):
             held = batch.media[name]
             seen[name].add(len(held.arrays[array]) // rows)
             assert held.max_seqlen == int(held.cu_seqlens[-1]) == len(held.arrays[array])
-            if (twin := plain.get(batch.keys)) is not None:
+            if (twin := plain.get(batch.sample_ids)) is not None:
                 count = len(twin.media[name].arrays[array])
                 assert torch.equal(held.arrays[array][:count], twin.media[name].arrays[array])
                 assert not held.arrays[array][count:].any()

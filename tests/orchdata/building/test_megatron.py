@@ -40,7 +40,7 @@ def test_each_sequence_has_its_own_tokens_and_the_padding_after_them(dataset: od
     for batch in batches(dataset, LAYOUTS[name]):
         found = od.megatron_packed(batch)
         own, starts = found["cu_seqlens"].diff().tolist(), found["cu_seqlens_padded"].tolist()
-        assert own[: len(batch.keys)] == [int(index.llm_tokens[index.find(*key)]) for key in batch.keys]
+        assert own[: len(batch.sample_ids)] == [int(index.llm_tokens[index.find(*key)]) for key in batch.sample_ids]
         assert starts[-1] == len(found["tokens"]) == len(found["labels"]) == len(found["loss_mask"])
         assert found["position_ids"].shape[-1] == starts[-1]
         for tokens, (start, stop) in zip(own, pairwise(starts), strict=True):

@@ -48,7 +48,7 @@ def test_without_its_padding_a_padded_batch_is_the_packed_one(
     for one, other in pairs:
         mask = one.llm.attention_mask
         assert mask is not None
-        assert one.keys == other.keys and one.plan.hash == other.plan.hash
+        assert one.sample_ids == other.sample_ids and one.plan.hash == other.plan.hash
         assert one.llm.input_ids.shape == mask.shape
         assert mask.shape[1] == -(-other.llm.max_seqlen // 8) * 8  # the longest, aligned
         assert torch.equal(mask.sum(1, dtype=torch.int32), other.llm.cu_seqlens.diff())
@@ -126,13 +126,13 @@ def test_a_cap_counts_the_padding(dataset: od.ShardDataset, layout: Layout) -> N
         steps = list(loader(dataset, layout, balance=od.Balance(max_tokens=cap), dp=(rank, 2)).steps())
         assert max(len(microbatches) for microbatches in steps) > 1
         for batch in [batch for microbatches in steps for batch in microbatches]:
-            assert batch.llm.input_ids[: len(batch.keys)].numel() <= cap
+            assert batch.llm.input_ids[: len(batch.sample_ids)].numel() <= cap
 
 
 def test_every_rank_has_the_same_microbatches_and_every_sample_is_there_once(dataset: od.ShardDataset) -> None:
     balance = od.Balance(max_tokens=500)
     ranks = [list(loader(dataset, od.Padded(), balance=balance, dp=(rank, 3)).steps()) for rank in range(3)]
-    keys = [key for steps in ranks for microbatches in steps for batch in microbatches for key in batch.keys]
+    keys = [key for steps in ranks for microbatches in steps for batch in microbatches for key in batch.sample_ids]
     assert len(keys) == len(set(keys)) == 30
     for step in zip(*ranks, strict=True):
         assert len({len(microbatches) for microbatches in step}) == 1
@@ -145,7 +145,7 @@ def test_planned_loads_are_rows_times_the_cost_of_the_longest(dataset: od.ShardD
     layout = od.Padded(multiple_of=8)
     batches = [next(iter(loader(dataset, layout, cost=None, dp=(rank, 3)))) for rank in range(3)]
     planned = batches[0].plan.loads("llm").tolist()
-    found = [batch.llm.input_ids[: len(batch.keys)].numel() for batch in batches]
+    found = [batch.llm.input_ids[: len(batch.sample_ids)].numel() for batch in batches]
     assert planned == found  # cost=None: a position costs 1
     assert batches[0].plan.lower_bound("llm") == max(planned)
     assert max(planned) <= max(batches[0].plan.loads_unbalanced("llm"))
@@ -155,7 +155,7 @@ def test_planned_loads_are_rows_times_the_cost_of_the_longest(dataset: od.ShardD
 def test_a_rank_without_samples_gets_a_dummy_row_that_reaches_no_loss(dataset: od.ShardDataset, encoders: Any) -> None:
     layout = od.Padded(encoders=encoders, multiple_of=8)
     batches = [next(iter(loader(dataset, layout, global_batch_size=3, dp=(rank, 8)))) for rank in range(8)]
-    (batch,) = [batch for batch in batches if not batch.keys][:1]
+    (batch,) = [batch for batch in batches if not batch.sample_ids][:1]
     assert batch.llm.input_ids.shape == (1, 8)
     assert batch.llm.attention_mask is not None
     assert batch.llm.attention_mask.tolist() == [[True] * 2 + [False] * 6]  # of an image and a clip
@@ -192,7 +192,7 @@ def test_a_sample_that_fails_to_decode_is_left_out(tmp_path: Path) -> None:
     layout = od.Padded(encoders="padded")
     one = od.DataLoader(dataset, batch_size=3, collate_fn=layout, on_error="skip", num_threads=0)
     (batch,) = one
-    assert [key for _, key in batch.keys] == ["a", "c"]
+    assert [key for _, key in batch.sample_ids] == ["a", "c"]
     whole = od.ShardDataset(write_shard(tmp_path / "b.tar", [samples[0], samples[2]]), recipe=RECIPE)
     (expected,) = od.DataLoader(whole, batch_size=2, collate_fn=layout, num_threads=0)
     assert equal(batch, expected)

@@ -160,7 +160,7 @@ def _by_key(step: BuiltStep) -> dict[str, list[torch.Tensor]]:
     for batch in step.batches:
         llm, bounds = batch.llm, batch.llm.cu_seqlens.tolist()
         flat = llm.attention_mask.flatten().nonzero().squeeze(1) if llm.attention_mask is not None else None
-        for number, (_, key) in enumerate(batch.keys):
+        for number, (_, key) in enumerate(batch.sample_ids):
             places = (
                 torch.arange(bounds[number], bounds[number + 1]) if flat is None else flat[slice(*bounds[number:][:2])]
             )

@@ -38,7 +38,7 @@ def batches(dataset: od.ShardDataset, size: int, layout: od.Packed | od.Padded) 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sample_has_the_positions_it_has_alone(dataset: od.ShardDataset, layout: od.Packed | od.Padded) -> None:
-    alone = {batch.keys[0]: batch.llm for batch in batches(dataset, 1, od.Packed(positions="mrope"))}
+    alone = {batch.sample_ids[0]: batch.llm for batch in batches(dataset, 1, od.Packed(positions="mrope"))}
     lengths = {key: int(llm.cu_seqlens[1]) for key, llm in alone.items()}
     for batch in batches(dataset, 5, layout):
         llm = batch.llm
@@ -46,8 +46,8 @@ def test_each_sample_has_the_positions_it_has_alone(dataset: od.ShardDataset, la
         assert llm.position_ids.shape == (3, *llm.input_ids.shape)
         assert "restart_position_ids" not in batch.model_inputs()
         restart, mrope = rows(batch, llm.restart_position_ids), rows(batch, llm.position_ids)
-        assert len(restart) == len(mrope) == len(batch.keys) + bool(llm.dummies)
-        for key, counted, turned in zip(batch.keys, restart, mrope, strict=False):
+        assert len(restart) == len(mrope) == len(batch.sample_ids) + bool(llm.dummies)
+        for key, counted, turned in zip(batch.sample_ids, restart, mrope, strict=False):
             length = lengths[key]
             assert torch.equal(counted, torch.arange(len(counted)))  # padding counts on
             assert torch.equal(alone[key].restart_position_ids[:length], torch.arange(length))
@@ -75,6 +75,6 @@ def test_a_rank_without_samples_has_them_too(dataset: od.ShardDataset) -> None:
     loader = od.DataLoader(
         dataset, global_batch_size=1, collate_fn=od.Packed(positions="mrope", multiple_of=4), dp=(1, 2), num_threads=0
     )
-    batch = next(batch for batch in loader if not batch.keys)
+    batch = next(batch for batch in loader if not batch.sample_ids)
     assert batch.llm.restart_position_ids.tolist() == [0, 1, 2, 3]
     assert batch.llm.position_ids.tolist() == [[0, 1, 2, 3]] * 3

@@ -39,7 +39,7 @@ def loader(shards: list[str], **options: Any) -> od.DataLoader:
 
 
 def keys_of(loader: od.DataLoader) -> list[Any]:
-    return sorted(key for batch in loader for key in batch.keys)
+    return sorted(key for batch in loader for key in batch.sample_ids)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

@@ -58,7 +58,7 @@ ALL = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
 
 
 def delivered(batches: Iterable[od.Batch]) -> list[str]:
-    return sorted(key for batch in batches for _, key in batch.keys)
+    return sorted(key for batch in batches for _, key in batch.sample_ids)
 
 
 def spoil(folder: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_data_set_travels_as_a_value(folder: Path) -> None:
 def batches(folder: Path, **options: Any) -> list[tuple[list[str], torch.Tensor]]:
     dataset = od.ShardDataset([str(folder / "*.jsonl")], media_root=folder / "images")
     loader = od.DataLoader(dataset, global_batch_size=6, shuffle=True, seed=3, dp=(0, 1), **options)
-    return [([key for _, key in batch.keys], batch.image.patches.clone()) for batch in loader]
+    return [([key for _, key in batch.sample_ids], batch.image.patches.clone()) for batch in loader]
 
 
 def test_every_engine_yields_the_same_batches_and_each_sample_once(folder: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_trainer_that_stops_at_the_length_has_seen_the_epoch(dataset: od.Shard
     seen: list[Any] = []
     for _ in range(2):
         iterator = iter(steps)
-        seen.append([key for _ in range(len(steps)) for batch in next(iterator) for key in batch.keys])
+        seen.append([key for _ in range(len(steps)) for batch in next(iterator) for key in batch.sample_ids])
     assert sorted(seen[0]) == sorted(seen[1]) and len(set(seen[0])) == 60
     assert seen[0] != seen[1]
 

@@ -67,10 +67,10 @@ def test_two_loaders_at_the_same_time_deliver_the_same_batches_as_each_alone(tmp
     def make(seed: int) -> od.DataLoader[Any]:
         return od.DataLoader(dataset, batch_size=6, shuffle=True, seed=seed, num_threads=2)
 
-    alone = [[batch.keys for batch in make(seed)] for seed in (1, 2)]
+    alone = [[batch.sample_ids for batch in make(seed)] for seed in (1, 2)]
     assert alone[0] != alone[1]
     together = list(zip(make(1), make(2), strict=True))
-    assert [[batch.keys for batch in batches] for batches in zip(*together, strict=True)] == alone
+    assert [[batch.sample_ids for batch in batches] for batches in zip(*together, strict=True)] == alone
 
 
 def test_a_loader_that_ends_does_not_end_threads_of_another(started: Any) -> None:

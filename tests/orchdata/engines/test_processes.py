@@ -166,7 +166,7 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def digests(loader: Any) -> list[str]:
     return [
         str([tensor.double().sum().item() for tensor in batch.model_inputs().values() if torch.is_tensor(tensor)])
-        + str(batch.keys)
+        + str(batch.sample_ids)
         for batch in loader
     ]
 

@@ -44,7 +44,7 @@ def make(dataset: Any, **options: Any) -> od.DataLoader:
 
 
 def keys_of(item: Any) -> list[Any]:
-    return [batch.keys for batch in (item if isinstance(item, list) else [item])]
+    return [batch.sample_ids for batch in (item if isinstance(item, list) else [item])]
 
 
 @pytest.mark.parametrize("steps", [False, True])

@@ -60,7 +60,7 @@ def test_each_kind_of_sample_is_made_by_the_way_of_real_ones() -> None:
     with made_up(recipe, kinds) as samples:
         for kind in kinds:
             batch = samples.batch(kind, ("image", "audio"), inputs.layout)
-            assert batch is not None and len(batch.keys) == 2 and batch.loss_tokens
+            assert batch is not None and len(batch.sample_ids) == 2 and batch.loss_tokens
             parts = {name: len(held.cu_seqlens) - 1 for name, held in batch.media.items()}
             found.append({name: count for name, count in parts.items() if name not in batch.llm.dummies})
             assert parts.keys() == {"image", "audio"}  # a dummy stands where there is none

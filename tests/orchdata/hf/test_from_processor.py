@@ -72,7 +72,7 @@ def test_completions_learn_to_stop_where_asked(tmp_path: Path) -> None:
         (batch,) = od.DataLoader(dataset, batch_size=3, num_threads=0)
         ends = batch.llm.cu_seqlens.tolist()
         rows = [batch.llm.labels[start:stop].tolist() for start, stop in pairwise(ends)]
-        found.append({key: row for (_, key), row in zip(batch.keys, rows, strict=True)})
+        found.append({key: row for (_, key), row in zip(batch.sample_ids, rows, strict=True)})
     plain, ended = found
     assert ended == {
         "pair": [*plain["pair"], tokenizer.eos_token_id],

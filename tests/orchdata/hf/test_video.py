@@ -108,7 +108,7 @@ def test_positions_are_the_models(name: str, tmp_path: Path) -> None:
         inputs = batch.model_inputs()
         bounds = batch.llm.cu_seqlens.tolist()
         seen = 0
-        for (_, key), start, stop in zip(batch.keys, bounds, bounds[1:], strict=False):
+        for (_, key), start, stop in zip(batch.sample_ids, bounds, bounds[1:], strict=False):
             theirs = inputs_of(name, next(sample for sample in chats() if sample["__key__"] == key))
             assert inputs["input_ids"][0, start:stop].tolist() == theirs["input_ids"][0].tolist()
             asked = {

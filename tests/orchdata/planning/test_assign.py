@@ -213,8 +213,10 @@ def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
     order = plan.pipeline_order(0, 4)
     assert len(order) > 4
     planned = [[index.key(row) for row in plan.row[plan.places(0, microbatch)]] for microbatch in order.tolist()]
-    assert [[key for _, key in batch.keys] for batch in second] == planned
-    assert sorted(key for batch in first for key in batch.keys) == sorted(key for batch in second for key in batch.keys)
+    assert [[key for _, key in batch.sample_ids] for batch in second] == planned
+    assert sorted(key for batch in first for key in batch.sample_ids) == sorted(
+        key for batch in second for key in batch.sample_ids
+    )
     assert [batch.microbatch for batch in second] == list(range(len(order)))
     assert [batch.is_last_microbatch for batch in second] == [False] * (len(order) - 1) + [True]
     assert piped.state_dict()["step"] == plain.state_dict()["step"]
@@ -229,12 +231,16 @@ def test_a_loader_takes_groups_from_the_launcher(tmp_path: Path, scope: str, mon
         od.DataLoader(dataset, balance=scope, dp=(0, 4), **options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     ranks = [od.DataLoader(dataset, balance=scope, dp=(rank, 4), **options) for rank in range(4)]
-    keys = [key for rank in ranks for batch in rank for key in batch.keys]
+    keys = [key for rank in ranks for batch in rank for key in batch.sample_ids]
     assert len(keys) == len(set(keys)) == 40
     own = [rank.stats()["own_streams"] for rank in ranks]
     assert own == [1.0] * 4 if scope == "grouped" else all(0 < share <= 1 for share in own)
     shards = {
-        rank: {key[0] for batch in od.DataLoader(dataset, balance=scope, dp=(rank, 4), **options) for key in batch.keys}
+        rank: {
+            key[0]
+            for batch in od.DataLoader(dataset, balance=scope, dp=(rank, 4), **options)
+            for key in batch.sample_ids
+        }
         for rank in (0, 3)
     }
     if scope == "grouped":

@@ -62,7 +62,7 @@ def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
     )
     (batch,) = od.DataLoader(dataset, batch_size=20, num_threads=0)
     bounds = batch.llm.cu_seqlens.tolist()
-    numbers = {key: number for number, (_, key) in enumerate(batch.keys)}
+    numbers = {key: number for number, (_, key) in enumerate(batch.sample_ids)}
     kinds = set()
     for sample in shown:
         mine = slice(bounds[numbers[sample.key]], bounds[numbers[sample.key] + 1])
@@ -98,7 +98,7 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
     state.write_text(json.dumps(loader.state_dict()))
     printed = run_json(path, "--recipe", name, "--epoch", 2, "--step", 3, "--rank", 1, "--ranks", 2, "--state", state)
     (group,) = printed["groups"]
-    assert [sample["key"] for sample in group["samples"]] == [key for _, key in given[3][0].keys]
+    assert [sample["key"] for sample in group["samples"]] == [key for _, key in given[3][0].sample_ids]
     assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
     loads = given[3][0].plan.loads("llm")
     assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
@@ -151,7 +151,7 @@ def test_a_step_is_shared_out_as_the_run_did(
             path, "--recipe", name, "--step", 1, "--rank", rank, "--ranks", 4, "--state", state, *arguments, *caps
         )
         assert [[sample["key"] for sample in group["samples"]] for group in printed["groups"]] == [
-            [key for _, key in batch.keys] for batch in loader.step_at(0, 1, rank=rank)
+            [key for _, key in batch.sample_ids] for batch in loader.step_at(0, 1, rank=rank)
         ]
 
 
@@ -214,7 +214,7 @@ def test_a_run_is_what_its_program_makes(program: str, name: str, tmp_path: Path
         loader = getattr(sys.modules[program], name)(dp=(rank, 2))
         batches = loader.step_at(1, 2)
         assert [[each["key"] for each in group["samples"]] for group in groups] == [
-            [key for _, key in batch.keys] for batch in batches
+            [key for _, key in batch.sample_ids] for batch in batches
         ]
         loads = batches[0].plan.loads("llm")
         assert sum(group["cost"]["llm"] for group in groups) == int(loads[rank])
@@ -264,7 +264,7 @@ def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     printed = run_json(path, "--recipe", name, "--step", 0, *options)["groups"]
     assert len(printed) == len(given) > 1
     assert [[sample["key"] for sample in group["samples"]] for group in printed] == [
-        [key for _, key in batch.keys] for batch in given
+        [key for _, key in batch.sample_ids] for batch in given
     ]
     lines = run(path, "--recipe", name, "--step", 0, *options).stdout
     assert f"microbatch 1 of {len(given)}" in " ".join(lines.split())
@@ -298,7 +298,7 @@ def test_what_fails_to_decode_is_not_shown_as_seen(talk: str, tmp_path: Path, mo
     (group,) = run_json(path, "--recipe", name, *order)["groups"]
     loader = od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=3, on_error="skip", num_threads=0)
     (batch,) = loader.step_at(0, 0)
-    assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.keys]
+    assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.sample_ids]
     (failed,) = [each for each in group["samples"] if each["error"] is not None]
     assert (failed["key"], failed["spans"]) == ("cut", [])
     assert "field 'jpg'" in failed["error"]

@@ -46,7 +46,7 @@ def epoch(
             quarantine=quarantine,
             num_threads=0,
         )
-        return [key for batch in loader for key in batch.keys], failures
+        return [key for batch in loader for key in batch.sample_ids], failures
 
 
 def check_against_epochs(
