@@ -57,8 +57,8 @@ class Recipe:
             list of turns, or a dict as in JSON Lines; None leaves the sample out. Media are references, `od.Media`.
         record_id: identity of that function, part of the fingerprint; needed if its source text alone does not say what
             it does.
-        keep: fields that a collate_fn of your own gets as bytes with each sample, in `Sample.fields`: suffixes ("cls")
-            or whole names ("meta.json"), without numbers.
+        keep: fields that go with each sample, in `Batch.fields`, or as bytes in `Sample.fields` for a collate_fn of
+            your own: suffixes ("cls") or whole names ("meta.json"), without numbers.
         modalities: more of them, by name.
 
     Attributes:

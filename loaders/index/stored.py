@@ -21,6 +21,7 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
+from orchdata.loaders.samples.kept import KeptValue, kept_values
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Sample, TextPart
@@ -170,6 +171,22 @@ class StoredSample:
         kept = uses_of(self.members, recipe).kept
         fields = {self.members[at].field: bytes(payloads[at]) for at in kept}
         return Sample(self.shard, self.key, parts, fields, self.piece)
+
+    def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
+        """Return the values of the fields that the recipe keeps, by its names. Raises FieldError.
+
+        Args:
+            payloads: from `read` with `kept=True`.
+        """
+        specs, shard = self._index.read_spec(self.row), self._shards.get(self.shard, self._info, recipe.record)
+        values: dict[str, bytes | str] = {}
+        for at in uses_of(self.members, recipe).kept:
+            field, data = self.members[at].field, bytes(payloads[at])
+            try:
+                values[field] = data.decode() if shard.is_text(specs[at][3]) else data
+            except UnicodeDecodeError as error:
+                raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
+        return kept_values(recipe.keep, values)
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
         """Raise FieldError if the text yields other counts than the index, by which steps are planned.

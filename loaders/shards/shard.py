@@ -75,6 +75,10 @@ class Shard(Protocol):
         """Read members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
         ...
 
+    def is_text(self, field: str) -> bool:
+        """Return whether a field is text in this container, such as a column of strings; else it is bytes."""
+        ...
+
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
         ...

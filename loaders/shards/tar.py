@@ -150,6 +150,10 @@ class TarShard:
                 results[i] = content
         return [content for content in results if content is not None]
 
+    def is_text(self, field: str) -> bool:
+        """Members are bytes."""
+        return False
+
     def close(self) -> None:
         self._file.close()
 

@@ -24,6 +24,7 @@ from orchdata.planning.route import Route
 
 if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
+    from orchdata.loaders.samples.kept import KeptValue
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Layout
 
@@ -78,6 +79,9 @@ class Batch:
             sources of a mixture have loss weights, each token counts the weight of its source (see `loss_weights`).
         sources: of a mixture, int32 (num_samples,), index of each sample's source in `plan.sources`; else None.
         routes: per phase only: modality -> the route of its features, see `route`.
+        fields: name in `Recipe.keep` -> a list with one value for each sample, in the order of `sample_ids`: bytes of a
+            member or a binary column, str of a column of text, a list of them where a sample has numbered fields of
+            that name; None for a sample that lacks the field, or that failed.
         inputs: defines the argument names of the model; None for this library's own names.
     """
 
@@ -95,6 +99,7 @@ class Batch:
     pieces: tuple[int, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
+    fields: Mapping[str, list[KeptValue]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -127,6 +132,19 @@ class Batch:
     def audio(self) -> MediaBatch | None:
         """The tensors of audio in `media`."""
         return self.media.get("audio")
+
+    @property
+    def samples(self) -> tuple[slice | tuple[int, slice], ...]:
+        """Where the tokens of each sample are, in the order of `sample_ids`: indices of `llm.input_ids` and of all of
+        its shape, as in `token_losses[batch.samples[0]]`. Slices; in a padded batch (row, slice).
+
+        It reads `llm.lengths`, for which a GPU is waited for: read it before `to("cuda")` where that matters.
+        """
+        lengths = self.llm.lengths[: len(self.sample_ids)].tolist()
+        if self.llm.attention_mask is not None:
+            return tuple((row, slice(0, length)) for row, length in enumerate(lengths))
+        starts = self.llm.cu_seqlens[: len(lengths)].tolist()
+        return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -204,8 +222,8 @@ class Batch:
         return self.masked({name: handle.wait() != 0 for name, handle in handles.items()})
 
     def masked(self, valid: Mapping[str, Tensor]) -> Batch:
-        """Return the same batch, without loss for samples with a part that is False in `valid`: modality -> bool
-        (num_parts,), parts in the order in which they arrive.
+        """Return the same batch, without loss and kept fields for samples with a part that is False in `valid`:
+        modality -> bool (num_parts,), parts in the order in which they arrive.
         """
         llm = self.llm
         failed = [llm.media_owners[name][~flags.to(llm.labels.device)] for name, flags in valid.items()]
@@ -217,9 +235,15 @@ class Batch:
         else:
             token = torch.arange(len(llm.labels), device=samples.device)
             sample = torch.searchsorted(llm.cu_seqlens[1:].long(), token, right=True)
+        failed_samples = set(samples.tolist())
+        kept = {
+            name: [None if number in failed_samples else value for number, value in enumerate(values)]
+            for name, values in self.fields.items()
+        }
         labels = llm.labels.masked_fill(torch.isin(sample, samples), IGNORE)
         labels = labels.pin_memory() if llm.labels.is_pinned() else labels
-        return replace(self, llm=replace(llm, labels=labels), loss_tokens=int((labels != IGNORE).sum()))
+        loss_tokens = int((labels != IGNORE).sum())
+        return replace(self, llm=replace(llm, labels=labels), loss_tokens=loss_tokens, fields=kept)
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
         """Put encoder outputs, or the result of `exchange`, into the embedded sequences.

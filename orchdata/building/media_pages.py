@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ class PageSource:
     layout: Layout
     encoders: tuple[str, ...]
     of_sources: tuple[Recipe, ...] = ()
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """The names of the fields that batches have, in a mixture those of all sources."""
+        return tuple(sorted({name for recipe in self.of_sources or (self.recipe,) for name in recipe.keep}))
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe that a sample is read by."""

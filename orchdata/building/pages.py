@@ -26,6 +26,7 @@ from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.compose import MediaSlot
+from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.layout import Padded, fixed_length, row_lengths
 
@@ -144,9 +145,11 @@ class Pages:
             start += tokens
         self._written[number] = True
 
-    def batch(self, share: Share, samples: NDArray[np.int64]) -> Batch:
-        """Return the batch over this memory, of the samples with these indices in the global batch. Raises RuntimeError
-        where a slice was not written.
+    def batch(
+        self, share: Share, samples: NDArray[np.int64], fields: Mapping[str, list[KeptValue]] | None = None
+    ) -> Batch:
+        """Return the batch over this memory, of the samples with these indices in the global batch, with their kept
+        fields. Raises RuntimeError where a slice was not written.
         """
         media = {name: pages.batch() for name, pages in self.media.items()}
         if not self._written.all():
@@ -168,6 +171,7 @@ class Pages:
             global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
+            fields=fields or {},
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:

@@ -22,6 +22,7 @@ from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
@@ -90,6 +91,7 @@ class PackedAssembly:
         self._pages = Pages(assembler.source, rows[indices], work)
         self.num_bytes = sum(self._pages.num_bytes)
         self._failures: dict[int, list[DataError]] = {}
+        self._kept: dict[int, dict[str, KeptValue]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
         self._wanted = {at: _Wanted(int(rows[at]), number) for number, at in enumerate(indices.tolist())}
@@ -117,8 +119,16 @@ class PackedAssembly:
         if failures and not self._is_awaited:
             return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._share, self._indices)
+        batch = self._pages.batch(self._share, self._indices, self._fields())
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
+
+    def _fields(self) -> dict[str, list[KeptValue]]:
+        """Return the kept fields: for each name a value of each sample, None for a sample that failed."""
+        names = self._assembler.source.kept
+        if not names:
+            return {}
+        samples = [self._kept.get(at, {}) if at not in self._failures else {} for at in self._indices.tolist()]
+        return {name: [sample.get(name) for sample in samples] for name in names}
 
     def _fill(self, at: int, wanted: _Wanted) -> None:
         watch = self._assembler.watch
@@ -138,7 +148,8 @@ class PackedAssembly:
             if known_crash is not None:
                 raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
             parts = [part for _, _, part in wanted.parts]
-            payloads = sample.read(recipe, text=wanted.number is not None, parts=parts)
+            is_here = wanted.number is not None
+            payloads = sample.read(recipe, text=is_here, parts=parts, kept=is_here and bool(recipe.keep))
         except DataError as failure:
             failures = [kept(failure)]
             if wanted.number is not None:
@@ -148,7 +159,7 @@ class PackedAssembly:
         else:
             read = time.perf_counter()
             of = pass_of(self._share.plan, at, self._assembler.seed)
-            failures = self._decode(sample, recipe, wanted, payloads, of)
+            failures = self._decode(at, sample, recipe, wanted, payloads, of)
         with self._lock:
             if failures:
                 self._failures[at] = failures
@@ -158,6 +169,7 @@ class PackedAssembly:
 
     def _decode(
         self,
+        at: int,
         sample: StoredSample,
         recipe: Recipe,
         wanted: _Wanted,
@@ -178,13 +190,21 @@ class PackedAssembly:
 
         pages, number = self._pages, wanted.number
         if number is not None:
-            attempt(partial(pages.write, number, sample, payloads), partial(pages.blank, number, sample))
+            attempt(partial(self._write, at, number, sample, recipe, payloads), partial(pages.blank, number, sample))
         for media, item, part in wanted.parts:
             member = sample.member_of(part)
             generator = partial(sample.generator, of, part - sample.parts.start)
             decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
             attempt(decode, partial(media.blank, item))
         return failures
+
+    def _write(
+        self, at: int, number: int, sample: StoredSample, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]
+    ) -> None:
+        """Write a sample's sequence, and keep its fields."""
+        self._pages.write(number, sample, payloads)
+        if recipe.keep:
+            self._kept[at] = sample.kept_values(recipe, payloads)
 
     def _without_failures(self, failures: Sequence[DataError]) -> Assembled:
         """Build the microbatch again from the samples without failures: memory is laid out for all, and few fail."""

@@ -27,6 +27,7 @@ from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.kept import is_kept_as
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
@@ -86,6 +87,7 @@ def prepare_shards(
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
     _warn_of_bad(index, bad)
+    _warn_of_missing(recipes, index)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own":
@@ -146,6 +148,22 @@ def _warn_of_unread(index: Index | JoinedIndex) -> None:
             f"text that is not read, and that the model does not learn: {names}{', ...' if len(ignored) > 5 else ''}. "
             "Read it with Recipe(record=...), a function of yours, with columns={old: 'text'}, or with "
             "TextPreprocessor(fields=...): docs/layouts.md",
+        )
+
+
+def _warn_of_missing(recipes: Sequence[Recipe], index: Index | JoinedIndex) -> None:
+    """Warn once about names of `Recipe.keep` that no sample has."""
+    names = sorted({name for recipe in recipes for name in recipe.keep})
+    if not names:
+        return
+    indexes = index.indexes if isinstance(index, JoinedIndex) else (index,)
+    fields = list(dict.fromkeys(field for each in indexes for field in each.fields))
+    if missing := [name for name in names if not any(is_kept_as(field, name) for field in fields)]:
+        others = ", ".join(map(repr, [*fields, *index.totals["ignored_fields"]][:9]))
+        warn_once(
+            f"no kept fields of {index.fingerprint}",
+            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field, but "
+            f"{others}",
         )
 
 

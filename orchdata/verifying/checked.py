@@ -65,14 +65,12 @@ class Checker:
 
     def check(self, row: int) -> list[DataError]:
         """Return the failures of a loader's step with only this sample. Raises as `pass_trouble`."""
-        index, recipe = self._shards.index, self._shards.recipe
+        index = self._shards.index
         rows = np.array(index.rows_of_sample(row))
-        num_bytes = sum(sample_bytes(index, recipe, each) for each in rows.tolist())
+        num_bytes = sum(sample_bytes(index, self._shards.recipe, each) for each in rows.tolist())
         lower_limit(resource.RLIMIT_DATA, self._base_bytes + FREE_BYTES + 2 * num_bytes)
         try:
             failures = self._builder.build(StepTask(0, row, rows)).failures
-            if recipe.keep and not failures:  # kept fields are read only for a collate_fn
-                self._builder.load_alone(row)
         except DataError as failure:
             return [failure]
         except BaseException as error:  # noqa: BLE001 - anything else that would end a loader's step

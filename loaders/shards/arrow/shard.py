@@ -21,7 +21,7 @@ from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import locate_cell, plan_columns, read_cell, renamed
+from orchdata.loaders.shards.parquet.cells import is_text_field, locate_cell, plan_columns, read_cell, renamed
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.shard import facts_of
@@ -151,6 +151,10 @@ class ArrowShard:
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
+
+    def is_text(self, field: str) -> bool:
+        """Return whether the column of a field has text, and not bytes."""
+        return is_text_field(self._open().columns, field)
 
     def close(self) -> None:
         self._file.close()

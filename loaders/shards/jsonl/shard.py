@@ -142,6 +142,10 @@ class JsonLinesShard:
             contents.append(data)
         return contents
 
+    def is_text(self, field: str) -> bool:
+        """Members are bytes."""
+        return False
+
     def close(self) -> None:
         self._file.close()
 

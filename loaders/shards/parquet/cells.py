@@ -277,6 +277,12 @@ def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     return (column, item) if column is not None and column.listed and item >= 0 else None
 
 
+def is_text_field(columns: Columns, field: str) -> bool:
+    """Return whether the column of a field has text: strings, names of classes, or lists and structs as JSON."""
+    found = column_of(columns, field)
+    return found is not None and found[0].form not in ("binary", "struct")
+
+
 def sniff(data: bytes | memoryview) -> int:
     """Return the kind by the first bytes, or OTHER."""
     head = bytes(data[:16])

@@ -19,7 +19,7 @@ from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.parquet.cells import locate_cell, read_cell
+from orchdata.loaders.shards.parquet.cells import is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.shards.shard import facts_of
@@ -131,6 +131,10 @@ class ParquetShard:
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
+
+    def is_text(self, field: str) -> bool:
+        """Return whether the column of a field has text, and not bytes."""
+        return is_text_field(self._open().columns, field)
 
     def close(self) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ _STEPS: dict[str, type[Any]] = _BATCHES | {
     kind.__name__: kind for kind in (Plan, Parts, NoPadding, PaddedCost, FixedCost, PhaseCost)
 }
 _NAMES = {kind: name for name, kind in _STEPS.items()}
-_LEAVES = frozenset({type(None), bool, int, float, str, np.ndarray, torch.Tensor})
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, torch.Tensor})
 _FIELDS = {kind: tuple(field.name for field in fields(kind) if field.init) for kind in _NAMES}
 _KNOWN = {kind: frozenset(names) for kind, names in _FIELDS.items()}
 
