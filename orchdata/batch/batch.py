@@ -151,6 +151,13 @@ class Batch:
         return self.microbatch == self.num_microbatches - 1
 
     @property
+    def num_step_samples(self) -> int:
+        """Samples of the whole optimizer step, over all ranks and microbatches, for a loss per sample: its sum times
+        dp_size / num_step_samples. Samples that failed count too; a piece of a long sample counts as a sample.
+        """
+        return len(self.plan.row)
+
+    @property
     def loss_scale(self) -> float:
         """Factor of the summed loss for the global token mean, for trainers that average gradients over DP ranks.
 

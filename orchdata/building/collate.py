@@ -108,6 +108,7 @@ class SampleAssembler:
 
     def _step_info(self, share: Share, kept: list[int]) -> StepInfo:
         plan = share.plan
+        num_samples = len(plan.row)
         numbers = plan.source[plan.places(share.rank, share.microbatch)[kept]] if plan.sources else ()
         return StepInfo(
             epoch=plan.epoch,
@@ -115,8 +116,9 @@ class SampleAssembler:
             microbatch=share.index,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
+            num_step_samples=num_samples,
             loss_tokens=plan.global_loss_tokens,
-            loss_scale=plan.num_ranks / ((len(plan.row) if self.num_map_rows else plan.global_loss_tokens) or 1),
+            loss_scale=plan.num_ranks / ((num_samples if self.num_map_rows else plan.global_loss_tokens) or 1),
             sources=tuple(plan.sources[number] for number in numbers),
         )
 

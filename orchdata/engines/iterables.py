@@ -63,6 +63,7 @@ class IterableContent:
             microbatch=0,
             num_microbatches=1,
             dp_size=1,
+            num_step_samples=len(samples),
             loss_tokens=0,
             loss_scale=1 / len(samples),
         )

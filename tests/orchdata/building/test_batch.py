@@ -12,11 +12,17 @@ from shard_factory import write_shard
 
 import orchdata as od
 
+TEXTS = {f"k{number}": b"sample"[: 3 + number] for number in range(3)}
+
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     path: Path = tmp_path_factory.mktemp("batch") / "a.tar"
-    shard = write_shard(path, [{"__key__": f"k{number}", "txt": b"x" * (3 + number)} for number in range(3)])
+    return write_shard(path, [{"__key__": key, "txt": text} for key, text in TEXTS.items()])
+
+
+@pytest.fixture(scope="module")
+def batch(shard: str) -> Any:
     return next(iter(od.DataLoader(od.ShardDataset(shard), batch_size=3, shuffle=False)))
 
 
@@ -42,3 +48,21 @@ def test_a_batch_is_not_a_mapping_and_says_where_to_look(batch: Any) -> None:
 def test_a_batch_is_copied_and_pickled(batch: Any) -> None:
     for made in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
         assert made.sample_ids == batch.sample_ids and made.llm.input_ids.equal(batch.llm.input_ids)
+
+
+@pytest.mark.parametrize(
+    "layout", [od.Packed(), od.Packed(multiple_of=8), od.Packed(length=64), od.Padded(multiple_of=8)], ids=str
+)
+def test_samples_says_where_the_tokens_of_each_sample_are(shard: str, layout: Any) -> None:
+    for batch in od.DataLoader(od.ShardDataset(shard), batch_size=2, collate_fn=layout):
+        assert len(batch.samples) == len(batch.sample_ids) <= batch.num_step_samples
+        for (_, key), where in zip(batch.sample_ids, batch.samples, strict=True):
+            assert bytes(batch.llm.input_ids[where].tolist()) == TEXTS[key]
+
+
+def test_samples_of_a_rank_without_any_are_none(shard: str) -> None:
+    dataset = od.ShardDataset(shard)
+    dataset.index()
+    steps = [list(od.DataLoader(dataset, 4, dp=(rank, 4), num_threads=0)) for rank in range(4)]
+    (empty,) = [batch for (batch,) in steps if not batch.sample_ids]
+    assert empty.samples == () and empty.num_step_samples == 3

@@ -95,14 +95,19 @@ def test_shards_scale_a_sum_over_loss_tokens(tmp_path: Path) -> None:
                 "dp_size": 3,
             }
             assert {name: getattr(info, name) for name in expected} == expected
+            assert info.num_step_samples == (10, 5)[number]
             assert info.loss_tokens == sum(counts) and info.loss_scale == 3 / sum(counts)
     packed = [list(od.DataLoader(dataset, dp=(0, 3), **options | {"collate_fn": None}))]
+    assert [batch.num_step_samples for batch in packed[0]] == [
+        info.num_step_samples for step in ranks[0] for _, info in step
+    ]
     assert [batch.loss_scale for batch in packed[0]] == [info.loss_scale for rank in ranks[0] for _, info in rank]
 
 
 def test_map_style_data_scale_a_sum_over_samples() -> None:
     def scaled(samples: list[dict[str, Any]], step: od.StepInfo) -> float:
         assert step.loss_tokens == 0 and step.num_microbatches == 1
+        assert step.loss_scale == 2 / step.num_step_samples
         return step.loss_scale * sum(sample["number"] for sample in samples)
 
     options: dict[str, Any] = {"global_batch_size": 7, "collate_fn": scaled, "cost": np.arange(1, 18)}

@@ -115,7 +115,7 @@ def test_what_an_iterable_cannot_have_is_refused(options: dict[str, Any], error:
 
 
 def with_step(samples: list[int], step: od.StepInfo) -> Any:
-    return step.epoch, step.step, samples, step.loss_scale
+    return step.epoch, step.step, samples, step.loss_scale, step.num_step_samples
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -124,7 +124,7 @@ def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
     for epoch in range(2):
         batches = list(one)
         assert [batch[:2] for batch in batches] == [(epoch, step) for step in range(len(batches))]
-        assert batches[0][2:] == ([0, 1], 0.5) and len(batches) == 3 * max(1, workers)
+        assert batches[0][2:] == ([0, 1], 0.5, 2) and len(batches) == 3 * max(1, workers)
     assert one.stats()["samples"] == 2 * 5 * max(1, workers)
 
 
