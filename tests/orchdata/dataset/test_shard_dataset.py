@@ -317,7 +317,7 @@ def test_slices_and_numbers_count_as_the_data_set_does(folder: Path) -> None:
     train = dataset.split("train", 0.5)
     assert keys_of(train[3:6].filter("text_tokens > 0")[1:]) == keys_of(train)[4:6]
     chunks = list(od.DataLoader(dataset[10:14], batch_size=2))
-    assert [key for batch in chunks for _, key in batch.keys] == keys[10:14]
+    assert [key for batch in chunks for _, key in batch.sample_ids] == keys[10:14]
 
 
 def test_pieces_of_a_sample_count_once(folder: Path) -> None:
