@@ -17,9 +17,8 @@ from typing_extensions import TypeVar
 
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_epoch
-from orchdata.batch.batch import ModelInputs
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, restore_snapshot, take_snapshot
-from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared
 from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shards import Quarantine
@@ -33,7 +32,6 @@ from orchdata.loop.position import Progress
 from orchdata.notices import calling_line, calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Packed, Padded
 from orchdata.planning.plan import Plan
 from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
@@ -131,7 +129,7 @@ class DataLoader(Generic[T_co]):
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Packed | Padded | ModelInputs | Callable[[list[Any]], Any] | None = None,
+        collate_fn: CollateFn | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -225,7 +223,7 @@ class DataLoader(Generic[T_co]):
             check_counted_by_len(num_steps)
         return num_steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Iterate microbatches from the loader's position to the end of the epoch.
 
         The next `iter()` starts the next epoch, also after `break`, once a batch was delivered. After an error of the

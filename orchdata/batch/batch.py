@@ -36,13 +36,11 @@ _WHERE = "batch.model_inputs() returns the arguments of a model; batch.llm, batc
 
 @runtime_checkable
 class ModelInputs(Protocol):
-    """A `collate_fn` that defines the layout of batches, and the argument names of a model's forward.
+    """A `collate_fn` that defines the layout of batches, and the argument names of a model's forward."""
 
-    Attributes:
-        layout: of the batches.
-    """
-
-    layout: Layout
+    @property
+    def layout(self) -> Layout:
+        """Layout of the batches."""
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
         """Raise ValueError if the model does not take batches of this recipe, modalities and balance. Called once."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
+from orchdata.batch.step_info import StepInfo
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -24,6 +25,16 @@ from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Packed, Padded
+
+
+class CollateWithStep(Protocol):
+    """A function of the user's that makes a batch of samples, and has a parameter named `step`."""
+
+    def __call__(self, samples: Any, /, *, step: StepInfo) -> Any: ...
+
+
+CollateFn = Packed | Padded | ModelInputs | Callable[[Any], Any] | CollateWithStep
+"""Makes a batch of a list of samples; with `batch_size=None` of one item."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +47,7 @@ class Arguments:
     sampler: Any
     batch_sampler: Any
     num_workers: int
-    collate_fn: Packed | Padded | ModelInputs | Callable[[list[Any]], Any] | None
+    collate_fn: CollateFn | None
     pin_memory: bool
     drop_last: bool
     timeout: float

@@ -8,22 +8,6 @@ torchtitan is imported when something of it is used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import lazy_loader
 
-if TYPE_CHECKING:
-    from orchdata.torchtitan.loader import DataLoader
-    from orchdata.torchtitan.trainer import TrainerMixin
-
-_HOMES = {"DataLoader": "orchdata.torchtitan.loader", "TrainerMixin": "orchdata.torchtitan.trainer"}
-
-__all__ = ["DataLoader", "TrainerMixin"]
-
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'orchdata.torchtitan' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,27 +8,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lazy_loader
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = "import orchdata; print(orchdata.__file__)"
 ALONE = ("-S",)
 """Without site-packages: nothing is installed."""
+FACE = ("__init__.py", "__init__.pyi")
 
 
 def checkout(folder: Path) -> Path:
     """What matters of one: the two folders side by side."""
     for name in ("orchdata", "loaders"):
         (folder / name).mkdir(parents=True)
-        shutil.copy(REPOSITORY / name / "__init__.py", folder / name)
+    for file in FACE:
+        shutil.copy(REPOSITORY / "orchdata" / file, folder / "orchdata")
+    shutil.copy(REPOSITORY / "loaders" / "__init__.py", folder / "loaders")
     return folder
 
 
 def installed(folder: Path) -> Path:
     """The same as a wheel has it: one within the other."""
     (folder / "orchdata" / "loaders").mkdir(parents=True)
-    shutil.copy(REPOSITORY / "orchdata" / "__init__.py", folder / "orchdata")
+    for file in FACE:
+        shutil.copy(REPOSITORY / "orchdata" / file, folder / "orchdata")
     shutil.copy(REPOSITORY / "loaders" / "__init__.py", folder / "orchdata" / "loaders")
+    (folder / "lazy_loader").symlink_to(Path(lazy_loader.__file__).parent)
     return folder
 
 
@@ -72,10 +78,12 @@ def test_layouts_of_one_copy_are_imported(tmp_path: Path, layout: str) -> None:
     elif layout == "elsewhere":
         options = ()
     elif layout == "links":  # of files, one by one, as strict editable installs and build tools have it
-        for file in ("__init__.py", "loaders/__init__.py"):
+        path = str(installed(tmp_path / "site of nothing else"))
+        shutil.rmtree(tmp_path / "site of nothing else" / "orchdata")
+        for file in (*FACE, "loaders/__init__.py"):
             link = tmp_path / "orchdata" / file
             link.parent.mkdir(exist_ok=True)
-            link.symlink_to(installed(tmp_path / file.partition("/")[0]) / "orchdata" / file)
+            link.symlink_to(installed(tmp_path / file.replace("/", " ")) / "orchdata" / file)
     else:
         site = installed(tmp_path / "site")
         if layout == "link to the wheel":

@@ -12,6 +12,8 @@ import pytest
 import orchdata
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ROOMS = ("balancers", "hf", "torchtitan")
+NAMES = [name for name in orchdata.__all__ if name not in ROOMS]
 
 
 def _documented() -> list[str]:
@@ -20,13 +22,13 @@ def _documented() -> list[str]:
 
 
 def test_all_is_what_the_docs_list() -> None:
-    rooms = [f"{room}.{name}" for room in ("hf", "torchtitan") for name in getattr(orchdata, room).__all__]
-    own = [*orchdata.__all__, *rooms]
-    assert sorted(own) == sorted(_documented())
+    in_rooms = [f"{room}.{name}" for room in ("hf", "torchtitan") for name in getattr(orchdata, room).__all__]
+    assert sorted([*NAMES, "balancers", *in_rooms]) == sorted(_documented())
     assert len(set(orchdata.__all__)) == len(orchdata.__all__)
+    assert set(ROOMS) < set(orchdata.__all__)
 
 
-@pytest.mark.parametrize("name", orchdata.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_public_name_exists_and_says_what_it_is(name: str) -> None:
     value = getattr(orchdata, name)
     assert value.__name__ == name
@@ -35,7 +37,7 @@ def test_public_name_exists_and_says_what_it_is(name: str) -> None:
 
 
 def test_errors_are_one_tree_and_survive_a_process_border() -> None:
-    public = [value for name in orchdata.__all__ if isinstance(value := getattr(orchdata, name), type)]
+    public = [value for name in NAMES if isinstance(value := getattr(orchdata, name), type)]
     errors = [value for value in public if issubclass(value, BaseException)]
     assert {error.__name__ for error in errors} >= {"OrchdataError", "DataError", "StepError"}
     for error in errors:
@@ -46,12 +48,15 @@ def test_errors_are_one_tree_and_survive_a_process_border() -> None:
     assert isinstance(copied, RuntimeError)
 
 
-def test_type_checkers_see_the_names_that_are_loaded_late() -> None:
-    tree = ast.parse(Path(orchdata.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: str(node.module) for node in block.body for alias in node.names}
-    assert seen == orchdata._HOMES
-    assert set(seen) == set(orchdata.__all__)
+@pytest.mark.parametrize(
+    "stub", ["orchdata/__init__.pyi", "orchdata/hf/__init__.pyi", "orchdata/torchtitan/__init__.pyi"]
+)
+def test_type_checkers_see_each_name_of_a_stub(stub: str) -> None:
+    # In a stub `from .file import name` is private to it; with `as name` it is public.
+    imports = [node for node in ast.parse((REPOSITORY / stub).read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
@@ -59,5 +64,11 @@ def test_unknown_name_is_an_attribute_error() -> None:
         orchdata.Dataloader  # noqa: B018
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert set(orchdata.__all__) <= set(dir(orchdata))
+def test_unknown_name_of_a_room_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="input"):
+        orchdata.hf.input  # noqa: B018
+
+
+def test_dir_lists_the_public_names_alone() -> None:
+    assert dir(orchdata) == sorted(orchdata.__all__)
+    assert dir(orchdata.hf) == sorted(orchdata.hf.__all__)

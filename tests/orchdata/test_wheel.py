@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import orchdata
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -83,7 +86,9 @@ def test_wheel_holds_only_our_namespace(wheel: Path) -> None:
     for package in ("orchdata", "orchdata/loaders", "orchdata/balancers", "orchdata/native"):
         assert f"{package}/py.typed" in names
     for folder in FOLDERS:
-        for path in (REPOSITORY / folder).rglob("*.py"):
+        for path in (REPOSITORY / folder).rglob("*.py*"):
+            if path.suffix not in (".py", ".pyi"):
+                continue
             inside = path.relative_to(REPOSITORY).as_posix()
             assert (inside if folder == "orchdata" else f"orchdata/{inside}") in names
 
@@ -104,6 +109,42 @@ def test_every_module_imports_from_the_wheel(environment: Path, tmp_path: Path) 
     assert {"orchdata.loaders", "orchdata.balancers", "orchdata.native", "orchdata.cli"} <= set(modules)
 
 
+SKIPPED = "[mypy-torch.*,scipy.*,transformers.*,accelerate.*,numba.*,PIL.*,pyarrow.*]\nfollow_imports = skip\n"
+
+
+def _checked(environment: Path, folder: Path, program: str, config: str) -> list[str]:
+    """Return what `mypy --strict` says of a user's program, in the user's environment."""
+    (folder / "program.py").write_text(program)
+    (folder / "mypy.ini").write_text(f"[mypy]\n{config}")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", environment / "bin" / "python"]
+    return subprocess.run([*command, "program.py"], cwd=folder, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(SKIPPED, id="others skipped"), pytest.param("", id="torch too", marks=pytest.mark.slow)]
+)
+def test_mypy_knows_every_public_name(environment: Path, tmp_path: Path, config: str) -> None:
+    program = (REPOSITORY / "tests" / "support" / "typed_program.py").read_text()
+    used = {ast.unparse(node) for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Attribute)}
+    names = set(orchdata.__all__) - {"balancers", "hf", "torchtitan"}
+    rooms = {f"{room}.{name}" for room in ("hf", "torchtitan") for name in getattr(orchdata, room).__all__}
+    assert {f"od.{name}" for name in names | rooms} <= used
+    wrong = (
+        "bad = [\n"
+        "    od.DataLoader(dataset, batchsize=8),\n"
+        "    od.DataLoader(dataset, collate_fn=8),\n"
+        "    od.hf.cots,\n"
+        "    od.Dataloader,\n"
+        "    od.hf.cost(config, frozen=1),\n"
+        "]\n"
+    )
+    said = _checked(environment, tmp_path, program + wrong, config)
+    errors = [line.partition(": error: ")[2] for line in said if ": error: " in line]
+    assert len(errors) == 5, said  # none in the program itself
+    for error, part in zip(errors, ("batchsize", "collate_fn", "cots", "Dataloader", "frozen"), strict=True):
+        assert part in error
+
+
 def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
     out = _run(environment, "orchdata", "--help", cwd=tmp_path)
     for command in ("demo", "synth", "index", "profile", "bench"):
@@ -111,6 +152,4 @@ def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
 
 
 def test_versions_agree() -> None:
-    import orchdata
-
     assert orchdata.__version__ == PROJECT["project"]["version"]

@@ -1,0 +1,55 @@
+"""The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
+
+from . import balancers as balancers
+from . import hf as hf
+from . import torchtitan as torchtitan
+from .balancers import CostModel as CostModel
+from .balancers import MoE as MoE
+from .balancers import PhaseCost as PhaseCost
+from .balancers import TransformerCost as TransformerCost
+from .batch.batch import Batch as Batch
+from .batch.megatron import megatron_packed as megatron_packed
+from .batch.step_info import StepInfo as StepInfo
+from .dataloader import DataLoader as DataLoader
+from .dataset.mixture import Mixture as Mixture
+from .dataset.mixture import Source as Source
+from .dataset.shard_dataset import ShardDataset as ShardDataset
+from .delivery.policy import ErrorPolicy as ErrorPolicy
+from .loaders.errors import DamagedIndexError as DamagedIndexError
+from .loaders.errors import DataError as DataError
+from .loaders.errors import FunctionError as FunctionError
+from .loaders.errors import MissingIndexError as MissingIndexError
+from .loaders.errors import OrchdataError as OrchdataError
+from .loaders.errors import PackageError as PackageError
+from .loaders.errors import ShardError as ShardError
+from .loaders.errors import StaleIndexError as StaleIndexError
+from .loaders.errors import StateError as StateError
+from .loaders.errors import StepError as StepError
+from .loaders.errors import StorageError as StorageError
+from .loaders.errors import TooManyFailures as TooManyFailures
+from .loaders.limits import Limits as Limits
+from .loaders.modalities.audio import AudioPreprocessor as AudioPreprocessor
+from .loaders.modalities.image import ImagePreprocessor as ImagePreprocessor
+from .loaders.modalities.modality import ArraySpec as ArraySpec
+from .loaders.modalities.modality import Modality as Modality
+from .loaders.modalities.modality import PartSize as PartSize
+from .loaders.modalities.modality import Slot as Slot
+from .loaders.modalities.video.preprocessor import VideoPreprocessor as VideoPreprocessor
+from .loaders.recipe import Recipe as Recipe
+from .loaders.records import Media as Media
+from .loaders.samples.sample import Sample as Sample
+from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
+from .loaders.text.template import ChatTemplate as ChatTemplate
+from .order.order import Shuffle as Shuffle
+from .planning.balance import Balance as Balance
+from .planning.layout import Packed as Packed
+from .planning.layout import Padded as Padded
+from .planning.plan import Plan as Plan
+from .planning.route import Route as Route
+from .planning.route import make_route as make_route
+from .post_balancing.loader import post_balance as post_balance
+from .post_balancing.step import PostBatch as PostBatch
+from .ranks.exchange import exchange as exchange
+from .ranks.parallel import DataParallel as DataParallel
+
+__version__: str

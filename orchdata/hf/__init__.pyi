@@ -1,0 +1,9 @@
+"""The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
+
+from .from_processor import recipe as recipe
+from .inputs import Inputs as Inputs
+from .model_cost import cost as cost
+from .scaled_loss import loss as loss
+from .towers import encode as encode
+from .training.accelerate import accelerate as accelerate
+from .training.trainer import TrainerMixin as TrainerMixin

@@ -1,0 +1,125 @@
+"""A user's program with every public name: tests/orchdata/test_wheel.py has mypy check it, and nothing runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, assert_type
+
+import torch
+
+import orchdata as od
+
+
+def record(fields: dict[str, Any]) -> str:
+    picture = od.Media("jpg")
+    return f"{picture} {fields['txt']}"
+
+
+class Points(od.Modality):
+    fields = ("points",)
+
+
+def collate(samples: list[od.Sample], step: od.StepInfo) -> dict[str, Any]:
+    return {"keys": [sample.key for sample in samples], "scale": step.loss_scale}
+
+
+def collate_by_name(samples: list[od.Sample], *, step: od.StepInfo) -> Any:
+    return collate(samples, step)
+
+
+def collate_samples(samples: list[od.Sample]) -> list[str]:
+    return [sample.key for sample in samples]
+
+
+def one_item(item: torch.Tensor) -> torch.Tensor:
+    return item
+
+
+mesh: Any = None
+config: Any = None
+recipe = od.Recipe(
+    image=od.ImagePreprocessor(),
+    audio=od.AudioPreprocessor(),
+    video=od.VideoPreprocessor(),
+    text=od.TextPreprocessor(template=od.ChatTemplate()),
+    limits=od.Limits(),
+    record=record,
+    points=Points(),
+)
+array, size, slot = od.ArraySpec, od.PartSize, od.Slot
+dataset = od.ShardDataset("train.tar", recipe=recipe)
+mixture = od.Mixture({"web": od.Source(dataset, weight=0.7)})
+cost = od.CostModel(
+    image=od.PhaseCost(linear=1),
+    llm=od.TransformerCost(hidden=64, layers=2, ffn=128, moe=od.MoE(num_experts=8, top_k=2, ffn=64)),
+)
+loader = od.DataLoader(
+    dataset,
+    8,
+    shuffle=od.Shuffle(window=64),
+    cost=cost,
+    balance=od.Balance(),
+    dp=od.DataParallel(mesh),
+    collate_fn=od.Packed(),
+    on_error=od.ErrorPolicy(),
+)
+loaders = [
+    od.DataLoader(mixture, 8, collate_fn=od.Padded()),
+    od.DataLoader(dataset, 8, collate_fn=collate),
+    od.DataLoader(dataset, 8, collate_fn=collate_by_name),
+    od.DataLoader(dataset, 8, collate_fn=partial(collate)),
+    od.DataLoader(dataset, 8, collate_fn=collate_samples),
+    od.DataLoader(dataset, 8, collate_fn=lambda samples: len(samples)),
+    od.DataLoader(torch.zeros(4, 2), None, collate_fn=one_item),
+]
+
+
+def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> Iterator[torch.Tensor]:
+    for batch in batches:
+        assert_type(batch, od.Batch)
+        od.megatron_packed(batch)
+        yield od.exchange(torch.zeros(3, 4), batch.route("image"), requires_grad=True)
+    assert_type(plan.hash, str)
+    made = od.make_route
+    print(route.parts, made)
+    for post in od.post_balance([[1], [2]], cost=len):
+        assert_type(post, od.PostBatch)
+
+
+def failing() -> None:
+    try:
+        next(iter(loader))
+    except (
+        od.DamagedIndexError,
+        od.DataError,
+        od.FunctionError,
+        od.MissingIndexError,
+        od.PackageError,
+        od.ShardError,
+        od.StaleIndexError,
+        od.StateError,
+        od.StorageError,
+        od.TooManyFailures,
+    ) as error:
+        print(error)
+    except od.StepError as error:
+        assert_type(error.step, int)
+    except od.OrchdataError as error:
+        raise SystemExit(1) from error
+
+
+class Trainer(od.hf.TrainerMixin):
+    """Over transformers.Trainer in a real program."""
+
+
+class TitanTrainer(od.torchtitan.TrainerMixin):
+    """Over torchtitan's Trainer in a real program."""
+
+
+def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) -> None:
+    assert_type(od.hf.recipe(processor), od.Recipe)
+    assert_type(od.hf.cost(model), od.CostModel)
+    od.DataLoader(dataset, 8, collate_fn=od.hf.Inputs(model.config))
+    od.hf.accelerate(loader, accelerator)
+    print(od.hf.encode, od.hf.loss, od.torchtitan.DataLoader)
