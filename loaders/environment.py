@@ -136,7 +136,8 @@ def way_out(package: str, error: BaseException | None = None) -> str:
     extra = next((name for name in _EXTRAS if (distribution or package) in requirements(name)), None)
     wanted = {**requirements(extra or ""), **requirements()}.get(distribution or package)
     if not is_installed(package):
-        return f"pip install '{f'orchdata[{extra}]' if extra else wanted or package}'"
+        lacking = requirements(extra).values() if extra else [wanted or package]  # no index may have orchdata itself
+        return "pip install " + " ".join(f"'{each}'" for each in lacking)
     lacks = _package(error.name) if isinstance(error, ModuleNotFoundError) else ""
     if lacks and lacks != package and not lacks.startswith("_") and not is_installed(lacks):
         return f"pip install '{lacks}'"

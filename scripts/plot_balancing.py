@@ -1,6 +1,6 @@
 """`python scripts/plot_balancing.py [FOLDER]`: the plots of docs/balancing.md, one SVG for each regime.
 
-Needs matplotlib (`pip install 'orchdata[plots]'`). The same versions write the same bytes.
+Needs matplotlib (the extra `plots`). The same versions write the same bytes.
 """
 
 from __future__ import annotations

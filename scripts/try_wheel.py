@@ -21,7 +21,7 @@ import venv
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SOURCES = ("orchdata", "loaders", "balancers", "native", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("orchdata", "loaders", "balancers", "native", "datasets", "pyproject.toml", "README.md", "LICENSE")
 FREE_BYTES = 14 << 30
 """A torch with CUDA and its libraries are 6 GB installed and 3 GB on their way."""
 NOT_HERE = ("PYTHONPATH", "VIRTUAL_ENV", "PIP_REQUIRE_VIRTUALENV", "PIP_CONSTRAINT")
@@ -51,6 +51,7 @@ def try_in(folder: Path) -> None:
     command = folder / "environment" / "bin" / "orchdata"
     run(folder, command.with_name("python"), "-m", "pip", "install", "--quiet", wheel)
     run(folder, command, "doctor")  # which tells the versions
+    run(folder, command, "synth", "omni", "omni", "--samples", "16")  # by name: the wheel has the descriptions
     run(folder, command, "demo")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 from webdataset import TarWriter
 
 import orchdata
+from orchdata.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").glob("*.md"))
@@ -49,7 +53,29 @@ def test_attributes_of_a_batch_exist(page: str, block: str) -> None:
 
 
 def _main_job() -> str:
-    return next(block for page, block in _blocks("python") if page == "README.md" and "DataLoader" in block)
+    return next(block for page, block in _blocks("python") if page == "README.md" and "**batch.model_inputs()" in block)
+
+
+def test_the_quickstart_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (REPOSITORY / "README.md").read_text().partition("## Quickstart\n")[2].partition("\n## ")[0]
+    shell = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for line in "".join(shell).splitlines():
+        command, *arguments = line.split()
+        assert command == "orchdata"
+        assert CliRunner().invoke(app, arguments).exit_code == 0, line
+    (tmp_path / "train.py").write_text(program)
+    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 2 and losses[1] < losses[0] < 6
+
+
+def test_no_line_asks_an_index_for_a_package_that_is_not_there() -> None:
+    for page in PAGES:
+        for line in re.findall(r"pip install .*orchdata.*", page.read_text()):
+            assert "orchdata @ git+" in line or "] @ git+" in line, f"{page.name}: {line}"
 
 
 def test_the_main_job_takes_ten_lines_of_training() -> None:
@@ -137,8 +163,6 @@ def test_make_targets_that_are_named_exist() -> None:
 
 def test_commands_that_are_named_exist() -> None:
     from typer.main import get_command
-
-    from orchdata.cli import app
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for page in PAGES:

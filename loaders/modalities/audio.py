@@ -125,7 +125,7 @@ class AudioPreprocessor(Clips):
             clip, one after the other in one part.
         dtype: dtype of the stored features.
         tracks: whether the first sound track of a video clip (MP4, MOV, WebM, Matroska) is a part too, from the clip's
-            start on, called "0.mp4 (audio)". Needs PyAV: `pip install 'orchdata[video]'`.
+            start on, called "0.mp4 (audio)". Needs PyAV, the extra `video`.
     """
 
     num_extents = 2

@@ -40,14 +40,14 @@ class Finding(NamedTuple):
 
 
 _FEATURES: Final = {
-    "av": ("video", "orchdata[video]"),
-    "transformers": ("Hugging Face models: od.hf", "orchdata[hf]"),
-    "jinja2": ("chat templates of models: ChatTemplate.from_jinja", "orchdata[hf]"),
-    "torchvision": ("comparing the resizer with torchvision's; not needed to load", "torchvision"),
-    "datasets": ("making Hugging Face data sets; those on disk are read without", "datasets"),
-    "matplotlib": ("plots of the demo", "orchdata[plots]"),
+    "av": ("video", "video"),
+    "transformers": ("Hugging Face models: od.hf", "hf"),
+    "jinja2": ("chat templates of models: ChatTemplate.from_jinja", "hf"),
+    "torchvision": ("comparing the resizer with torchvision's; not needed to load", ""),
+    "datasets": ("making Hugging Face data sets; those on disk are read without", ""),
+    "matplotlib": ("plots of the demo", "plots"),
 }
-"""Package -> what it is for, and what to install."""
+"""Package -> what it is for, and the extra that it is of, if any."""
 _REPLACED: Final = {
     "torchaudio": "nothing to do: clips are resampled in torch, with the same values to the bit. transformers imports "
     "what is installed: if its processors fail because of it, `pip uninstall torchaudio`"
@@ -96,20 +96,15 @@ def _versions() -> Iterator[Finding]:
 
 
 def _features() -> Iterator[Finding]:
-    for package, (feature, way) in _FEATURES.items():
-        extra = way.partition("[")[2].rstrip("]")
+    for package, (feature, extra) in _FEATURES.items():
         wanted = requirements(extra).get(package, package) if extra else package
-        state, advice = _installed(package, wanted, way)
+        state, advice = _installed(package, wanted)
         yield Finding("features", package, f"{state}: {feature}", "missing" if advice else "good", advice)
 
 
-def _installed(package: str, wanted: str, missing: str = "") -> tuple[str, str]:
-    """Return the version of a package, or why it cannot be used; and what to do, "" if it can be used.
-
-    Args:
-        missing: what pip is to install if the package is missing; "" for `wanted`.
-    """
-    install = f"pip install '{missing or wanted}'"
+def _installed(package: str, wanted: str) -> tuple[str, str]:
+    """Return the version of a package, or why it cannot be used; and what to do, "" if it can be used."""
+    install = f"pip install '{wanted}'"
     try:
         importlib.import_module(_MODULES.get(package, package))
         installed = version(package)

@@ -14,7 +14,9 @@ from orchdata.progress import progress_bar
 
 @one_line_errors
 def synth(
-    description: Annotated[Path, typer.Argument(help="A dataset description, such as datasets/omni.yaml.")],
+    description: Annotated[
+        Path, typer.Argument(help="A dataset description: a YAML file, or omni, skewed, text or video.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write shards into.")],
     samples: Annotated[int | None, typer.Option(help="Write this many samples, not the described number.")] = None,
     as_json: JsonOption = False,

@@ -5,7 +5,7 @@
                                           outputs, batch --loss--> the scaled loss
     TrainerMixin, accelerate: transformers' Trainer, and Accelerate, over a DataLoader
 
-transformers is imported when something of it is used; `pip install 'orchdata[hf]'` brings it.
+transformers is imported when something of it is used; the extra `hf` installs it.
 """
 
 from __future__ import annotations

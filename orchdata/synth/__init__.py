@@ -111,7 +111,8 @@ def synthesize(
     """Write the described dataset as `out/shard-000000.tar` and on.
 
     Args:
-        description: a `Description`, a dict of the same form as the YAML, or the path of a YAML file.
+        description: a `Description`, a dict of the same form as the YAML, the path of a YAML file, or the name of one
+            that is installed, such as "omni".
         out: folder, made if absent; shards of the same names in it are replaced.
         samples: write this many instead of the described number (the first ones of the same dataset).
         progress: called after each sample with (samples written, samples in all).

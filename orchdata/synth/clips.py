@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageDraw
 
+from orchdata.loaders.environment import way_out
 from orchdata.synth.media import COLOURS, SHAPES, draw_shape, ground
 
 _WAYS: Final = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -77,5 +78,5 @@ def _pyav() -> Any:
     try:
         import av
     except ModuleNotFoundError as error:
-        raise ImportError("making video needs PyAV: pip install 'orchdata[video]'") from error
+        raise ImportError(f"making video needs PyAV: {way_out('av')}") from error
     return av

@@ -101,10 +101,10 @@ class Description:
 
 
 def read_description(source: Description | Mapping[str, Any] | str | Path) -> Description:
-    """Check a description, or the YAML file that holds one.
+    """Check a description, or the YAML file that holds one: its path, or the name of an installed one, such as "omni".
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, and none of that name is installed.
         ValueError: the YAML does not parse, or a field is unknown, missing or out of range; the message starts with
             the file (if any) and the field.
     """
@@ -112,11 +112,28 @@ def read_description(source: Description | Mapping[str, Any] | str | Path) -> De
         return source
     if isinstance(source, Mapping):
         return _description(source)
-    content = read_yaml(source)
+    content = read_yaml(_path_of(str(source)))
     try:
         return _description(content)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
+
+
+def installed_descriptions() -> dict[str, Path]:
+    """Return the files that come with the library, by name: those of a wheel, or of the checkout."""
+    package = Path(__file__).parents[1]
+    folder = next((each for each in (package / "datasets", package.parent / "datasets") if each.is_dir()), package)
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _path_of(source: str) -> Path:
+    """Return the file of a description. A file of the user's comes before the installed one of the same name."""
+    path, installed = Path(source), installed_descriptions()
+    if path.is_file() or path.suffix or path.name != source:
+        return path
+    if source not in installed:
+        raise FileNotFoundError(f"{source}: no such file, and no description of that name: {', '.join(installed)}")
+    return installed[source]
 
 
 def _description(content: Any) -> Description:

@@ -30,7 +30,8 @@ def test_every_package_is_listed() -> None:
         for init in (REPOSITORY / folder).rglob("__init__.py"):
             nested = init.parent.relative_to(REPOSITORY / folder).parts
             packages.add(".".join([namespace[folder], *nested]))
-    assert sorted(SETUPTOOLS["packages"]) == sorted(packages)
+    assert namespace["datasets"] == "orchdata.datasets"  # files that are no Python
+    assert sorted(SETUPTOOLS["packages"]) == sorted([*packages, "orchdata.datasets"])
 
 
 def test_every_python_file_lies_in_a_package() -> None:
@@ -43,7 +44,7 @@ def test_every_python_file_lies_in_a_package() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy: setuptools keeps build/, and files there that were since deleted get into wheels.
     source = tmp_path_factory.mktemp("source")
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "datasets"):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -149,6 +150,14 @@ def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
     out = _run(environment, "orchdata", "--help", cwd=tmp_path)
     for command in ("demo", "synth", "index", "profile", "bench"):
         assert command in out
+
+
+def test_synth_knows_descriptions_by_name(environment: Path, tmp_path: Path) -> None:
+    for path in (REPOSITORY / "datasets").glob("*.yaml"):
+        assert path.read_bytes() == next(environment.rglob(f"orchdata/datasets/{path.name}")).read_bytes()
+    assert "4 samples in 4 shards" in _run(
+        environment, "orchdata", "synth", "omni", "out", "--samples", "4", cwd=tmp_path
+    )
 
 
 def test_versions_agree() -> None:

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 os.environ.setdefault("SVT_LOG", "-1")  # or the encoder of AV1 tells all of itself
-av = pytest.importorskip("av", reason="video needs PyAV: pip install 'orchdata[video]'")
+av = pytest.importorskip("av", reason="video needs PyAV, the extra `video`")
 
 BITS = 8
 ENCODERS = {

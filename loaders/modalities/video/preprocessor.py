@@ -29,7 +29,7 @@ _FINEST: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class VideoPreprocessor(VideoFiles):
-    """Clips as patches of some of their pictures, within a token budget. Needs PyAV: `pip install 'orchdata[video]'`.
+    """Clips as patches of some of their pictures, within a token budget. Needs PyAV, the extra `video`.
 
     A patch is `patch_size` pixels square and `temporal_patch_size` pictures long; `merge` x `merge` neighbouring
     patches become one LLM token. Pictures are taken at equal distances from the clip's start: at a constant rate,
