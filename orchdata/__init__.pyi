@@ -40,7 +40,9 @@ from .loaders.records import Media as Media
 from .loaders.samples.sample import Sample as Sample
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate
+from .order.order import Order as Order
 from .order.order import Shuffle as Shuffle
+from .order.order import shuffle_quality as shuffle_quality
 from .planning.balance import Balance as Balance
 from .planning.layout import Packed as Packed
 from .planning.layout import Padded as Padded
@@ -49,6 +51,7 @@ from .planning.route import Route as Route
 from .planning.route import make_route as make_route
 from .post_balancing.loader import post_balance as post_balance
 from .post_balancing.step import PostBatch as PostBatch
+from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
 

@@ -44,6 +44,15 @@ def test_python_compiles_and_its_names_exist(page: str, block: str) -> None:
                 assert hasattr(module, alias.name), f"{page}: from {node.module} import {alias.name}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("architecture.md", "CONTRIBUTING.md")])
+def test_pages_use_public_names_alone(page: Path) -> None:
+    for name in re.findall(r"(?:from |`|help\()(orchdata\.\w+[\w.]*)", page.read_text()):
+        public = name.split(".")[1] in orchdata.__all__ and (
+            name.count(".") == 1 or name.startswith("orchdata.balancers.")
+        )
+        assert public, f"{page.name}: {name}"
+
+
 @pytest.mark.parametrize(("page", "block"), _blocks("python"))
 def test_attributes_of_a_batch_exist(page: str, block: str) -> None:
     fields = set(orchdata.Batch.__dataclass_fields__) | set(dir(orchdata.Batch))

@@ -110,7 +110,7 @@ def profile(
     from orchdata.balancers import CostModel
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
-    from orchdata.profile.profile import profile as make_profile
+    from orchdata.profiling.profile import profile as make_profile
 
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     balance = Balance(max_tokens=caps, objective=objective, oversize=oversize)  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def _build(
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
-    from orchdata.profile.profile import count_reasons, split_failures
+    from orchdata.profiling.profile import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
     return {
@@ -280,7 +280,7 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
 
 def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
     """Return the result of verifying with every failure, JSON-safe."""
-    from orchdata.profile.profile import count_reasons
+    from orchdata.profiling.profile import count_reasons
 
     return {
         "shards": len(index.shards),

@@ -13,8 +13,8 @@ from rich.text import Text
 from orchdata.cli.output import human_bytes
 
 if TYPE_CHECKING:
-    from orchdata.profile.profile import Profile
-    from orchdata.profile.scales import Scale
+    from orchdata.profiling.profile import Profile
+    from orchdata.profiling.scales import Scale
 
 MOST_REASONS = 5
 

@@ -22,7 +22,7 @@ from orchdata.demo.report import DemoReport, render
 from orchdata.reference.records import compare_curves, fastest_repeats, summarise_lane
 
 if TYPE_CHECKING:
-    from orchdata.profile.profile import Profile
+    from orchdata.profiling.profile import Profile
     from orchdata.synth import SynthReport
 
 __all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
@@ -98,7 +98,7 @@ def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progr
     """Index the shards, which the ranks will need, and profile them."""
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
-    from orchdata.profile.profile import profile
+    from orchdata.profiling.profile import profile
     from orchdata.reference.setup import make_cost, make_model_config, make_recipe
 
     recipe = make_recipe()

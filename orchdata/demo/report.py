@@ -10,7 +10,7 @@ from orchdata.reference.records import LaneResult
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from orchdata.profile.profile import Profile
+    from orchdata.profiling.profile import Profile
     from orchdata.synth import SynthReport
 
 _BUSY_BELOW = 0.9

@@ -1,6 +1,7 @@
 """The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
 
 from .from_processor import recipe as recipe
+from .images import image_modality as image_modality
 from .inputs import Inputs as Inputs
 from .model_cost import cost as cost
 from .scaled_loss import loss as loss

@@ -59,7 +59,7 @@ orchdata: trainers repeatable
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps
-orchdata: dataloader profile post_balancing verifying showing
+orchdata: dataloader profiling post_balancing verifying showing
 orchdata: hf torchtitan
 orchdata: synth reference
 orchdata: demo bench

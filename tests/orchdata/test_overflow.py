@@ -22,7 +22,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.samples.overflow import unpacked
 from orchdata.loaders.text.fast_tokenizer import FastTokenizer
-from orchdata.profile.profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.verifying.verify import verify
 
 LIMIT = 40

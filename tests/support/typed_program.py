@@ -81,6 +81,8 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
         od.megatron_packed(batch)
         yield od.exchange(torch.zeros(3, 4), batch.route("image"), requires_grad=True)
     assert_type(plan.hash, str)
+    print(od.profile(dataset.index(), cost=cost).to_dict())
+    print(od.shuffle_quality(od.Order(100, shuffle=None, seed=0), 0, 8).mean_displacement)
     made = od.make_route
     print(route.parts, made)
     for post in od.post_balance([[1], [2]], cost=len):
@@ -122,4 +124,4 @@ def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) 
     assert_type(od.hf.cost(model), od.CostModel)
     od.DataLoader(dataset, 8, collate_fn=od.hf.Inputs(model.config))
     od.hf.accelerate(loader, accelerator)
-    print(od.hf.encode, od.hf.loss, od.torchtitan.DataLoader)
+    print(od.hf.image_modality(processor), od.hf.encode, od.hf.loss, od.torchtitan.DataLoader)

@@ -41,8 +41,8 @@ from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length
-from orchdata.profile.chosen_totals import chosen_totals
-from orchdata.profile.scales import Scale, make_scale
+from orchdata.profiling.chosen_totals import chosen_totals
+from orchdata.profiling.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
 _RANGE_SAMPLES = 1000

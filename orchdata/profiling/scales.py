@@ -21,8 +21,8 @@ from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.sharing.fixed import better_budget
-from orchdata.profile.advice import Change, PhaseAdvice, phase_advice, try_changes
-from orchdata.profile.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profiling.advice import Change, PhaseAdvice, phase_advice, try_changes
+from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -150,7 +150,7 @@ def make_scale(
     steps: int,
     mixed: Callable[[int], MixtureOrder] | None,
 ) -> Scale:
-    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profile.profile.profile`.
+    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.profile.profile`.
 
     Args:
         source: costs of an index.

@@ -23,10 +23,10 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
-from orchdata.profile.chosen_totals import chosen_totals
-from orchdata.profile.planned import Draws
-from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
-from orchdata.profile.scales import SCOPES
+from orchdata.profiling.chosen_totals import chosen_totals
+from orchdata.profiling.planned import Draws
+from orchdata.profiling.profile import PERCENTILES, Profile, count_reasons, profile
+from orchdata.profiling.scales import SCOPES
 from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))

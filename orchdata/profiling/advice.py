@@ -18,7 +18,7 @@ from orchdata.order.steps import StepTask
 from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.profile.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps, sums_of
+from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps, sums_of
 
 ENOUGH = 1.02  # A step this near its mean needs nothing.
 LARGER_BATCHES = (2, 4)
