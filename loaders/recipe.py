@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import Field, FrozenInstanceError, make_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclass, make_dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
 _LONGEST_NAME: Final = 256
+_LONGEST_REPR: Final = 120
 _NUMBER: Final = re.compile(r"^\d+\.|\.\d+$")
 
 
@@ -160,10 +161,13 @@ class Recipe:
         return fields
 
     def __repr__(self) -> str:
-        parts = self._parts | self._given
+        """Show the arguments that differ from their defaults, and of their fields those that do."""
+        parts = self._given | self._parts
         if self.record is not None:
             parts |= {"record": self.record.name, "record_id": self.record.id}
-        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
+        defaults: dict[str, Any] = vars(Recipe)["__init__"].__kwdefaults__
+        given = {name: value for name, value in parts.items() if repr(value) != repr(defaults.get(name))}
+        return f"Recipe({_shown_fields(given)})"
 
     def __eq__(self, other: object) -> bool:
         """Compare `describe()`: parameters may be of any type."""
@@ -341,6 +345,25 @@ class Recipe:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
         text = json.dumps(self.describe(), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _shown_fields(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    """Return a repr without fields that have their defaults; of an object with a long repr its class alone."""
+    is_generated = is_dataclass(value) and hasattr(type(value).__repr__, "__wrapped__")  # not one of the user's own
+    if not is_generated:
+        text = repr(value)
+        is_long = len(text) > _LONGEST_REPR and type(value).__module__ != "builtins"
+        return f"<{type(value).__qualname__}>" if is_long else text
+    given = {}
+    for each in fields(value):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.init and each.repr and repr(getattr(value, each.name)) != repr(default):
+            given[each.name] = getattr(value, each.name)
+    return f"{type(value).__qualname__}({_shown_fields(given)})"
 
 
 def _make(kind: type[Recipe], given: dict[str, Any]) -> Recipe:

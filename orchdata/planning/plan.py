@@ -22,7 +22,7 @@ from orchdata.planning.sharing.shares import Padding, Shares
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan:
     """The rank and microbatch of each of the n samples of one global batch.
 
@@ -68,6 +68,10 @@ class Plan:
     loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
     _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        sizes = f"ranks={self.num_ranks}, samples={len(self.row)}, microbatches={self.num_microbatches}"
+        return f"Plan(epoch={self.epoch}, step={self.step}, {sizes}, hash={self.hash!r})"
 
     @property
     def phases(self) -> tuple[str, ...]:

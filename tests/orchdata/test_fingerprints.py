@@ -124,6 +124,33 @@ def test_a_recipe_is_a_value() -> None:
         recipe.audio = None  # type: ignore[misc]
 
 
+class Wordy:
+    """A tokenizer whose repr has its whole vocabulary."""
+
+    def __call__(self, text: str) -> list[int]:
+        return [len(text)]
+
+    def __repr__(self) -> str:
+        return "Wordy(" + "word, " * 1000 + ")"
+
+
+def test_the_repr_of_a_recipe_has_what_differs_from_the_defaults() -> None:
+    assert repr(od.Recipe()) == "Recipe()"
+    recipe = od.Recipe(
+        image=od.ImagePreprocessor(max_tokens=64),
+        audio=None,
+        limits=od.Limits(key_bytes=9),
+        keep=("cls",),
+    )
+    assert repr(recipe) == (
+        "Recipe(image=ImagePreprocessor(max_tokens=64), audio=None, limits=Limits(key_bytes=9), keep=('cls',))"
+    )
+    wordy = od.Recipe(text=od.TextPreprocessor(Wordy(), id="wordy"))
+    assert repr(wordy).startswith("Recipe(text=TextPreprocessor(tokenizer=<Wordy>, id='wordy'")
+    chats = od.Recipe(text=od.TextPreprocessor(template=od.ChatTemplate(suffix="|")))
+    assert "template=ChatTemplate(suffix='|')" in repr(chats)
+
+
 NAMES = ("Recipe", "ImagePreprocessor", "AudioPreprocessor", "TextPreprocessor", "ChatTemplate", "Limits")
 
 

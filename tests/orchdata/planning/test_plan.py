@@ -131,6 +131,11 @@ def test_plans_are_equal_to_the_bit_and_hashes_tell_them_apart() -> None:
     assert len({make_plan(spec(), StepTask(0, 2)).hash, *(plan.hash for plan in others)}) == 5
 
 
+def test_the_repr_is_one_line() -> None:
+    plan = make_plan(spec(), StepTask(0, 2))
+    assert repr(plan) == f"Plan(epoch=0, step=2, ranks=8, samples=64, microbatches=1, hash='{plan.hash}')"
+
+
 def test_equal_counts() -> None:
     plan = make_plan(spec(balance=Balance(equal_count=True)), StepTask(0, 0))
     assert set(np.bincount(plan.rank, minlength=8).tolist()) == {8}
