@@ -112,7 +112,14 @@ def distribution_of(package: str) -> str | None:
     return None if name is None else re.sub(r"[-_.]+", "-", name).lower()
 
 
-_DISTRIBUTIONS: Final = {"PIL": "pillow", "yaml": "pyyaml"}
+_DISTRIBUTIONS: Final = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil",
+    "sklearn": "scikit-learn",
+}
+"""Package -> its pip name, where they differ and the package may be missing."""
 _EXTRAS: Final = ("hf", "video")
 
 
@@ -136,11 +143,13 @@ def way_out(package: str, error: BaseException | None = None) -> str:
     extra = next((name for name in _EXTRAS if (distribution or package) in requirements(name)), None)
     wanted = {**requirements(extra or ""), **requirements()}.get(distribution or package)
     if not is_installed(package):
-        lacking = requirements(extra).values() if extra else [wanted or package]  # no index may have orchdata itself
+        lacking = (
+            requirements(extra).values() if extra else [wanted or distribution or package]
+        )  # no index may have orchdata itself
         return "pip install " + " ".join(f"'{each}'" for each in lacking)
     lacks = _package(error.name) if isinstance(error, ModuleNotFoundError) else ""
     if lacks and lacks != package and not lacks.startswith("_") and not is_installed(lacks):
-        return f"pip install '{lacks}'"
+        return way_out(lacks)
     if distribution is None:
         return f'`python -c "import {package}"` shows what is wrong with it'
     alone = "" if lacks else "--no-deps "  # a missing module may belong to another distribution

@@ -99,7 +99,21 @@ def _features() -> Iterator[Finding]:
     for package, (feature, extra) in _FEATURES.items():
         wanted = requirements(extra).get(package, package) if extra else package
         state, advice = _installed(package, wanted)
+        if package == "torchvision" and advice:
+            advice = _fitting_torchvision(state == "not installed")
         yield Finding("features", package, f"{state}: {feature}", "missing" if advice else "good", advice)
+
+
+def _fitting_torchvision(is_missing: bool) -> str:
+    """Return what to do about torchvision. It is built for one torch, and by itself may bring another one."""
+    if not is_missing:
+        return "`pip uninstall torchvision`: it does not fit this torch, and transformers imports what is installed"
+    number, _, build = version("torch").partition("+")
+    if not build:
+        return f"pip install torchvision 'torch=={number}'"
+    if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build):
+        return f"pip install torchvision 'torch=={number}+{build}' --index-url https://download.pytorch.org/whl/{build}"
+    return f"a torchvision from where this torch {number}+{build} is from"
 
 
 def _installed(package: str, wanted: str) -> tuple[str, str]:
@@ -143,10 +157,19 @@ def _machine() -> Iterator[Finding]:
     yield Finding(
         "machine", "torch.distributed", ", ".join(backends) or "not available", "good" if backends else "note"
     )
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files < _FEW_FILES
-    hint = "`ulimit -n 65536`: each open shard, worker and kept batch takes some" if few else ""
+    hint = f"{_more_files(most)}: each open shard, worker and kept batch takes some" if few else ""
     yield Finding("machine", "open files", f"at most {files:,}", "note" if few else "good", hint)
+
+
+def _more_files(most: int) -> str:
+    """Return how to raise the limit of open files, where `most` is as far as a user may."""
+    if most != resource.RLIM_INFINITY and most < _FEW_FILES:
+        return (
+            "`nofile` in /etc/security/limits.conf, or `docker run --ulimit nofile=65536`, raises what a user may have"
+        )
+    return f"`ulimit -n {65536 if most == resource.RLIM_INFINITY else min(most, 65536)}`"
 
 
 def _accelerators(torch: Any) -> str:
@@ -186,12 +209,12 @@ def _media() -> Iterator[Finding]:
         "media", "JPEG", f"libjpeg-turbo of simplejpeg {simplejpeg.__version__}; Pillow's is {turbo or 'plain'}"
     )
     webp = features.check("webp")
-    hint = "" if webp else "install a Pillow with WebP"
+    hint = "" if webp else f"the wheel has it: {way_out('PIL')}"
     yield Finding("media", "WebP", "yes" if webp else "not in this Pillow", "good" if webp else "missing", hint)
     formats = soundfile.available_formats()
     lost = [name for name in ("WAV", "FLAC", "OGG", "MP3") if name not in formats]
     libraries = f"libsndfile {soundfile.__libsndfile_version__}" + (f", without {', '.join(lost)}" if lost else "")
-    hint = "install a newer libsndfile, or the wheel of soundfile" if lost else ""
+    hint = f"the wheel has a newer libsndfile: {way_out('soundfile')}" if lost else ""
     yield Finding("media", "audio", libraries, "missing" if lost else "good", hint)
     yield _ffmpeg()
 
@@ -246,7 +269,8 @@ def _kernels() -> Iterator[Finding]:
 
     folder = Path(getattr(numba.config, "CACHE_DIR", "") or Path(kernel.__file__).parent)
     kept = sum(1 for _ in folder.rglob("*.nbc"))
-    good = os.access(folder, os.W_OK)
+    made = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # numba makes the others
+    good = os.access(made, os.W_OK)
     hint = "" if good else "set NUMBA_CACHE_DIR to a writable folder: otherwise each process compiles what is missing"
     yield Finding("kernels", "compiled", f"{kept} in {folder}", "good" if good else "note", hint)
 
@@ -268,7 +292,9 @@ def _cache() -> Iterator[Finding]:
     low = free < _LOW_DISK
     hint = f"make room, or set {CACHE_VARIABLE}" if low else ""
     if anyone and not low:
-        hint = f"everyone can write to it, and so decide what is trained on: chmod o-w, or set {CACHE_VARIABLE}"
+        hint = (
+            f"everyone can write to it, and so decide what is trained on: `chmod o-w {root}`, or set {CACHE_VARIABLE}"
+        )
     text = f"{root}: {human_bytes(used)} used, {human_bytes(free)} free"
     yield Finding("cache", "folder", text, "note" if hint else "good", hint)
 

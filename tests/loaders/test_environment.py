@@ -178,6 +178,7 @@ def test_the_way_out_changes_something(plant: Callable[[str], None]) -> None:
     assert way_out("planted_nowhere") == "pip install 'planted_nowhere'"
     plant("import planted_nowhere")
     assert way_out("planted", raised(by_statement)) == "pip install 'planted_nowhere'"
+    assert way_out("planted", ModuleNotFoundError(name="cv2")) == "pip install 'opencv-python-headless'"
     assert way_out("planted", OSError()) == '`python -c "import planted"` shows what is wrong with it'
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,52 @@ def test_versions_outside_what_is_required(
     code, seen = findings()
     assert (code, seen["versions", package]["verdict"]) == ((0, "good") if is_good else (1, "broken"))
     assert ("is required" in seen["versions", package]["found"]) is not is_good
+
+
+@pytest.mark.parametrize(
+    ("most", "advice"),
+    [(resource.RLIM_INFINITY, "`ulimit -n 65536`"), (5000, "`ulimit -n 5000`"), (1024, "`nofile` in /etc/security")],
+)
+def test_the_advice_about_open_files_is_one_that_the_shell_allows(
+    monkeypatch: pytest.MonkeyPatch, most: int, advice: str
+) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, most))
+    (files,) = [each for each in doctor._machine() if each.name == "open files"]
+    assert files.verdict == "note" and files.hint.startswith(advice)
+
+
+def test_a_folder_for_kernels_that_numba_will_make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "new" / "deep"))
+    (kernels,) = doctor._kernels()
+    assert (kernels.verdict, kernels.hint) == ("good", "")
+
+
+@pytest.mark.parametrize(
+    ("torch", "state", "advice"),
+    [
+        ("2.13.0", "not installed", "pip install torchvision 'torch==2.13.0'"),
+        (
+            "2.13.0+cu130",
+            "not installed",
+            "pip install torchvision 'torch==2.13.0+cu130' --index-url https://download.pytorch.org/whl/cu130",
+        ),
+        ("2.6.0a0+nv1", "not installed", "a torchvision from where this torch 2.6.0a0+nv1 is from"),
+        (
+            "2.13.0+cpu",
+            "RuntimeError: operator torchvision::nms does not exist",
+            "`pip uninstall torchvision`: it does",
+        ),
+    ],
+)
+def test_torchvision_is_not_to_bring_another_torch(
+    monkeypatch: pytest.MonkeyPatch, torch: str, state: str, advice: str
+) -> None:
+    monkeypatch.setattr(doctor, "_installed", lambda package, wanted: (state, "pip install it"))
+    monkeypatch.setattr(doctor, "version", lambda name: torch)
+    hints = {each.name: each.hint for each in doctor._features()}
+    assert hints["torchvision"].startswith(advice)
 
 
 def test_files_of_the_cache_that_cannot_be_looked_at(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
