@@ -13,6 +13,9 @@ import orchdata as od
 LOSSES = ("class", "mean", "contrastive", "router", "tasks")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("losses")

@@ -65,6 +65,7 @@ def _main_job() -> str:
     return next(block for page, block in _blocks("python") if page == "README.md" and "**batch.model_inputs()" in block)
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPOSITORY / "README.md").read_text().partition("## Quickstart\n")[2].partition("\n## ")[0]
     shell = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

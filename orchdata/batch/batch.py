@@ -24,7 +24,6 @@ from orchdata.planning.route import Route
 
 if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
-    from orchdata.loaders.samples.kept import KeptValue
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Layout
 
@@ -97,7 +96,7 @@ class Batch:
     pieces: tuple[int, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
-    fields: Mapping[str, list[KeptValue]] = field(default_factory=dict)
+    fields: Mapping[str, list[bytes | str | list[bytes | str] | None]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

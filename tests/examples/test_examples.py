@@ -217,6 +217,7 @@ def test_an_example_runs_as_its_docstring_says(shards: Path, tmp_path: Path) -> 
     assert (tmp_path / "kept" / "step-000002" / "state.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_webdataset_pipeline_is_balanced_between_ranks(tmp_path: Path) -> None:
     synthesize(OMNI, tmp_path / "omni", samples=48)
     run_ranks(str(JOB), "webdataset_pipeline", 0, tmp_path / "omni" / "*.tar", num_ranks=2, folder=tmp_path)
