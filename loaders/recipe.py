@@ -19,7 +19,7 @@ from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
 from orchdata.loaders.modalities.modality import Modality, Slot, outer_of, plain
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.media_words import MediaWords, record_keys
-from orchdata.loaders.text.preprocessor import TextPreprocessor
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
 from orchdata.loaders.text.template import ChatTemplate
 
 __all__ = [
@@ -234,7 +234,8 @@ class Recipe:
         if claimed is not None:
             return self.kinds.index(claimed)
         if kind == OTHER:
-            return OTHER
+            own = self.text.fields if self.text.fields != TEXT_FIELDS else ()  # a suffix that only this recipe reads
+            return TEXT if any(name in own for name in names_of(field)) else OTHER
         name = KINDS[kind]
         is_ours = name == "text" or (name in self.modalities and self.modalities[name].fields == BUILTINS[name].fields)
         return self.kinds.index(name) if is_ours else UNUSED

@@ -53,6 +53,9 @@ __all__ = [
     "written",
 ]
 
+_NO_RECORD = "Recipe.record returned a record that cannot be used"
+_OWN_LAYOUT = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
+
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Indices of the members with bytes that `compose` needs: JSON, the preferred plain text, the context of a chat."""
@@ -108,7 +111,7 @@ def written(
     media = uses.media
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
-    where = members[used[0]].field if used else "*"
+    where = members[used[0]].field if used and not is_made(members, recipe) else "*"
     leading = _match(media, segments, where, recipe)
     writer = _writer(recipe, where, size_of, is_chat=is_chat)
     for modality in leading:
@@ -180,11 +183,12 @@ def _made_segments(
         raise error.at("*") from error.__cause__
     if document.is_chat:
         return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True
+    _check_named(document.named, members, recipe, exactly=False)
     if document.completion is not None:
         return uses, _completion_segments(document.completion, recipe), False
     if document.text is None:
         reason = why_unread(document.rest) or "it has neither a text nor a chat"
-        raise FieldError("*", f"Recipe.record returned a record that cannot be used: {reason}")
+        raise FieldError("*", f"{_NO_RECORD}: {reason}")
     return uses, _text_segments([document.text], "*", recipe), False
 
 
@@ -329,7 +333,8 @@ def _check_unread(
     for index, document in documents.items():
         reason = why_unread(document.rest)
         if reason is not None:
-            raise FieldError(members[index].field, reason)
+            said = f"{_NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {_OWN_LAYOUT}"
+            raise FieldError(members[index].field, said)
     json = {*uses.json}
     for index in uses.chat_context:
         if index not in json and says(_value(members[index], texts[index], recipe)):
@@ -354,11 +359,11 @@ def _way_out(field: str, more: Sequence[str]) -> str:
     """Say how to read the words of a field, or of several fields."""
     if more:
         return (
-            f"{', '.join(map(repr, more))} too: write them as one chat, a list of turns under messages; leave them out "
-            "if the model need not see them"
+            f"{', '.join(map(repr, more))} too: {_OWN_LAYOUT}, or write them as one chat, a list of turns under "
+            "messages; leave them out if the model need not see them"
         )
     if field.endswith(WORDS_SUFFIX):
-        return "a list or struct: write its words as a string column, or leave it out of the data"
+        return f"a list or struct: {_OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
@@ -472,6 +477,8 @@ def _check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> 
 def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:
     fields = ", ".join(member.field for member in members) or "none"
     texts = ", ".join(("json", *recipe.text.fields))
+    if recipe.record is not None and not is_made(members, recipe):
+        return f"{_NO_RECORD}: it has neither a text nor a chat"
     return (
         f"no usable field among: {fields}; the recipe reads {', '.join([*recipe.modalities, 'text'])} (fields {texts})"
     )

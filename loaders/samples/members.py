@@ -134,6 +134,7 @@ def is_label(field: str) -> bool:
 def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]) -> tuple[int, ...]:
     for wanted in text_fields:
         chosen = [index for index, name in candidates if name == wanted]
+        chosen = chosen or [index for index, name in candidates if _TEXT_SUFFIXES.sub("", name) == wanted]
         chosen = chosen or [index for index, name in candidates if name.endswith("." + wanted)]
         if chosen:
             return tuple(chosen)

@@ -19,6 +19,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import Media, made_record
 from orchdata.loaders.samples.members import Member, Uses, is_label
 from orchdata.loaders.shards.fields import EMPTY, NULL
+from orchdata.loaders.text.chat_keys import says
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.words import WORDS_SUFFIX
@@ -30,6 +31,7 @@ _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)
 _CHATS: Final = ("messages", "conversations", "conversation")
 _CONTENTS: Final = ("content", "value")
+_INTEGER: Final = re.compile(r"\s*[+-]?\d{1,4000}\s*")  # more digits are a ValueError of Python's
 
 
 class MadeSample(NamedTuple):
@@ -54,13 +56,18 @@ def record_of(members: Sequence[Member], texts: Mapping[int, bytes | memoryview]
         texts: payloads of `text_members`.
 
     Raises:
-        FieldError: a text cannot be read.
+        FieldError: a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
     """
+    groups = _grouped(members, recipe)
+    for name, (is_listed, indices) in groups.items():
+        if len(indices) > 1 and not is_listed:
+            other = members[indices[1]].field
+            raise FieldError(other, f"Recipe.record gets this as {name!r}, and {members[indices[0]].field!r} too")
     return {
         name: [_value(members[at], name, number, texts.get(at), recipe) for number, at in enumerate(indices)]
         if is_listed
         else _value(members[indices[0]], name, 0, texts.get(indices[0]), recipe)
-        for name, (is_listed, indices) in _grouped(members, recipe).items()
+        for name, (is_listed, indices) in groups.items()
     }
 
 
@@ -69,7 +76,8 @@ def made_sample(
 ) -> MadeSample:
     """Call the recipe's function.
 
-    Without any `Media` in its record all media are used, in the order of the fields.
+    Without any `Media` in its record all media are used, in the order of the fields; but an empty list or None under a
+    key such as "images" chooses none.
 
     Raises:
         LeftOut: it leaves the sample out.
@@ -83,7 +91,7 @@ def made_sample(
         made = references.taken_from(made)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
-    return MadeSample(made, references.media() if references.has_any else uses.media)
+    return MadeSample(made, references.media() if references.chooses else uses.media)
 
 
 def _grouped(members: Sequence[Member], recipe: Recipe) -> dict[str, tuple[bool, list[int]]]:
@@ -138,9 +146,7 @@ def _value(member: Member, name: str, number: int, payload: bytes | memoryview |
         text = decode_utf8(payload)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
-    if member.kind == OTHER and (number_text := text.strip()).lstrip("-").isdecimal():
-        return int(number_text[:18])
-    return text
+    return int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text
 
 
 class _References:
@@ -155,10 +161,12 @@ class _References:
             for number, index in enumerate(indices)
         }
         self._taken: dict[str, list[int]] = {}
+        self._is_none = False
 
     @property
-    def has_any(self) -> bool:
-        return bool(self._taken)
+    def chooses(self) -> bool:
+        """Whether the record says which media are used: it has references, or a key of media that names none."""
+        return bool(self._taken) or self._is_none
 
     def media(self) -> dict[str, tuple[int, ...]]:
         """Return the members referred to, by modality, in the recipe's order; with the sound in videos."""
@@ -178,6 +186,10 @@ class _References:
             items = value if isinstance(value, list) else [value]
             if key in words.records and any(isinstance(item, Media) for item in items):
                 self._take_list(key, items)
+            elif key in words.records and all(map(_is_nothing, items)):
+                self._is_none = True
+            elif key in words.records and any(isinstance(item, dict) for item in items):
+                raise DecodeError(f"Recipe.record: {key!r} has a dict: return the references to media that it gets")
             elif key in _CHATS and isinstance(value, list):
                 left[key] = [self._turn(turn, in_turns, f"{key}[{number}]") for number, turn in enumerate(value)]
             else:
@@ -187,7 +199,10 @@ class _References:
                 raise DecodeError(f"Recipe.record: the turns and a key of the record both refer to {name}: use one")
         for name, indices in self._taken.items():
             if len(set(indices)) < len(indices):
-                raise DecodeError(f"Recipe.record: the record refers to one {name} twice")
+                raise DecodeError(
+                    f"Recipe.record: the record refers to one {name} twice, and each can be in a sample once: leave "
+                    "out the second reference, or say it in words"
+                )
         return left
 
     def _take_list(self, key: str, items: Sequence[Any]) -> None:
@@ -241,6 +256,11 @@ class _References:
     def _modality(self, index: int) -> str | None:
         kind, kinds = self._members[index].kind, self._recipe.kinds
         return kinds[kind] if TEXT < kind < len(kinds) else None
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether a value in place of media is null, blank or false, which name nothing."""
+    return value is None or value is False or (isinstance(value, str | dict | list) and not says(value))
 
 
 def _without_media(value: Any, where: str) -> Any:

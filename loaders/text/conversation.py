@@ -219,6 +219,8 @@ def _unread(record: Mapping[str, Any]) -> str | None:
     for key, value in record.items():
         if not says(value):
             continue
+        if key in ("prompt", "completion") and completion_of(record) is not None:
+            return "prompt and completion are read under a model's own template, ChatTemplate.from_jinja"
         if names_words(key):
             return f"its words are under {shown(key)}, which is not read; known are {', '.join(_READ_KEYS)}"
         if isinstance(value, list) and any(map(_is_turn, value)):

@@ -81,6 +81,7 @@ def prepare_shards(
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
     _warn_of_unread(index)
+    _warn_of_unused_root(dataset, index)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
     without = np.union1d(_quarantined_rows(index, named), unchosen)
@@ -165,6 +166,26 @@ def _warn_of_missing(recipes: Sequence[Recipe], index: Index | JoinedIndex) -> N
             f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field, but "
             f"{others}",
         )
+
+
+def _warn_of_unused_root(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
+    """Warn once about a `media_root` without media: their names are probably under a key that is not read."""
+    mine: list[tuple[ShardDataset, Index]] = []
+    if isinstance(index, Index):
+        mine = [(dataset, index)] if isinstance(dataset, ShardDataset) else []
+    elif isinstance(dataset, Mixture):
+        mine = [(leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
+    for one, each in mine:
+        totals = each.totals
+        if one.media_root is None or totals["samples"] == totals["bad"]:
+            continue
+        if one.recipe.modalities and not any(kind.get("parts") for kind in totals["modalities"].values()):
+            warn_once(
+                f"no media below {one.media_root} of {each.fingerprint}",
+                f"media_root={one.media_root!r} is given, and no sample has media: records name them under "
+                f"{', '.join(record_keys(BUILTINS))}. Rename another key with columns={{old: {next(iter(BUILTINS))!r}}}, "
+                "or read it with Recipe(record=...): docs/layouts.md",
+            )
 
 
 def _is_unread_text(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -475,3 +476,84 @@ def test_a_models_own_chat_template_renders_what_a_function_makes(tmp_path: Path
     )
     assert names[:3] == ["text", "image", "image"] and "# Tools" in said and "Where?" in said
     assert "<tool_call>" in learned and "Here." in learned and "rain" not in learned
+
+
+def chooses_none(record: dict[str, Any]) -> Any:
+    return {"text": "no image", "images": [image for image in record.get("images", record.get("jpg")) if image is None]}
+
+
+def chooses_none_by_null(record: dict[str, Any]) -> Any:
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}], "image": None}
+
+
+@pytest.mark.parametrize("function", [chooses_none, chooses_none_by_null])
+def test_no_media_are_chosen(tmp_path: Path, function: Any) -> None:
+    rows = [{"images": [cell(IMAGES[0]), cell(IMAGES[1])]}]
+    write_shard(tmp_path / "a.tar", [{"__key__": "k", "0.jpg": IMAGES[0], "1.jpg": IMAGES[1]}])
+    for url in (parquet(tmp_path / "a.parquet", rows), str(tmp_path / "a.tar")):
+        batch = next(iter(od.DataLoader(od.ShardDataset(url, recipe(function)), batch_size=1)))
+        assert batch.image is None or not len(batch.image.patches)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ({"text": "x", "images": ["a.jpg", "b.jpg"]}, "the record names 2 .*, the sample holds 1"),
+        ({"text": "x", "images": [{"bytes": None, "path": "a.jpg"}]}, "'images' has a dict"),
+        ({"text": "x", "image": {"bytes": None, "path": "a.jpg"}}, "'image' has a dict"),
+        ({"prompt": "a", "completion": "b"}, "model's own template"),
+    ],
+)
+def test_media_that_a_record_names_are_not_lost(tmp_path: Path, made: Any, reason: str) -> None:
+    url = parquet(tmp_path / "a.parquet", [{"picture": cell(IMAGES[0])}])
+    with pytest.raises(DataError, match=reason):
+        od.DataLoader(od.ShardDataset(url, recipe(lambda _: made, record_id=reason)))
+
+
+def shown(record: dict[str, Any]) -> Any:
+    return repr(record)
+
+
+def text_of(url: str, made: od.Recipe, **more: Any) -> str:
+    batch = next(iter(od.DataLoader(od.ShardDataset(url, made, **more), batch_size=1)))
+    return bytes(token for token in batch.model_inputs()["input_ids"].flatten().tolist() if token < 256).decode()
+
+
+def test_labels_are_numbers_of_any_length_or_text(tmp_path: Path) -> None:
+    labels = {"cls": b"123456789012345678901", "count": b" -5\n", "index": b"--5", "id": b"1.5"}
+    write_shard(tmp_path / "a.tar", [{"__key__": "k", **labels}])
+    expected = {"cls": 123456789012345678901, "count": -5, "id": "1.5", "index": "--5"}
+    assert text_of(str(tmp_path / "a.tar"), recipe(shown)) == repr(expected)
+
+
+def test_two_fields_of_one_name_are_an_error(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.tar", [{"__key__": "k", "txt": b"one", "txt.gz": gzip.compress(b"two")}])
+    with pytest.raises(DataError, match=r"field 'txt.gz': Recipe.record gets this as 'txt', and 'txt' too"):
+        od.DataLoader(od.ShardDataset(str(tmp_path / "a.tar"), recipe(shown)))
+
+
+@pytest.mark.parametrize("write", [parquet, arrow])
+@pytest.mark.parametrize("row", [{"x": ["w"], "x.words": "hello"}, {"images": [b"a", b"b"], "images.0": b"c"}])
+def test_columns_with_fields_of_one_name(tmp_path: Path, write: Any, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="have fields of the same name: rename one"):
+        od.DataLoader(od.ShardDataset(write(tmp_path / f"a.{write.__name__}", [row]), recipe(shown)))
+
+
+@pytest.mark.parametrize("field", ["query", "query.txt", "0.query"])
+def test_plain_text_of_another_member(tmp_path: Path, field: str) -> None:
+    write_shard(tmp_path / "a.tar", [{"__key__": "k", field: b"hello", "jpg": IMAGES[0]}])
+    assert text_of(str(tmp_path / "a.tar"), recipe(text=od.TextPreprocessor(fields=("query",)))) == "hello"
+
+
+def test_media_root_without_media_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(IMAGES[0])
+    (tmp_path / "a.csv").write_text("picture_path_of_it,caption\na.jpg,hello\n")
+    with pytest.warns(UserWarning, match="no sample has media") as caught:
+        assert text_of(str(tmp_path / "a.csv"), recipe(), media_root=tmp_path) == "hello"
+    assert len(caught) == 1
+
+
+def test_absolute_path_with_two_slashes(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(IMAGES[0])
+    url = jsonl(tmp_path / "a.jsonl", [{"image": f"{tmp_path}//a.jpg", "text": "<image>x"}])
+    assert text_of(url, recipe(), media_root=tmp_path) == "x"

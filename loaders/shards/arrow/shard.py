@@ -21,7 +21,14 @@ from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import is_text_field, locate_cell, plan_columns, read_cell, renamed
+from orchdata.loaders.shards.parquet.cells import (
+    field_clash,
+    is_text_field,
+    locate_cell,
+    plan_columns,
+    read_cell,
+    renamed,
+)
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.shard import facts_of
@@ -55,6 +62,8 @@ class ArrowReader:
             met.add(stored.names)
         self._stored_names = {new: old for old, new in rules.names if old in stored.names}
         self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
+        if (clash := field_clash(self.columns)) is not None:
+            raise Refused(clash)
         self._leave_unreadable()
         counts = Counter(self.schema.names)
         for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):

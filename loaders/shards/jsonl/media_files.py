@@ -110,7 +110,7 @@ class MediaFolder:
         if name.startswith("/"):
             for root in (self.root, os.path.realpath(self.root)):
                 if name.startswith(root.rstrip("/") + "/"):
-                    return name[len(root.rstrip("/")) + 1 :]
+                    return name[len(root.rstrip("/")) :].lstrip("/")
         return name
 
     def state(self, name: str) -> str:

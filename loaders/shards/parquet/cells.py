@@ -265,6 +265,17 @@ def _with_nulls(column: Column | None, name: str, type_: pa.DataType) -> Column 
     return replace(column, has_nulls=True)
 
 
+def field_clash(columns: Columns) -> str | None:
+    """Return why two columns have a field of the same name, as `images` (a list) and `images.0`, or None."""
+    for column in columns:
+        name, _, number = column.name.rpartition(".")
+        other = columns.by_name.get(name)
+        if other is not None and ((other.listed and number.isdecimal()) or other.field == column.name):
+            both = f"the columns {name!r} and {column.name!r}"
+            return f"{both} have fields of the same name: rename one, columns={{old: new}}"
+    return None
+
+
 def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     """Return the column of a field and the item in its lists (-1 if cells are not lists); None for no column."""
     by_name = columns.by_name

@@ -8,7 +8,7 @@ storage during a call of pyarrow is raised unchanged, even if pyarrow hides or r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import plan_columns, renamed
+from orchdata.loaders.shards.parquet.cells import field_clash, plan_columns, renamed
 from orchdata.loaders.storage.storage import Storage
 
 _STREAM_BYTES = 1 << 20
@@ -73,7 +73,7 @@ class ParquetReader:
         self._leaves: dict[str, list[int]] = {}
         new_names = dict(rules.names)
         for leaf in range(metadata.num_columns):
-            name = metadata.schema.column(leaf).path.partition(".")[0]
+            name = _column_of(metadata.schema.column(leaf).path, stored)
             self._leaves.setdefault(new_names.get(name, name), []).append(leaf)
 
     def check(self) -> None:
@@ -85,6 +85,8 @@ class ParquetReader:
             raise Refused("no samples: the file has no rows")
         if rows > limits.shard_rows:
             raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
+        if (clash := field_clash(self.columns)) is not None:
+            raise Refused(clash)
         self._check_density("rows", rows)
         for group in range(len(self.starts) - 1):
             for column in self.columns:
@@ -194,6 +196,13 @@ def _plain_bytes(array: pa.Array) -> int:
     except pa.ArrowNotImplementedError:  # numbers, which are never read
         return int(array.indices.nbytes)
     return int(array.indices.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+
+
+def _column_of(leaf: str, columns: Collection[str]) -> str:
+    """Return the column of a leaf by its path; names of columns may have dots."""
+    parts = leaf.split(".")
+    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((path for path in paths if path in columns), parts[0])
 
 
 def _running_sums(counts: Sequence[int]) -> list[int]:
