@@ -183,8 +183,8 @@ def _warn_of_unused_root(dataset: ShardDataset | Mixture, index: Index | JoinedI
             warn_once(
                 f"no media below {one.media_root} of {each.fingerprint}",
                 f"media_root={one.media_root!r} is given, and no sample has media: records name them under "
-                f"{', '.join(record_keys(BUILTINS))}. Rename another key with columns={{old: {next(iter(BUILTINS))!r}}}, "
-                "or read it with Recipe(record=...): docs/layouts.md",
+                f"{', '.join(record_keys(BUILTINS))}. Rename another key with columns=, or read it with "
+                "Recipe(record=...): docs/layouts.md",
             )
 
 

@@ -20,7 +20,6 @@ ALLOWED = {
     "loaders/limits.py": "how large they may be",
     "loaders/recipe.py": "those of a recipe that names none",
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
-    "orchdata/__init__.py": "names of their classes",
     "orchdata/batch/": "batch.image and batch.audio",
     "orchdata/hf/": "what processors and models of Hugging Face call them",
     "orchdata/synth/": "makes them up",
