@@ -98,6 +98,8 @@ def _plain(value: Any, function: UserFunction, where: str) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return _plain(value.item(), function, where)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise function.wrong(f"returned a dict{where} with a key that is no string")

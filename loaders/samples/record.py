@@ -230,13 +230,15 @@ class _References:
             assert name is not None
             taken.setdefault(name, []).append(index)
             return {"type": name}
-        kind = item.get("type") if isinstance(item, dict) else None
+        kind = None
+        if isinstance(item, dict):  # Qwen writes items of media without a type too
+            kind = item.get("type", next((key for key, value in item.items() if isinstance(value, Media)), None))
         if isinstance(kind, str) and isinstance(item.get(kind), Media):
             wanted = self._recipe.rules.words.items.get(kind)
             if wanted is None:
                 raise DecodeError(f"Recipe.record: {where} is of type {kind!r}, which no modality of the recipe reads")
             taken.setdefault(wanted, []).append(self._member(item[kind], wanted, where))
-            item = {key: value for key, value in item.items() if key != kind}
+            item = {"type": kind, **{key: value for key, value in item.items() if key != kind}}
         return _without_media(item, where)
 
     def _member(self, item: Any, wanted: str | None, where: str) -> int:

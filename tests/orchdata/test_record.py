@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -52,6 +53,12 @@ def last_image_first(record: dict[str, Any]) -> Any:
 
 def chosen_image(record: dict[str, Any]) -> Any:
     return {"text": "<image> one", "images": [record["images"][1]]}
+
+
+def without_types(record: dict[str, Any]) -> Any:
+    items = [{"image": image} for image in record["images"][::-1]]
+    turn = {"role": "user", "content": [*items, {"text": "What?"}]}
+    return {"messages": [turn, {"role": "assistant", "content": "Two."}], "n": np.int64(3), "x": np.float32(1)}
 
 
 def good_only(record: dict[str, Any]) -> Any:
@@ -156,13 +163,14 @@ def test_function_chooses_and_orders_media(tmp_path: Path) -> None:
     rows = [{"images": [cell(IMAGES[0]), cell(IMAGES[1])]}]
     url = parquet(tmp_path / "a.parquet", rows)
     backwards, one = (od.ShardDataset(url, recipe(each))[0] for each in (last_image_first, chosen_image))
+    untyped = od.ShardDataset(url, recipe(without_types))[0]
     tar = [{"__key__": "a", "0.jpg": IMAGES[1], "1.jpg": IMAGES[0], "txt": b"<image><image>"}]
     swapped = od.ShardDataset(write_shard(tmp_path / "a.tar", tar), recipe())[0]
 
     def images(sample: od.Sample) -> list[Any]:
         return [part.tensor().tolist() for part in sample.parts if kind(part) == "image"]
 
-    assert images(backwards) == images(swapped)
+    assert images(backwards) == images(swapped) == images(untyped)
     assert images(one) == images(swapped)[:1]
 
 
