@@ -211,11 +211,12 @@ def _in_parallel(
 
 
 def _completed(futures: Iterable[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
-    """Yield futures as they are done, and call `tick` in between."""
-    pending = set(futures)
+    """Yield futures as they are done, those that are done together in their order, and call `tick` in between."""
+    pending = list(futures)
     while pending:
-        done, pending = wait(pending, None if tick is None else _TICK_SECONDS, FIRST_COMPLETED)
-        yield from done
+        done, _ = wait(pending, None if tick is None else _TICK_SECONDS, FIRST_COMPLETED)
+        yield from (future for future in pending if future in done)
+        pending = [future for future in pending if future not in done]
         if tick is not None:
             tick()
 
