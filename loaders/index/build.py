@@ -16,12 +16,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
@@ -210,13 +211,20 @@ def _in_parallel(
     return tables
 
 
-def _completed(futures: Iterable[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
-    """Yield futures as they are done, those that are done together in their order, and call `tick` in between."""
-    pending = list(futures)
-    while pending:
-        done, _ = wait(pending, None if tick is None else _TICK_SECONDS, FIRST_COMPLETED)
-        yield from (future for future in pending if future in done)
-        pending = [future for future in pending if future not in done]
+def _completed(futures: Sequence[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
+    """Yield futures as they are done, and call `tick` in between. Its work does not grow with those that are not."""
+    done: SimpleQueue[Future[Done]] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    left = len(futures)
+    while left:
+        try:
+            future = done.get(timeout=None if tick is None else _TICK_SECONDS)
+        except Empty:
+            pass
+        else:
+            left -= 1
+            yield future
         if tick is not None:
             tick()
 
