@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from shard_factory import RECIPE, audio, jpeg
 
 import orchdata as od
+from orchdata.loaders.shards.parquet.children import measuring
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 BLOCKS = re.findall(r"```python\n(def .*?)```", PAGE.read_text(), re.DOTALL)
@@ -32,6 +33,13 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children() -> Iterator[None]:
+    """Processes that measure Parquet files stay from one test to the next."""
+    with measuring():
+        yield
 
 
 def recipe(function: Callable[[dict[str, Any]], Any]) -> od.Recipe:
