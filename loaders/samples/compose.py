@@ -103,7 +103,8 @@ def written(
 ) -> tuple[SpanWriter, list[int]]:
     """Return a writer with the sample's text and media, and the text members that these come from."""
     uses = uses_of(members, recipe)
-    if is_made(members, recipe):
+    made = is_made(members, recipe)
+    if made:
         uses, segments, is_chat = _made_segments(members, uses, texts, recipe)
         used = list(range(len(members)))
     else:
@@ -111,7 +112,7 @@ def written(
     media = uses.media
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
-    where = members[used[0]].field if used and not is_made(members, recipe) else "*"
+    where = members[used[0]].field if used and not made else "*"
     leading = _match(media, segments, where, recipe)
     writer = _writer(recipe, where, size_of, is_chat=is_chat)
     for modality in leading:

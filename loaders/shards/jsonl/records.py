@@ -80,6 +80,10 @@ class _JsonFile:
     def as_json(self, data: bytes) -> bytes:
         return data
 
+    def _start(self) -> int:
+        """Return the offset of the first line: after a byte order mark."""
+        return len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0
+
 
 class Lines(_JsonFile):
     """JSON Lines; empty lines are skipped."""
@@ -132,8 +136,7 @@ class TabLines(TextLines):
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
-            header = self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0)
-            self._names = _different(decode_utf8(header).split("\t"))
+            self._names = _different(decode_utf8(self.at(self._start())).split("\t"))
         return _as_object(self._names, decode_utf8(data).split("\t"))
 
 
@@ -228,7 +231,7 @@ class Table(_JsonFile):
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
-            self._names = _different(_cells(self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0)))
+            self._names = _different(_cells(self.at(self._start())))
         return _as_object(self._names, _cells(data))
 
 
@@ -378,16 +381,18 @@ class _Window:
 
 def records_of(suffix: str, file: Storage, most_bytes: int) -> Records:
     """Return the reader for files with this suffix."""
-    forms: dict[str, Any] = {
-        ".jsonl": Lines,
-        ".ndjson": Lines,
-        ".json": _of_json(file),
-        ".csv": Table,
-        ".tsv": TabLines,
-        ".txt": TextLines,
-    }
-    records: Records = forms[suffix.removesuffix(".gz").removesuffix(".zst")](file, most_bytes)
+    form = suffix.removesuffix(".gz").removesuffix(".zst")
+    records: Records = (_of_json(file) if form == ".json" else _FORMS[form])(file, most_bytes)
     return records
+
+
+_FORMS: Final[dict[str, Any]] = {
+    ".jsonl": Lines,
+    ".ndjson": Lines,
+    ".csv": Table,
+    ".tsv": TabLines,
+    ".txt": TextLines,
+}
 
 
 def _of_json(file: Storage) -> type[Lines | Array]:
