@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
@@ -21,6 +21,7 @@ from orchdata.loaders.samples.members import Member, Uses, is_label
 from orchdata.loaders.shards.fields import EMPTY, NULL
 from orchdata.loaders.text.chat_keys import says
 from orchdata.loaders.text.conversation import parse_json
+from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
@@ -29,9 +30,11 @@ __all__ = ["Media", "made_sample", "record_of"]
 _JSON: Final = ("json", "jsn", "jsonl")
 _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)
-_CHATS: Final = ("messages", "conversations", "conversation")
 _CONTENTS: Final = ("content", "value")
 _INTEGER: Final = re.compile(r"\s*[+-]?\d{1,4000}\s*")  # more digits are a ValueError of Python's
+
+_Groups: TypeAlias = Mapping[str, tuple[bool, list[int]]]
+"""Name of a field -> (whether it is a list, members by number)."""
 
 
 class MadeSample(NamedTuple):
@@ -58,7 +61,12 @@ def record_of(members: Sequence[Member], texts: Mapping[int, bytes | memoryview]
     Raises:
         FieldError: a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
     """
-    groups = _grouped(members, recipe)
+    return _record(_grouped(members, recipe), members, texts, recipe)
+
+
+def _record(
+    groups: _Groups, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> dict[str, Any]:
     for name, (is_listed, indices) in groups.items():
         if len(indices) > 1 and not is_listed:
             other = members[indices[1]].field
@@ -84,18 +92,18 @@ def made_sample(
         FieldError: a text cannot be read, the function fails, or refers to media that the sample does not have.
     """
     assert recipe.record is not None
-    record = record_of(members, texts, recipe)
+    groups = _grouped(members, recipe)
+    record = _record(groups, members, texts, recipe)
     try:
         made = made_record(recipe.record, record)
-        references = _References(members, recipe)
+        references = _References(groups, members, recipe)
         made = references.taken_from(made)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
     return MadeSample(made, references.media() if references.chooses else uses.media)
 
 
-def _grouped(members: Sequence[Member], recipe: Recipe) -> dict[str, tuple[bool, list[int]]]:
-    """Return name -> (whether it is a list, members by number)."""
+def _grouped(members: Sequence[Member], recipe: Recipe) -> _Groups:
     groups: dict[str, list[tuple[int, int]]] = {}
     listed: set[str] = set()
     for index, member in enumerate(members):
@@ -152,13 +160,11 @@ def _value(member: Member, name: str, number: int, payload: bytes | memoryview |
 class _References:
     """Collects the references to media in a record."""
 
-    def __init__(self, members: Sequence[Member], recipe: Recipe) -> None:
+    def __init__(self, groups: _Groups, members: Sequence[Member], recipe: Recipe) -> None:
         self._members = members
         self._recipe = recipe
         self._index_of = {
-            Media(name, number): index
-            for name, (_, indices) in _grouped(members, recipe).items()
-            for number, index in enumerate(indices)
+            Media(name, number): index for name, (_, indices) in groups.items() for number, index in enumerate(indices)
         }
         self._taken: dict[str, list[int]] = {}
         self._is_none = False
@@ -190,7 +196,7 @@ class _References:
                 self._is_none = True
             elif key in words.records and any(isinstance(item, dict) for item in items):
                 raise DecodeError(f"Recipe.record: {key!r} has a dict: return the references to media that it gets")
-            elif key in _CHATS and isinstance(value, list):
+            elif key in CHAT_KEYS and isinstance(value, list):
                 left[key] = [self._turn(turn, in_turns, f"{key}[{number}]") for number, turn in enumerate(value)]
             else:
                 left[key] = _without_media(value, f"[{key!r}]")
