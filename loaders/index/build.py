@@ -44,6 +44,7 @@ from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
@@ -93,8 +94,7 @@ def build_index(
     recipe: Recipe,
     *,
     cache: CacheFolder | None = None,
-    media_root: str | None = None,
-    columns: Sequence[tuple[str, str]] = (),
+    reading: Reading = PLAIN,
     num_threads: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     under_way: Callable[[float, int], None] | None = None,
@@ -114,8 +114,7 @@ def build_index(
         urls: paths of the shards, expanded, in order; at least one.
         recipe: defines the costs. Its tokenizer is called from several threads.
         cache: stores facts, costs and indexes; default: the folder that the environment names.
-        media_root: folder of the files that JSON records name; part of the identity of the index.
-        columns: (old name, new name) of fields to rename; part of the identity of the index.
+        reading: how the shards are read; part of the identity of the index.
         num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
         progress: called in this thread after each shard.
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
@@ -125,7 +124,7 @@ def build_index(
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
     Raises:
-        ValueError: no shards, an unknown suffix, two paths of one file, or `columns` that the data do not have.
+        ValueError: no shards, an unknown suffix, two paths of one file, or columns to rename that the data do not have.
         StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
             below a media_root exists.
         MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
@@ -144,17 +143,12 @@ def build_index(
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
-    columns = tuple(columns)
-    path = index_path(urls, fingerprint, cache, media_root, columns)
+    path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
             check_function_of(Index(path), recipe)
-    builder = patience.keep_trying(
-        lambda: _Builder(recipe, fingerprint, cache, media_root, columns, force), StorageError
-    )
-    if patience.keep_trying(
-        lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root, columns=columns), StorageError
-    ):
+    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, reading, force), StorageError)
+    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, reading=reading), StorageError):
         warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
@@ -165,8 +159,8 @@ def build_index(
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
-        if columns:
-            check_met(columns, [table.meta.met for table in tables])
+        if reading.columns:
+            check_met(reading.columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
     _remove_leftovers(cache)
@@ -329,14 +323,13 @@ class _Builder:
         recipe: Recipe,
         fingerprint: str,
         cache: CacheFolder,
-        media_root: str | None,
-        columns: tuple[tuple[str, str], ...],
+        reading: Reading,
         force: bool,
     ) -> None:
         self._recipe = recipe
-        self._rules = FieldRules(columns, recipe.record)
+        self._rules = FieldRules(reading.columns, recipe.record)
         self._fingerprint = fingerprint
-        self._media_root = media_root
+        self._media_root = reading.media_root
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force

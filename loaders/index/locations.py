@@ -8,6 +8,7 @@ from typing import Any
 
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import is_there
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
@@ -20,8 +21,7 @@ def open_index(
     recipe: Recipe,
     *,
     cache: CacheFolder | None = None,
-    media_root: str | None = None,
-    columns: Sequence[tuple[str, str]] = (),
+    reading: Reading = PLAIN,
 ) -> Index | None:
     """Open the index that `build_index` made of these shards under the recipe. Return None if there is none.
 
@@ -31,7 +31,7 @@ def open_index(
         urls: paths of the shards, expanded, in order.
         recipe: that the costs must belong to.
         cache: stores indexes; default: the folder that the environment names.
-        media_root, columns: as passed to `build_index`.
+        reading: as passed to `build_index`.
 
     Raises:
         DamagedIndexError: it has changed since it was written.
@@ -39,7 +39,7 @@ def open_index(
         FunctionError: it was made with another function that had the same id.
     """
     try:
-        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), media_root, columns))
+        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), reading))
     except FileNotFoundError:
         return None
     index.check_urls([absolute(url) for url in urls])
@@ -68,15 +68,12 @@ def index_path(
     urls: Sequence[str],
     recipe: str,
     cache: CacheFolder,
-    media_root: str | None = None,
-    columns: Sequence[tuple[str, str]] = (),
+    reading: Reading = PLAIN,
     *,
     table_format: int = TABLE_FORMAT,
 ) -> Path:
     """Return the path of the index of these shards under a recipe fingerprint; no shard is read."""
-    more: list[Any] = [] if media_root is None else [media_root]
-    more += [{"columns": [list(pair) for pair in columns]}] if columns else []
-    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls], *more])
+    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls], *reading.identity()])
     return cache.root / "index" / f"{name}.index"
 
 
@@ -85,13 +82,12 @@ def is_outdated(
     recipe: Recipe,
     *,
     cache: CacheFolder | None = None,
-    media_root: str | None = None,
-    columns: Sequence[tuple[str, str]] = (),
+    reading: Reading = PLAIN,
 ) -> bool:
     """Return whether the only index of these shards under the recipe has an earlier format, which cannot be read."""
     fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
 
     def exists(table_format: int) -> bool:
-        return is_there(str(index_path(urls, fingerprint, cache, media_root, columns, table_format=table_format)))
+        return is_there(str(index_path(urls, fingerprint, cache, reading, table_format=table_format)))
 
     return not exists(TABLE_FORMAT) and any(map(exists, range(1, TABLE_FORMAT)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
     from orchdata.loaders.recipe import Recipe
+    from orchdata.loaders.shards.reading import Reading
     from orchdata.verifying.verify import Verification
 
 FIRST_FAILURES = 10
@@ -56,8 +57,12 @@ def index(
     Bad samples are listed and do not fail the command. A shard that cannot be read at all fails it, and so does a data
     set without any usable sample.
     """
+    from orchdata.dataset.shard_dataset import reading_of
+    from orchdata.loaders.storage.paths import expand_paths
+
     start = time.perf_counter()
-    built, scanned = _build(paths, recipe_named(recipe), media_root, columns_of(column), force=force)
+    reading = reading_of(media_root, columns_of(column))
+    built, scanned = _build(expand_paths(paths), recipe_named(recipe), reading, force=force)
     report = index_report(built, scanned, time.perf_counter() - start)
     if as_json:
         print_json(report)
@@ -160,6 +165,8 @@ def verify(
     Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
     command fails if any sample is bad.
     """
+    from orchdata.dataset.shard_dataset import reading_of
+    from orchdata.loaders.storage.paths import expand_paths
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
 
@@ -167,7 +174,7 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    built, _ = _build(paths, chosen, media_root, columns_of(column), force=False)
+    built, _ = _build(expand_paths(paths), chosen, reading_of(media_root, columns_of(column)), force=False)
     try:
         with progress_bar("decoding samples") as advance:
             verification = verify_index(built, chosen, jobs=jobs, timeout=timeout, progress=advance)
@@ -231,18 +238,13 @@ def indexed(
 
 
 def _build_of(dataset: ShardDataset) -> Index:
-    return _build(list(dataset.urls), dataset.recipe, dataset.media_root, dict(dataset.columns), force=False)[0]
+    return _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
 
 
-def _build(
-    paths: list[str], recipe: Recipe, media_root: str | None, columns: Mapping[str, str], *, force: bool
-) -> tuple[Index, int]:
+def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
-    from orchdata.dataset.shard_dataset import checked_columns, checked_media_root
     from orchdata.loaders.index.build import BuildProgress, build_index
-    from orchdata.loaders.storage.paths import expand_paths
 
-    urls, root = expand_paths(paths), checked_media_root(media_root)
     scanned = 0
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
 
@@ -250,10 +252,7 @@ def _build(
             nonlocal scanned
             scanned += shard.measured
 
-        pairs = checked_columns(columns)
-        index = build_index(
-            urls, recipe, media_root=root, columns=pairs, force=force, progress=shard_done, under_way=advance
-        )
+        index = build_index(urls, recipe, reading=reading, force=force, progress=shard_done, under_way=advance)
         return index, scanned
 
 

@@ -30,6 +30,7 @@ from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.jsonl.media_changes import changed_media
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import expand_paths, is_folder
 from orchdata.notices import warn_user
@@ -79,9 +80,18 @@ class ShardDataset:
         self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
-        self.media_root = checked_media_root(media_root)
-        self.columns = checked_columns(columns)
+        self.reading = reading_of(media_root, columns)
         self._opened = _Opened()
+
+    @property
+    def media_root(self) -> str | None:
+        """The folder of the files that records name, as an absolute path."""
+        return self.reading.media_root
+
+    @property
+    def columns(self) -> tuple[tuple[str, str], ...]:
+        """(old name, new name) of each renamed field."""
+        return self.reading.columns
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
         """Return the data set with only the samples for which an expression over columns of the index is true. A split
@@ -189,13 +199,13 @@ class ShardDataset:
         if not rebuild:
             problem = f"no index for these {len(self.urls)} shards under this recipe"
             try:
-                index = open_index(self.urls, self.recipe, media_root=self.media_root, columns=self.columns)
+                index = open_index(self.urls, self.recipe, reading=self.reading)
             except DamagedIndexError as error:
                 problem = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
                 index = None
             if index is not None:
                 return index
-            if is_outdated(self.urls, self.recipe, media_root=self.media_root, columns=self.columns):
+            if is_outdated(self.urls, self.recipe, reading=self.reading):
                 problem = f"the index of these {len(self.urls)} shards has an earlier format"
             if num_ranks > 1 and rank is None:
                 raise MissingIndexError(
@@ -206,8 +216,7 @@ class ShardDataset:
         return build_index(
             self.urls,
             self.recipe,
-            media_root=self.media_root,
-            columns=self.columns,
+            reading=self.reading,
             share=(rank or 0, num_ranks),
             under_way=progress,
         )
@@ -356,7 +365,12 @@ class _Opened:
             return self._shards
 
 
-def checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+def reading_of(media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None) -> Reading:
+    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
+    return Reading(media_root=_checked_media_root(media_root), columns=_checked_columns(columns))
+
+
+def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     """Return (old name, new name) of each renamed field, by old name. Raises TypeError, and ValueError for two fields
     with one new name.
     """
@@ -371,7 +385,7 @@ def checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str],
     return pairs
 
 
-def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
+def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
     """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
     if media_root is None:
         return None

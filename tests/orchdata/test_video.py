@@ -24,6 +24,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
+from orchdata.loaders.shards.reading import Reading
 from orchdata.profiling.profile import profile
 from orchdata.verifying.verify import verify
 
@@ -278,7 +279,7 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     os.utime(media / names[5], ns=(1, 1))
     with pytest.raises(od.DataError, match=r"sample 'qwen', field 'video.0': its list of files was changed"):
         dataset[0]
-    again = build_index([str(path)], RECIPE, media_root=str(media))
+    again = build_index([str(path)], RECIPE, reading=Reading(media_root=str(media)))
     assert again.build_id != index.build_id and again.bad_rows().tolist() == index.bad_rows().tolist()
 
 

@@ -29,6 +29,7 @@ from video_clips import animation, clip
 
 import orchdata as od
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 
 STEP_BYTES, STEPS = 12 << 20, 30
@@ -63,7 +64,7 @@ def outcome(url: str, root: str | None, cache: str) -> str:
     """ "whole", or the error of an index and an epoch; else what was wrong."""
     os.environ["ORCHDATA_CACHE"] = cache
     try:
-        index = build_index([url], RECIPE, cache=CacheFolder(cache), media_root=root, retry_seconds=0)
+        index = build_index([url], RECIPE, cache=CacheFolder(cache), reading=Reading(media_root=root), retry_seconds=0)
         bad = [index.failure(int(row)).reason for row in index.bad_rows()]
         if bad:
             return f"recorded as bad: {bad[0]}"

@@ -28,6 +28,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import MediaFolder
 from orchdata.loaders.shards.jsonl.scan import mapped
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 
@@ -98,7 +99,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
         write(path, records)
     else:
         path.write_text(json.dumps(records, indent=2 if "indented" in form else None))
-    index = build_index([str(path)], Recipe(), media_root=str(root))
+    index = build_index([str(path)], Recipe(), reading=Reading(media_root=str(root)))
     assert reasons(index) == {}
     assert index.num_samples == len(records)
     # The question of LLaVA has one more newline.
@@ -111,7 +112,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
 
 def test_media_fill_their_places_in_the_order_they_are_named(tmp_path: Path, root: Path) -> None:
     url = write(tmp_path / "a.jsonl", [{"text": "<image> and <image>", "images": ["3.jpg", "0.jpg"]}])
-    index = build_index([url], Recipe(), media_root=str(root))
+    index = build_index([url], Recipe(), reading=Reading(media_root=str(root)))
     assert [Image.open(io.BytesIO(bytes(data))).height for data in _media(index, 0)] == [4 * 56, 56]
 
 
@@ -133,7 +134,7 @@ def test_media_are_found_without_the_text_in_records_of_any_length(tmp_path: Pat
             writer = csv.DictWriter(file, ["text", "image"])
             writer.writeheader()
             writer.writerows(records)
-    index = build_index([str(path)], Recipe(), media_root=str(root))
+    index = build_index([str(path)], Recipe(), reading=Reading(media_root=str(root)))
     assert reasons(index) == {}
     assert [bytes(_media(index, row)[0]) for row in range(4)] == [photo(n, 56 * (n + 1)) for n in range(4)]
 
@@ -175,7 +176,9 @@ def test_absolute_paths_below_the_root(root: Path, tmp_path: Path) -> None:
     records = [{"image": f"{folder}/deep/0.jpg", "text": "<image>"} for folder in (root, link)]
     records.append({"image": f"{root}/../x.jpg", "text": "<image>"})
     for given, good in ((root, 1), (link, 2)):  # a path through another link is not below it
-        index = build_index([write(tmp_path / f"{given.name}.jsonl", records)], Recipe(), media_root=str(given))
+        index = build_index(
+            [write(tmp_path / f"{given.name}.jsonl", records)], Recipe(), reading=Reading(media_root=str(given))
+        )
         assert index.num_rows - len(index.bad_rows()) == good
         assert "leads upwards" in index.failure(2).reason
         assert bytes(_media(index, 0)[0]) == (root / "deep" / "0.jpg").read_bytes()
@@ -273,7 +276,7 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
     records = [record | {"id": name, "text": "words"} for name, (record, _) in HOSTILE.items()]
     none = [{"id": f"none {value}", "image": value, "text": "words"} for value in (None, "", [], False, {"path": None})]
     url = write(tmp_path / "a.jsonl", [*records, *none, {"id": "good", "image": "inside.jpg", "text": "words"}])
-    index = build_index([url], Recipe(), media_root=str(root))
+    index = build_index([url], Recipe(), reading=Reading(media_root=str(root)))
     errors = reasons(index)
     assert errors.keys() == HOSTILE.keys()
     for name, (_, reason) in HOSTILE.items():
@@ -282,7 +285,9 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
         assert field == ("json" if name in OF_THE_RECORD else "image.0")
         assert len(said) < 300, name
     # A recipe without images has no use for them.
-    assert reasons(build_index([url], Recipe(image=None), media_root=str(root))).keys() == OF_THE_RECORD
+    assert (
+        reasons(build_index([url], Recipe(image=None), reading=Reading(media_root=str(root)))).keys() == OF_THE_RECORD
+    )
 
 
 def test_a_device_is_looked_at_and_not_opened(tmp_path: Path) -> None:
@@ -385,7 +390,7 @@ def test_what_was_changed_since_it_was_indexed_is_an_error_and_indexed_again(
     tmp_path: Path, root: Path, change: Callable[[Path], None], reason: str
 ) -> None:
     url = write(tmp_path / "a.jsonl", [{"image": "1.jpg", "text": "a"}, {"image": "2.jpg", "text": "b"}])
-    index = build_index([url], Recipe(), media_root=str(root))
+    index = build_index([url], Recipe(), reading=Reading(media_root=str(root)))
     change(root / "1.jpg")
     with pytest.raises((FieldError, DataError), match=reason):
         stored(index, 0).decode(Recipe())
@@ -395,10 +400,10 @@ def test_what_was_changed_since_it_was_indexed_is_an_error_and_indexed_again(
     def note(progress: BuildProgress) -> None:
         scanned.append(progress.measured)
 
-    again = build_index([url], Recipe(), media_root=str(root), progress=note)
+    again = build_index([url], Recipe(), reading=Reading(media_root=str(root)), progress=note)
     assert scanned == [True]
     assert again.bad_rows().tolist() == ([] if change in (_rewrite, _touch) else [0])
-    build_index([url], Recipe(), media_root=str(root), progress=note)
+    build_index([url], Recipe(), reading=Reading(media_root=str(root)), progress=note)
     assert scanned == [True, False]  # nothing changed since
 
 
@@ -406,7 +411,7 @@ def test_a_folder_that_is_gone_says_nothing_of_its_files(tmp_path: Path, root: P
     url = write(tmp_path / "a.jsonl", [{"image": "1.jpg", "text": "a"}])
     root.rename(tmp_path / "unmounted")
     with pytest.raises(StorageError, match="media_root"):
-        build_index([url], Recipe(), media_root=str(root), retry_seconds=0)
+        build_index([url], Recipe(), reading=Reading(media_root=str(root)), retry_seconds=0)
 
 
 def test_without_a_root_named_media_are_errors_and_text_is_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from orchdata.loaders.errors import DecodeError, StorageError, TooManyFailures
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+from orchdata.loaders.shards.reading import Reading
 
 FOUND_BY_CHANCE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.EREMOTEIO, errno.EUCLEAN, errno.EIO)
 # Errors of the system, except those about a name: these make a sample bad.
@@ -73,7 +74,7 @@ def test_one_call_that_fails_costs_a_build_a_retry(
     failing = Failing(getattr(os, call), number, {5, 9})
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
-        index = build_index([url], Recipe(), media_root=str(root), num_threads=1)
+        index = build_index([url], Recipe(), reading=Reading(media_root=str(root)), num_threads=1)
     assert failing.refused == 2
     assert (len(index), len(index.bad_rows())) == (12, 0)
 
@@ -135,9 +136,9 @@ def test_an_empty_folder_is_a_mount_that_is_lost(
     root.rename(tmp_path / "away")
     root.mkdir()
     with pytest.raises(StorageError, match="media: media_root is an empty folder.*mount"):
-        build_index([url], Recipe(), media_root=str(root), retry_seconds=0) if data_loader is None else keys(
-            data_loader
-        )
+        build_index(
+            [url], Recipe(), reading=Reading(media_root=str(root)), retry_seconds=0
+        ) if data_loader is None else keys(data_loader)
     root.rmdir()
     (tmp_path / "away").rename(root)
     assert len(keys(loader(url, root))) == 12
@@ -148,11 +149,11 @@ def test_a_folder_that_holds_none_of_many_files_ends_a_build(url: str, root: Pat
     other.mkdir()
     (other / "README").touch()
     with pytest.raises(StorageError, match=r"other: .*none of the files .*'0\.jpg', '1\.jpg', '2\.jpg'.* media_root="):
-        build_index([url], Recipe(), media_root=str(other))
+        build_index([url], Recipe(), reading=Reading(media_root=str(other)))
     with pytest.raises(StorageError, match="none of the files"):  # also with cached costs
-        build_index([url], Recipe(), media_root=str(other))
+        build_index([url], Recipe(), reading=Reading(media_root=str(other)))
     shutil.copy(root / "7.jpg", other)
-    assert len(build_index([url], Recipe(), media_root=str(other)).bad_rows()) == 11
+    assert len(build_index([url], Recipe(), reading=Reading(media_root=str(other))).bad_rows()) == 11
 
 
 def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str, root: Path, tmp_path: Path) -> None:
