@@ -97,8 +97,8 @@ class DataLoader(Generic[T_co]):
             each `iter()` by the loader's generator, over several ranks by rank 0's. With a seed, the sequence of global
             batches depends on data set, exclusions, shuffle, seed, epoch and global batch size only, never on ranks or
             workers.
-        cost: for shards a CostModel (None balances LLM tokens; its phases name the model's); for map-style data
-            a callable sample -> int, or one integer per sample.
+        cost: for shards a CostModel, with the phases of the model (None: every phase of the data costs its positions);
+            for map-style data a callable sample -> int, or one integer per sample.
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
             of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel

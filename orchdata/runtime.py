@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
@@ -337,7 +336,7 @@ def _warming(arguments: Arguments, options: LoaderOptions) -> Warming:
         kernel_families(
             options.balance,
             options.rank.size,
-            phases=arguments.cost.phases if isinstance(arguments.cost, CostModel) else ("llm",),
+            phases=arguments.phases,
             padded=isinstance(layout, Padded),
             fixed=getattr(layout, "length", None) is not None,
             in_shards=arguments.in_shards,

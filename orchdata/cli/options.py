@@ -20,7 +20,8 @@ RecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")
 ]
 CostOption = Annotated[
-    str | None, typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: LLM tokens.")
+    str | None,
+    typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: positions of every phase."),
 ]
 MediaRootOption = Annotated[
     str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")

@@ -198,10 +198,9 @@ def _notes(profile: Profile) -> list[str]:
     ]
     unnamed = [name for name in profile.phases if name not in profile.balanced_phases]
     if unnamed:
-        why = "no cost model given (--cost), so LLM tokens alone are balanced"
-        if profile.has_cost_model:
-            why = "the cost model does not name them"
-        notes.append(f"*: {' and '.join(unnamed)}: not balanced and not in the step: {why}")
+        notes.append(f"*: {' and '.join(unnamed)}: not balanced and not in the step: the cost model does not name them")
+    if not profile.has_cost_model and len(profile.phases) > 1:
+        notes.append("no cost model given (--cost): positions cost the same, a patch as much as an LLM token")
     if any(scale.with_replacement for scale in profile.scales):
         notes.append(
             f"r: the dataset ({profile.samples:,} samples) has less than this global batch, "

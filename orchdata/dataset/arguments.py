@@ -75,6 +75,16 @@ class Arguments:
         """Whether samples are in shards, with an index."""
         return isinstance(self.dataset, ShardDataset | Mixture)
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that may be balanced, as far as they are known before the data set is read."""
+        if isinstance(self.cost, CostModel):
+            return self.cost.phases
+        if not isinstance(self.dataset, ShardDataset | Mixture):
+            return ("llm",)
+        first = self.dataset if isinstance(self.dataset, ShardDataset) else self.dataset.leaves[0].dataset
+        return (*first.recipe.modalities, "llm")
+
     def attributes(self) -> dict[str, Any]:
         """Return what a loader has as attributes, as torch's loader has them."""
         return {name: getattr(self, name) for name in _ATTRIBUTES}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.utils.data import IterableDataset
 
 from orchdata.dataset.arguments import Arguments
@@ -9,6 +11,7 @@ from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shards import prepare_shards
+from orchdata.notices import warn_once
 from orchdata.repeatable import warn_unless_repeatable
 
 
@@ -25,6 +28,19 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     prepared = prepare_shards(dataset, options, arguments.quarantine)
+    _advise_costs(options, prepared.spec.plan.costs.phases)
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
     return prepared
+
+
+def _advise_costs(options: LoaderOptions, phases: Sequence[str]) -> None:
+    """Say once that phases are balanced by their positions, if that is so and what they cost may differ."""
+    is_balanced = options.rank.size > 1 and options.balance.scope != "none"
+    if options.cost is None and len(phases) > 1 and is_balanced:
+        warn_once(
+            "positions as costs",
+            f"no cost= is given, so positions cost the same in the phases {', '.join(phases)}: a patch as much as an "
+            "LLM token. Plans are better with what your model costs: cost=od.hf.cost(model) for a Hugging Face model, "
+            "else an od.CostModel with an od.TransformerCost(hidden=..., layers=..., ffn=...) for each phase",
+        )

@@ -32,7 +32,7 @@ class IndexCosts:
 
     Args:
         index: the samples.
-        model: cost model of the balanced phases; None balances LLM tokens.
+        model: cost model of the balanced phases; with None every phase that the samples have costs its positions.
         multiple_of: LLM sequences are padded to a multiple of this; `llm` costs and positions count the padding.
         rectangular: LLM batches are padded to their longest sample; a cost is then of a row as long as the sample.
         length: of every LLM microbatch; None where lengths vary.
@@ -57,7 +57,7 @@ class IndexCosts:
 
     @property
     def balanced(self) -> tuple[str, ...]:
-        return self.model.phases if self.model is not None else ("llm",)
+        return self.model.phases if self.model is not None else self.phases
 
     @property
     def padded(self) -> Padding:
@@ -72,7 +72,8 @@ class IndexCosts:
     @property
     def phases(self) -> tuple[str, ...]:
         totals = self.index.totals["modalities"]
-        encoders = [name for name in self.index.modalities[1:] if name in self.balanced or totals[name]["parts"]]
+        named = () if self.model is None else self.model.phases
+        encoders = [name for name in self.index.modalities[1:] if name in named or totals[name]["parts"]]
         return (*encoders, "llm")
 
     def costs(self, phase: str, row: Ints) -> Ints:

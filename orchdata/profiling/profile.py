@@ -216,7 +216,7 @@ def profile(
 
     Args:
         index: the dataset under a recipe.
-        cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
+        cost: the model's cost; with None every phase costs its positions.
         balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
             both assignments, independent of those given here, with groups of `group_size`.
         layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.

@@ -152,14 +152,15 @@ def test_balancing_helps_and_respects_its_bound(omni: Index) -> None:
             assert 1.0 <= phase.lower_bound <= phase.balanced + 1e-12
 
 
-def test_without_a_cost_model_llm_tokens_are_balanced_and_encoders_reported(omni: Index) -> None:
-    result = profile(omni, ranks=(8,), batch_size=16)
+def test_without_a_cost_model_every_phase_costs_its_positions(omni: Index) -> None:
+    result = profile(omni, ranks=(8,), batch_size=16, steps=2)
     assert not result.has_cost_model
-    assert result.balanced_phases == ("llm",)
-    assert set(result.phases) == {"image", "audio", "llm"}
-    scale = result.scales[0]
-    assert scale.step == scale.phases["llm"]
-    assert scale.phases["image"].balanced > scale.phases["llm"].balanced
+    assert result.balanced_phases == tuple(result.phases) == ("image", "audio", "llm")
+    same = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
+    assert result.scales == profile(omni, cost=same, ranks=(8,), batch_size=16, steps=2).scales
+    tokens_alone = profile(omni, cost=od.CostModel(llm=od.PhaseCost(1.0)), ranks=(8,), batch_size=16, steps=2)
+    for phase in ("image", "audio"):
+        assert result.scales[0].phases[phase].balanced < tokens_alone.scales[0].phases[phase].balanced
 
 
 def test_same_arguments_give_the_same_profile(tmp_path: Path) -> None:
