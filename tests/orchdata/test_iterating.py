@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
+import re
 from typing import Any
 
 import pytest
 import torch
+from children import in_a_child
 from map_dataset import Numbers
 from shard_factory import omni_shards
 
@@ -266,12 +267,10 @@ def test_arguments_set_later_are_refused(name: str) -> None:
 def test_an_iteration_belongs_to_its_process() -> None:
     steps = iter(od.DataLoader(range(8), batch_size=2))
     next(steps)
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def go_on() -> None:
+        with pytest.raises(RuntimeError, match=re.escape("begin a fresh iter()")):
             next(steps)
-        except RuntimeError as error:
-            os._exit(0 if "begin a fresh iter()" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    in_a_child(go_on)
     assert next(steps).tolist() == [2, 3]

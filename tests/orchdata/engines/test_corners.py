@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import in_a_child
 from shard_factory import omni_shards
 
 import orchdata as od
@@ -169,24 +167,23 @@ def test_a_child_forked_while_threads_build_loads_for_itself(used: str) -> None:
     for delivered in range(1, 7):
         steps = iter(mine)
         batches = [next(steps) for _ in range(delivered)]
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # ends one that hangs
-            with contextlib.suppress(BaseException):
-                again = mine if used == "the same loader" else loader_of(Numbers(), num_threads=3)
-                os._exit(list(again) != batches_of())
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def load() -> None:
+            again = mine if used == "the same loader" else loader_of(Numbers(), num_threads=3)
+            assert list(again) == batches_of()
+
+        in_a_child(load, seconds=60)
         assert batches + list(steps) == batches_of()
 
 
 def test_a_child_that_drops_its_parents_iteration_does_not_end_it() -> None:
-    steps = iter(loader_of(Numbers(), num_threads=3))
-    assert next(steps) == [0, 1]
-    child = os.fork()
-    if child == 0:
-        del steps
+    steps = [iter(loader_of(Numbers(), num_threads=3))]
+    assert next(steps[0]) == [0, 1]
+
+    def drop() -> None:
+        steps.clear()
         gc.collect()
-        os._exit(threading.active_count() - 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert list(steps) == batches_of()[1:]
+        assert threading.active_count() == 1
+
+    in_a_child(drop)
+    assert list(steps[0]) == batches_of()[1:]

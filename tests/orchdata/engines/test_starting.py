@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lean_job
 import pytest
 import torch
+from children import in_a_child
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -167,12 +168,14 @@ def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str |
     assert next(starts) < 20
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, even if tests run as a shell's background job."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
+def where_ctrl_c_is_heard(work: Callable[[], None]) -> None:
+    """Work in a child where Ctrl-C raises KeyboardInterrupt; one that comes too late does not end pytest."""
+
+    def heeding() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        work()
+
+    in_a_child(heeding)
 
 
 def interrupt() -> None:
@@ -180,34 +183,38 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = od.DataLoader(list(range(4)), num_threads=1)
-    monkeypatch.setattr(PlannedStream, "close", lambda stream, **_: interrupt())
-    with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
-        warnings.simplefilter("error")  # an exception in a finalizer is a warning
-        for _ in loader:
-            break
-        threading.Event().wait(30)
+    def iterate() -> None:
+        loader = od.DataLoader(list(range(4)), num_threads=1)
+        monkeypatch.setattr(PlannedStream, "close", lambda stream, **_: interrupt())
+        with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
+            warnings.simplefilter("error")  # an exception in a finalizer is a warning
+            for _ in loader:
+                break
+            threading.Event().wait(30)
+
+    where_ctrl_c_is_heard(iterate)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_interrupts_are_deferred_or_raised_later() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        interrupt()
-        done.append("deferred")
-    with pytest.raises(KeyboardInterrupt):
-        with interrupts_later():
+    def interrupted() -> None:
+        done = []
+        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
             interrupt()
-            done.append("later")
-        threading.Event().wait(30)
-    assert done == ["deferred", "later"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
-    elsewhere.start()
-    elsewhere.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            done.append("deferred")
+        with pytest.raises(KeyboardInterrupt):
+            with interrupts_later():
+                interrupt()
+                done.append("later")
+            threading.Event().wait(30)
+        assert done == ["deferred", "later"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
+        elsewhere.start()
+        elsewhere.join()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    where_ctrl_c_is_heard(interrupted)
 
 
 class Batches:

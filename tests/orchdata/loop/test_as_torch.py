@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -112,30 +112,35 @@ def test_ctrl_c_inline_is_as_with_torch() -> None:
 
 
 class Slow(Dataset[int]):
-    """Item 2 takes a moment, in which Ctrl-C comes."""
+    """Item 2 comes once `free` is set."""
+
+    def __init__(self) -> None:
+        self.free = multiprocessing.get_context("fork").Event()
 
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, number: int) -> int:
         if number == 2:
-            time.sleep(1.0)
+            assert self.free.wait(120)
         return number
 
 
 @pytest.mark.parametrize("options", [{"num_threads": 1}, FORKED], ids=["threads", "workers"])
 def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any) -> None:
+    data = Slow()
+    iterator = iter(od.DataLoader(data, batch_size=1, collate_fn=list, **options))
+    given = list(islice(iterator, 2))
+    came = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        iterator = iter(od.DataLoader(Slow(), batch_size=1, collate_fn=list, **options))
-        given = list(islice(iterator, 2))
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            came.start()
             next(iterator)
+        data.free.set()
         assert given + list(iterator) == [[number] for number in range(6)]
     finally:
+        came.join()  # or it would come where the previous handler ends pytest
         signal.signal(signal.SIGINT, previous)
 
 
