@@ -71,9 +71,10 @@ def run_ranks(
         own["GLOO_SOCKET_IFNAME"] = "lo"
     shared = {**os.environ, **own, **(environment or {})}
     with ThreadPoolExecutor(num_ranks) as threads, ExitStack() as stack:
+        servers = list(threads.map(server, range(min(num_ranks, 2))))  # both, before a rank waits for another
         ranks = []
         for rank in range(num_ranks):
-            process = _server(rank).start(
+            process = servers[rank % 2].start(
                 [script, *map(str, arguments)],
                 shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stack.enter_context((folder / f"{rank}.log").open("wb")),
@@ -156,10 +157,10 @@ def _wait_for(telling: list[Future[bytes]], lost: Collection[int], limit_seconds
 _servers: dict[int, Server] = {}
 
 
-def _server(rank: int) -> Server:
-    odd = rank % 2
+def server(odd: int) -> Server:
+    """The server 0 or 1, which lasts as long as this process."""
     if odd not in _servers or not _servers[odd].alive:
-        _servers[odd] = Server()
+        _servers[odd] = Server(odd)
     return _servers[odd]
 
 

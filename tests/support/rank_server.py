@@ -1,14 +1,15 @@
 """Ranks forked off a process that has imported and compiled what they need: that takes some seconds of each otherwise.
 
-    rank_jobs: Server() --script, arguments, environment, files--> rank_server: fork --> the script, as __main__
-               Rank.wait <---------------pid, exit code----------               <--- ends
+    rank_jobs: Server(0) --script, arguments, environment, files--> rank_server: fork --> the script, as __main__
+               Rank.wait <----------------pid, exit code----------               <--- ends
 
 Ranks of even and odd number are forked off two servers, so that hashes of strings differ among them, and with them the
-order of what is in a set, as in processes started apart.
+order of what is in a set, as in processes started apart. All processes of one run of tests share the two.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import json
@@ -21,12 +22,16 @@ import subprocess
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 MOST_BYTES = 1 << 20
+READY = b"ready"
+LONELY_SECONDS = 60
+"""After which a server ends that nobody has connected to."""
 # Of what several jobs import, what takes long.
 IMPORTED = (
     "torch._dynamo",  # as making an optimizer does
@@ -42,22 +47,23 @@ IMPORTED = (
 
 
 class Server:
-    """A process that forks ranks as long as this one lives. It is no child of it: tests look at those."""
+    """A process that forks ranks until those who use it have ended. It is no child of any: tests look at those.
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Args:
+        number: servers of other numbers are other processes.
+    """
+
+    def __init__(self, number: int) -> None:
         self._codes: dict[int, int] = {}
         self.alive = True
-        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        own |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONPATH": os.pathsep.join(sys.path)}
-        with theirs:
-            subprocess.run(
-                [sys.executable, __file__, str(theirs.fileno())],
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                check=True,
-            )
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        address = f"\0ranks-{run}-{zlib.crc32(os.pathsep.join(sys.path).encode()):x}-{number}"
+        for _ in range(3):  # one may end as this one connects
+            with suppress(ConnectionError):
+                self._channel = _connected(address)
+                if self._channel.recv(MOST_BYTES) == READY:
+                    return
+        raise RuntimeError("the process that forks ranks does not start: what it wrote is above")
 
     def start(self, program: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Rank:
         """A script and its arguments, with pipes to its stdin and from its stdout."""
@@ -94,6 +100,34 @@ class Server:
         return answer
 
 
+def _connected(address: str) -> socket.socket:
+    """A connection to the server at an address, which who comes first starts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        try:
+            listening.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            listening.listen()
+            _launch(listening)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(address)
+    return channel
+
+
+def _launch(listening: socket.socket) -> None:
+    own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    own |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, __file__, str(listening.fileno())],
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listening.fileno()],
+        check=True,
+    )
+
+
 class Rank:
     """One forked rank, as subprocess.Popen has a process."""
 
@@ -116,7 +150,7 @@ class Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def serve(channel: socket.socket) -> NoReturn:
+def serve(listening: socket.socket) -> NoReturn:
     for name in IMPORTED:
         importlib.import_module(name)
     load_kernels()
@@ -129,23 +163,54 @@ def serve(channel: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who holds the other end
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    owners: dict[int, socket.socket] = {}  # by the number of a rank's process
+    channels: list[socket.socket] = []
     while True:
-        ready, _, _ = select.select([channel, awake], [], [])
+        ready, _, _ = select.select([listening, awake, *channels], [], [], None if channels else LONELY_SECONDS)
         if awake in ready:
             os.read(awake, 1 << 16)
-            _tell_who_ended(channel)
-        if channel in ready:
-            request, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 3)
-            if not request:
-                os._exit(0)
-            pid = os.fork()
-            if pid == 0:
-                os.close(awake)
-                os.close(wake)
-                _become(json.loads(request), files, channel)
-            for file in files:
-                os.close(file)
-            channel.send(json.dumps({"started": pid}).encode())
+            _tell_who_ended(owners)
+        for channel in [each for each in channels if each in ready]:
+            if not _forked(channel, owners, [listening, *channels], [awake, wake]):
+                channels.remove(channel)
+                _forget(channel, owners)
+        if listening in ready:
+            channels.append(listening.accept()[0])
+            with suppress(ConnectionError):
+                channels[-1].send(READY)
+        elif not channels:
+            os._exit(0)
+
+
+def _forked(
+    channel: socket.socket, owners: dict[int, socket.socket], sockets: list[socket.socket], pipes: list[int]
+) -> bool:
+    """Fork the rank that is asked for; false if who asked has ended."""
+    try:
+        request, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 3)
+    except ConnectionError:
+        return False
+    if not request:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        for end in pipes:
+            os.close(end)
+        _become(json.loads(request), files, sockets)
+    owners[pid] = channel
+    for file in files:
+        os.close(file)
+    with suppress(ConnectionError):
+        channel.send(json.dumps({"started": pid}).encode())
+    return True
+
+
+def _forget(channel: socket.socket, owners: dict[int, socket.socket]) -> None:
+    """Ranks end with who asked for them."""
+    channel.close()
+    for pid in [pid for pid, owner in owners.items() if owner is channel]:
+        del owners[pid]
+        os.kill(pid, signal.SIGKILL)
 
 
 def load_kernels() -> None:
@@ -156,19 +221,22 @@ def load_kernels() -> None:
         family.call()
 
 
-def _tell_who_ended(channel: socket.socket) -> None:
+def _tell_who_ended(owners: dict[int, socket.socket]) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
-            channel.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+            if (channel := owners.pop(pid, None)) is not None:
+                with suppress(ConnectionError):
+                    channel.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become(request: dict[str, Any], files: list[int], channel: socket.socket) -> NoReturn:
+def _become(request: dict[str, Any], files: list[int], sockets: list[socket.socket]) -> NoReturn:
     """This fork is the script, as if it had been started."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    channel.close()
+    for each in sockets:
+        each.close()
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
