@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from forked_program import run_forked
 
 COUNTED = """
 import sys, threading, torch
@@ -60,13 +60,12 @@ print(first_calls._is_settled)
 """
 
 
-def said_by(program: str, *args: str, folder: str | None = None) -> list[str]:
-    run = [sys.executable, *args] if folder else [sys.executable, "-c", program, *args]
-    return subprocess.run(run, capture_output=True, text=True, check=True, cwd=folder).stdout.split("\n")[:-1]
+def said_by(folder: Path, program: str, *args: str) -> list[str]:
+    return run_forked(program, *args, folder=folder).stdout.split("\n")[:-1]
 
 
-def test_one_thread_makes_each_first_call_and_the_others_wait_for_it():
-    assert said_by(COUNTED) == ["1 {1} True"]
+def test_one_thread_makes_each_first_call_and_the_others_wait_for_it(tmp_path):
+    assert said_by(tmp_path, COUNTED) == ["1 {1} True"]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_one_thread_makes_each_first_call_and_the_others_wait_for_it():
     ],
 )
 def test_they_are_made_before_anything_is_loaded(options, tmp_path):
-    (tmp_path / "load.py").write_text(LOADED)
-    assert said_by(LOADED, "load.py", options, folder=str(tmp_path)) == ["False True"]
+    assert said_by(tmp_path, LOADED, options) == ["False True"]
 
 
 @pytest.mark.parametrize(
@@ -93,5 +91,5 @@ def test_they_are_made_before_anything_is_loaded(options, tmp_path):
         "write_features(np.zeros(16000, np.float32), AudioPreprocessor(), np.empty((100, 128), np.uint16))",
     ],
 )
-def test_a_clip_that_is_decoded_by_itself_makes_them(what):
-    assert said_by(CLIP.replace("WHAT", what)) == ["False", "True"]
+def test_a_clip_that_is_decoded_by_itself_makes_them(what, tmp_path):
+    assert said_by(tmp_path, CLIP.replace("WHAT", what)) == ["False", "True"]

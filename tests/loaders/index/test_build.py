@@ -6,8 +6,6 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -19,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked_program import ForkedProgram
 from shard_factory import omni_samples, omni_shards, write_shard
 
 import orchdata as od
@@ -203,7 +202,7 @@ def test_arguments_are_checked(shards: list[str], arguments: dict[str, Any], tex
         build_index(**{"urls": shards, "recipe": Recipe(), **arguments})
 
 
-def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]) -> None:
+def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str], tmp_path: Path) -> None:
     old = build_index(shards, Recipe())
     write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
     code = (
@@ -218,7 +217,7 @@ def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]
         "os.replace = kill\n"
         "build_index(sys.argv[1:], Recipe())\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, *shards], check=False).returncode == -9
+    assert ForkedProgram(code, *shards, folder=tmp_path).finish().returncode == -9
     kept = open_index(shards, Recipe())
     assert kept is not None and kept.fingerprint == old.fingerprint and kept.num_samples == 30
 
@@ -241,16 +240,15 @@ def test_an_interrupted_merge_leaves_nothing(shards: list[str], monkeypatch: pyt
     assert open_index(shards, Recipe()) is None
 
 
-def test_builders_at_the_same_time(shards: list[str]) -> None:
+def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"
         "print(build_index(sys.argv[1:], Recipe(), force=True).fingerprint)"
     )
-    command = [sys.executable, "-c", code, *shards]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert outputs == {build_index(shards, Recipe()).fingerprint}
+    programs = [ForkedProgram(code, *shards, folder=tmp_path) for _ in range(3)]
+    ended = [program.finish() for program in programs]
+    assert [each.returncode for each in ended] == [0, 0, 0], ended
+    assert {each.stdout.strip() for each in ended} == {build_index(shards, Recipe()).fingerprint}
 
 
 def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

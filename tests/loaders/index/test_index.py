@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_program import run_forked
 from shard_factory import chat, jpeg, omni_shards, write_shard
 
 from orchdata.loaders.index.build import build_index
@@ -153,5 +152,4 @@ def test_another_process_finds_the_same_index(tmp_path: Path) -> None:
         "from orchdata.loaders.recipe import Recipe; "
         "print(open_index(sys.argv[1:], Recipe()).fingerprint)"
     )
-    output = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == index.fingerprint
+    assert run_forked(code, *urls, folder=tmp_path).stdout.strip() == index.fingerprint
