@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclass, make_dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from orchdata.loaders.field_names import is_kept_as, names_of
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
@@ -38,9 +39,7 @@ _RULES_VERSION: Final = 2
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
-_LONGEST_NAME: Final = 256
 _LONGEST_REPR: Final = 120
-_NUMBER: Final = re.compile(r"^\d+\.|\.\d+$")
 
 
 class Recipe:
@@ -58,8 +57,9 @@ class Recipe:
             list of turns, or a dict as in JSON Lines; None leaves the sample out. Media are references, `od.Media`.
         record_id: identity of that function, part of the fingerprint; needed if its source text alone does not say what
             it does.
-        keep: fields that go with each sample, in `Batch.fields`, or as bytes in `Sample.fields` for a collate_fn of
-            your own: suffixes ("cls") or whole names ("meta.json"), without numbers.
+        keep: fields that go with each sample, in `Batch.fields`, or in `Sample.fields` for a collate_fn of your own:
+            members of tars and columns by their suffixes ("cls") or whole names ("meta.json"), without numbers; keys
+            of records.
         modalities: more of them, by name.
 
     Attributes:
@@ -250,9 +250,8 @@ class Recipe:
         return self.keeps(field) or any(name in self._claims for name in names_of(field))
 
     def keeps(self, field: str) -> bool:
-        """Whether a member's bytes are kept in the sample."""
-        names = (*names_of(field), *names_of(field.removesuffix(".gz")))
-        return any(name in self.keep for name in names)
+        """Whether a member is kept with the sample."""
+        return any(is_kept_as(field, name) for name in self.keep)
 
     @cached_property
     def _claims(self) -> dict[str, str]:
@@ -380,14 +379,3 @@ def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
 
 def plain_fields(limits: Limits) -> dict[str, Any]:
     return {name: plain(getattr(limits, name), name) for name in Limits.__dataclass_fields__}
-
-
-def names_of(field: str) -> Iterator[str]:
-    """Yield the names that may claim a field, the longest first: "0.depth.png" gives "depth.png" and "png" too, and the
-    item "cloud.3" of a Parquet list gives "cloud".
-    """
-    name = field.lower()[-_LONGEST_NAME:]  # a name may be a MiB long, with as many dots
-    while name:
-        yield name
-        stripped = _NUMBER.sub("", name, count=1)
-        name = stripped if stripped != name else name.partition(".")[2]

@@ -327,7 +327,7 @@ class _Builder:
         force: bool,
     ) -> None:
         self._recipe = recipe
-        self._rules = FieldRules(reading.columns, recipe.record)
+        self._rules = FieldRules(reading.columns, recipe.record, recipe.keep)
         self._fingerprint = fingerprint
         self._media_root = reading.media_root
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
@@ -437,6 +437,8 @@ class _Builder:
         name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
         if self._rules.columns:
             name.update(f"\0columns {json.dumps(self._rules.columns)}".encode())
+        if kept := self._rules.kept_in(url):
+            name.update(f"\0{json.dumps(kept)}".encode())
         return f"{self._folder}/{name.hexdigest()}.costs"
 
     def _kept_in_memory(self, table: CostTable) -> CostTable:

@@ -6,19 +6,21 @@ with the open shards, so that later pieces need not read and tokenize it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError
+from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.kept import KeptValue, kept_values
@@ -26,7 +28,9 @@ from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
+from orchdata.loaders.samples.values import JSON_COLUMNS, is_cell_without_content, json_value, plain_value
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 _SPAN_BYTES: Final = 256
@@ -93,13 +97,14 @@ class StoredSample:
         """
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
-            wanted.update(uses_of(self.members, recipe).kept)
+            uses = uses_of(self.members, recipe)
+            wanted.update(uses.kept, uses.records)
         needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._cached is None else ()))
         specs = self._index.read_spec(self.row)
         distinct = list(dict.fromkeys(specs[member] for member in needed))  # some members share their bytes
         self._index.check_unchanged()
         try:
-            contents = self._shards.get(self.shard, self._info, recipe.record).read_many(distinct)
+            contents = self._open_shard(recipe).read_many(distinct)
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(sum(size for _, size, _, _ in distinct))
@@ -168,9 +173,24 @@ class StoredSample:
             parts = tuple(
                 replace(part, token_ids=part.token_ids.copy()) for part in parts if isinstance(part, TextPart)
             )
-        kept = uses_of(self.members, recipe).kept
-        fields = {self.members[at].field: bytes(payloads[at]) for at in kept}
-        return Sample(self.shard, self.key, parts, fields, self.piece)
+        return Sample(self.shard, self.key, parts, self._kept_fields(recipe, payloads), self.piece)
+
+    def _kept_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
+        """Return the fields that the recipe keeps: bytes as stored, and values of keys and of columns of another type."""
+        uses, specs = uses_of(self.members, recipe), self._index.read_spec(self.row)
+        fields: dict[str, KeptValue] = {}
+        for at in uses.kept:
+            field, data = self.members[at].field, payloads[at]
+            is_value = is_cell_without_content(field, len(data)) or (
+                field.endswith(JSON_COLUMNS) and self._open_shard(recipe).is_json(specs[at][3])
+            )
+            name = bare_name(field) if is_value else field
+            fields[name] = plain_value(json_value(field, data), field) if is_value else bytes(data)
+        if uses.records:
+            names = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in fields)]
+            values = kept_values(names, {}, list(self.records(recipe, payloads)))
+            fields |= {name: plain_value(value, name) for name, value in values.items() if value is not None}
+        return fields
 
     def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
         """Return the values of the fields that the recipe keeps, by its names. Raises FieldError.
@@ -178,15 +198,38 @@ class StoredSample:
         Args:
             payloads: from `read` with `kept=True`.
         """
-        specs, shard = self._index.read_spec(self.row), self._shards.get(self.shard, self._info, recipe.record)
-        values: dict[str, bytes | str] = {}
-        for at in uses_of(self.members, recipe).kept:
-            field, data = self.members[at].field, bytes(payloads[at])
-            try:
-                values[field] = data.decode() if shard.is_text(specs[at][3]) else data
-            except UnicodeDecodeError as error:
-                raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
-        return kept_values(recipe.keep, values)
+        uses, specs = uses_of(self.members, recipe), self._index.read_spec(self.row)
+        shard = self._open_shard(recipe)
+        values: dict[str, KeptValue] = {}
+        for at in uses.kept:
+            field, data = self.members[at].field, payloads[at]
+            if is_cell_without_content(field, len(data)) or shard.is_json(specs[at][3]):
+                values[field] = json_value(field, data)
+            elif shard.is_text(specs[at][3]):
+                values[field] = _decoded(field, data)
+            else:
+                values[field] = bytes(data)
+        records = list(self.records(recipe, payloads)) if uses.records else ()
+        return {name: plain_value(value, name) for name, value in kept_values(recipe.keep, values, records).items()}
+
+    def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError.
+
+        Args:
+            payloads: from `read` with `kept=True`.
+        """
+        specs = self._index.read_spec(self.row)
+        for at in uses_of(self.members, recipe).records:
+            field, data = self.members[at].field, payloads[at]
+            if field == RECORD_FIELD and recipe.record is not None:
+                offset, size, encoding, name = specs[at]
+                data = self._open_shard(recipe).read(offset, size, encoding, name + VALUE)
+            record = json_value(field, data)
+            if isinstance(record, dict):
+                yield record
+
+    def _open_shard(self, recipe: Recipe) -> Shard:
+        return self._shards.get(self.shard, self._info, recipe.record)
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
         """Raise FieldError if the text yields other counts than the index, by which steps are planned.
@@ -210,3 +253,10 @@ class StoredSample:
         if counted != indexed:
             reason = f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}"
             raise FieldError(self.text_field(recipe), reason)
+
+
+def _decoded(field: str, data: bytes | memoryview) -> str:
+    try:
+        return bytes(data).decode()
+    except UnicodeDecodeError as error:
+        raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error

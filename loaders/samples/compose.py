@@ -23,6 +23,7 @@ from orchdata.loaders.samples.spans import (
     WholeWriter,
     Window,
 )
+from orchdata.loaders.samples.values import check_text, text_of
 from orchdata.loaders.text.chat_keys import check_record, is_chat_context, says, shown
 from orchdata.loaders.text.conversation import (
     Document,
@@ -36,7 +37,7 @@ from orchdata.loaders.text.conversation import (
 )
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.messages import Chat, is_record
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, Turn, render
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
@@ -163,7 +164,7 @@ def _segments(
     if document is not None and document.completion is not None:
         return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
-    chosen = [(index, _plain(members[index], texts[index], recipe)) for index in uses.plain]
+    chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
@@ -269,7 +270,7 @@ def _record_of_fields(
     names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
     if not is_record(names):
         return [], None
-    record: dict[str, Any] = {name: _plain(members[at], texts[at], recipe) for name, at in names.items()}
+    record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)
     except DecodeError as error:
@@ -316,7 +317,7 @@ def _check_context(
 
 
 def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
-    text = _plain(member, payload, recipe)
+    text = text_of(member, payload, recipe)
     try:
         return parse_json(text.encode())
     except (DecodeError, UnicodeEncodeError):
@@ -353,7 +354,7 @@ def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> b
         return says(_value(member, payload, recipe))
     if name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name):
         return False
-    return says(_plain(member, payload, recipe))
+    return says(text_of(member, payload, recipe))
 
 
 def _way_out(field: str, more: Sequence[str]) -> str:
@@ -440,7 +441,7 @@ def _own_field(name: str, fields: Collection[str]) -> str | None:
 
 
 def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
-    _check_text(member, payload, recipe)
+    check_text(member, payload, recipe)
     try:
         return read_document(payload, recipe.rules, lines=member.field.removesuffix(".gz").endswith("jsonl"))
     except DecodeError as error:
@@ -457,22 +458,6 @@ def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> D
             return document
         document = _document(member, payload, recipe)
     return document if document.is_chat else Document()
-
-
-def _plain(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
-    _check_text(member, payload, recipe)
-    try:
-        return decode_utf8(payload)
-    except DecodeError as error:
-        raise error.at(member.field) from error.__cause__
-
-
-def _check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
-    if member.error is not None:
-        raise FieldError(member.field, member.error)
-    limit = recipe.limits.text_bytes
-    if len(payload) > limit:
-        raise FieldError(member.field, f"{len(payload)} bytes of text, above the limit text_bytes={limit}")
 
 
 def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:

@@ -1,47 +1,48 @@
-"""The values of kept fields: fields of one sample -> one value for each name of `Recipe.keep`."""
+"""The values of kept fields: fields and records of one sample -> one value for each name of `Recipe.keep`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, TypeAlias
 
-from orchdata.loaders.recipe import names_of
+from orchdata.loaders.field_names import NUMBER, bare_name, is_kept_as, number_of
 
-KeptValue = bytes | str | list[bytes | str] | None
-
-_NUMBER: Final = re.compile(r"^(\d+)\.|\.(\d+)$")
-
-
-def is_kept_as(field: str, name: str) -> bool:
-    """Return whether a field is kept under a name of `Recipe.keep`."""
-    return name in names_of(field) or (field.endswith(".gz") and name in names_of(field.removesuffix(".gz")))
+KeptValue: TypeAlias = Any
+"""Bytes of a member, or the value of a column or key: a string, number, boolean, list or dict, or None."""
 
 
-def kept_values(names: Iterable[str], fields: Mapping[str, bytes | str]) -> dict[str, KeptValue]:
+def kept_values(
+    names: Iterable[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, KeptValue]:
     """Return name -> value of one sample.
 
     A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
-    Parquet list), and several fields, are a list. None if the sample has no such field.
+    Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
+    record that has it. None if the sample has neither.
+
+    Args:
+        fields: of the sample, by name.
+        records: its JSON records.
     """
-    return {name: _value(name, [field for field in fields if is_kept_as(field, name)], fields) for name in names}
+    return {
+        name: _value(name, [field for field in fields if is_kept_as(field, name)], fields, records) for name in names
+    }
 
 
-def _value(name: str, matches: Sequence[str], fields: Mapping[str, bytes | str]) -> KeptValue:
+def key_of(name: str, record: Mapping[str, Any]) -> str | None:
+    """Return the key of a record with this name, which has no upper-case letters, or None."""
+    return name if name in record else next((key for key in record if key.lower() == name), None)
+
+
+def _value(
+    name: str, matches: Sequence[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]]
+) -> KeptValue:
+    if not matches:
+        found = (record[key] for record in records if (key := key_of(name, record)) is not None)
+        return next(found, None)
     for field in matches:
-        if _bare(field) == name:
+        if bare_name(field).lower() == name:
             return fields[field]
-    if len(matches) == 1 and not _NUMBER.search(_bare(matches[0])):
+    if len(matches) == 1 and not NUMBER.search(bare_name(matches[0])):
         return fields[matches[0]]
-    return [fields[field] for field in sorted(matches, key=_number)] or None
-
-
-def _bare(field: str) -> str:
-    return field.lower().removesuffix(".gz")
-
-
-def _number(field: str) -> tuple[int, str]:
-    """Sort key of a field's number; not an int, because it may have thousands of digits."""
-    match = _NUMBER.search(_bare(field))
-    digits = "" if match is None else (match[1] or match[2]).lstrip("0")
-    return (-1, "") if match is None else (len(digits), digits)
+    return [fields[field] for field in sorted(matches, key=lambda field: number_of(bare_name(field)))]

@@ -114,7 +114,8 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     cut_tokens = 0 if pieces[0] is spans or len(pieces) > 1 else num_tokens(spans) - num_tokens(pieces[0])
     used = {*text_used}
     if recipe.keep:
-        used.update(uses_of(members, recipe).kept)
+        uses = uses_of(members, recipe)
+        used.update(uses.kept, uses.records)
     # Count the tokens of each row.
     counts: list[Counts] = []
     for piece in pieces:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from orchdata.loaders.field_names import is_kept_as, leading_number, without_leading_number
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
@@ -18,8 +18,8 @@ from orchdata.loaders.text.words import WORDS_SUFFIX
 _MOST_KNOWN: Final = 4096
 _LABELS: Final = frozenset("cls cls2 class count index inx id".split())
 """Suffixes of fields that webdataset reads as a number."""
-_JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
-_LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
+_RECORDS: Final = ("json", "jsn")
+_JSON_NAMES: Final = (*_RECORDS, "jsonl", "messages", "conversations")
 _TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
 
 
@@ -53,7 +53,8 @@ class Uses(NamedTuple):
         other_text: text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have
             any name. Under a jinja template, text under all names.
         media_paths: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
-        kept: members that go with the sample as bytes.
+        kept: members that go with the sample, by their names.
+        records: JSON, of which keys go with the sample: `Recipe.keep` has names that no member has.
         texts: all members from which text is read, ascending.
     """
 
@@ -64,6 +65,7 @@ class Uses(NamedTuple):
     other_text: tuple[int, ...]
     media_paths: tuple[int, ...]
     kept: tuple[int, ...]
+    records: tuple[int, ...]
     texts: tuple[int, ...]
 
 
@@ -100,7 +102,8 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         chat_context=chat_context,
         other_text=other_text,
         media_paths=media_paths,
-        kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
+        kept=_kept(names, recipe),
+        records=_records(names, recipe),
         texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths})),
     )
 
@@ -118,8 +121,23 @@ def _has_record(names: Iterable[tuple[str, int]]) -> bool:
 def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     """Return the uses under a function of the user's, which gets the text of all fields."""
     texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
-    kept = tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name))
-    return Uses((), (), _media(names, recipe), (), (), (), kept, tuple(texts))
+    kept, records = _kept(names, recipe), _records(names, recipe)
+    return Uses((), (), _media(names, recipe), (), (), (), kept, records, tuple(texts))
+
+
+def _kept(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
+    return tuple(index for index, (name, _) in enumerate(names) if recipe.keep and recipe.keeps(name))
+
+
+def _records(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
+    if all(any(is_kept_as(field, name) for field, _ in names) for name in recipe.keep):
+        return ()
+    return tuple(index for index, (name, kind) in enumerate(names) if kind == TEXT and has_keys(name))
+
+
+def has_keys(field: str) -> bool:
+    """Return whether a field is JSON that may be an object with keys."""
+    return _name(field).rpartition(".")[2] in _RECORDS
 
 
 def _media(names: tuple[tuple[str, int], ...], recipe: Recipe) -> dict[str, tuple[int, ...]]:
@@ -143,23 +161,12 @@ def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]
 
 def _in_field_order(names: Sequence[tuple[str, int]], kind: int) -> list[int]:
     indices = [index for index, (_, its_kind) in enumerate(names) if its_kind == kind]
-    return sorted(indices, key=lambda index: (_number(names[index][0]), index))
-
-
-def _number(name: str) -> tuple[int, str]:
-    """Sort key of the leading number; names without one come first. Not an int: it may have thousands of digits."""
-    match = _LEADING_NUMBER.match(name)
-    if match is None:
-        return -1, ""
-    digits = "".join(str(unicodedata.decimal(digit)) for digit in match[1]).lstrip("0")
-    return len(digits), digits
+    return sorted(indices, key=lambda index: (leading_number(names[index][0]), index))
 
 
 def _name(name: str) -> str:
     """A field's name without its leading number and `.gz`, in lower case (Parquet columns keep their case)."""
-    name = name.lower().removesuffix(".gz")
-    match = _LEADING_NUMBER.match(name)
-    return name if match is None else name[match.end() :]
+    return without_leading_number(name.lower().removesuffix(".gz"))
 
 
 def stem(name: str) -> str:

@@ -13,24 +13,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.field_names import EMPTY, NULL, VALUE
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import Media, made_record
 from orchdata.loaders.samples.members import Member, Uses, is_label
-from orchdata.loaders.shards.fields import EMPTY, NULL
+from orchdata.loaders.samples.values import check_text, is_cell_without_content, is_json, json_value, text_of
 from orchdata.loaders.text.chat_keys import says
-from orchdata.loaders.text.conversation import parse_json
+from orchdata.loaders.text.conversation import CONTENT_KEYS
 from orchdata.loaders.text.messages import CHAT_KEYS
-from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 __all__ = ["Media", "made_sample", "record_of"]
 
-_JSON: Final = ("json", "jsn", "jsonl")
 _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)
-_CONTENTS: Final = ("content", "value")
 _INTEGER: Final = re.compile(r"\s*[+-]?\d{1,4000}\s*")  # more digits are a ValueError of Python's
 
 _Groups: TypeAlias = Mapping[str, tuple[bool, list[int]]]
@@ -107,7 +105,7 @@ def _grouped(members: Sequence[Member], recipe: Recipe) -> _Groups:
     groups: dict[str, list[tuple[int, int]]] = {}
     listed: set[str] = set()
     for index, member in enumerate(members):
-        if _outer(member, recipe) is not None:
+        if _outer(member, recipe) is not None or member.field.endswith(VALUE):
             continue
         name, number = _name(member)
         if number >= 0:
@@ -138,22 +136,11 @@ def _name(member: Member) -> tuple[str, int]:
 def _value(member: Member, name: str, number: int, payload: bytes | memoryview | None, recipe: Recipe) -> Any:
     if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
         return Media(name, number)
-    if member.error is not None:
-        raise FieldError(member.field, member.error)
-    if not member.size and member.field.endswith((NULL, EMPTY)):
-        return None if member.field.endswith(NULL) else []
-    assert payload is not None
-    if len(payload) > recipe.limits.text_bytes:
-        raise FieldError(
-            member.field, f"{len(payload)} bytes of text, above the limit text_bytes={recipe.limits.text_bytes}"
-        )
-    try:
-        suffix = name.rpartition(".")[2].lower()
-        if suffix in _JSON or member.field.endswith(WORDS_SUFFIX):
-            return parse_json(payload, lines=suffix == "jsonl")
-        text = decode_utf8(payload)
-    except DecodeError as error:
-        raise error.at(member.field) from error.__cause__
+    payload = payload or b""
+    check_text(member, payload, recipe)
+    if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
+        return json_value(member.field, payload)
+    text = text_of(member, payload, recipe)
     return int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text
 
 
@@ -223,7 +210,7 @@ class _References:
             return _without_media(turn, where)
         made = {}
         for key, value in turn.items():
-            if key in _CONTENTS and isinstance(value, list):
+            if key in CONTENT_KEYS and isinstance(value, list):
                 made[key] = [self._item(item, taken, f"{where}[{key!r}][{at}]") for at, item in enumerate(value)]
             else:
                 made[key] = _without_media(value, f"{where}[{key!r}]")

@@ -82,12 +82,13 @@ class Sample:
     Attributes:
         shard, key: its identity.
         parts: text and media, in the order in which the model sees them.
-        fields: name -> bytes of the fields that `Recipe.keep` names and the sample has; gzipped text is decompressed.
+        fields: name -> bytes of the fields that `Recipe.keep` names and the sample has; gzipped text is decompressed. A
+            column that is neither text nor bytes, and a key of a record, is a value.
         piece: number of the piece, from 0, if `TextPreprocessor.overflow` splits the sample; else 0.
     """
 
     shard: str
     key: str
     parts: tuple[Part, ...]
-    fields: Mapping[str, bytes] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     piece: int = 0

@@ -16,15 +16,17 @@ class FieldRules(NamedTuple):
     Attributes:
         columns: (old name, new name) of each renamed field.
         record: the recipe's function, which makes a record of a sample's fields.
+        keep: names of `Recipe.keep`.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
     record: UserFunction | None = None
+    keep: tuple[str, ...] = ()
 
     @property
     def of_columns(self) -> ColumnRules:
         """The rules for tables, in which the function gets all columns."""
-        return ColumnRules(self.columns, all=self.record is not None)
+        return ColumnRules(self.columns, all=self.record is not None, kept=self.keep)
 
     def identity(self, url: str) -> list[Any]:
         """Return what the facts of a shard depend on, JSON-safe; empty without rules."""
@@ -34,7 +36,12 @@ class FieldRules(NamedTuple):
                 parts.append(["record", self.record.id])
             elif suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
                 parts.append(["every column"])
-        return parts
+        return parts + self.kept_in(url)
+
+    def kept_in(self, url: str) -> list[Any]:
+        """Return the names by which more columns of a shard are read, JSON-safe."""
+        is_table = bool(self.keep) and suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+        return [["kept", *self.keep]] if is_table else []
 
 
 NO_RULES = FieldRules()

@@ -12,9 +12,6 @@ RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED = range(6)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
 row of CSV, or named by a record (in another file, or encoded in the record)."""
 
-NULL, EMPTY = " = null", " = []"
-"""After the name of a column whose cell is null, or an empty list of media, if all columns are requested."""
-
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
 
 _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
@@ -33,10 +30,14 @@ class ColumnRules(NamedTuple):
     Attributes:
         names: (old name, new name) of each renamed column.
         all: read all columns, as JSON if they are no text or media, for a function of the user's.
+        kept: names of `Recipe.keep`; columns that are not read otherwise are read as values.
+        only: names of the only columns to read, as they are, after renaming; empty: those with media or text.
     """
 
     names: tuple[tuple[str, str], ...] = ()
     all: bool = False
+    kept: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
 
 ALL_AS_NAMED = ColumnRules()

@@ -79,6 +79,10 @@ class Shard(Protocol):
         """Return whether a field is text in this container, such as a column of strings; else it is bytes."""
         ...
 
+    def is_json(self, field: str) -> bool:
+        """Return whether a field is JSON in this container, such as a column of numbers; its bytes are UTF-8 then."""
+        ...
+
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
         ...

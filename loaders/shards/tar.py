@@ -154,6 +154,10 @@ class TarShard:
         """Members are bytes."""
         return False
 
+    def is_json(self, field: str) -> bool:
+        """Members are bytes."""
+        return False
+
     def close(self) -> None:
         self._file.close()
 

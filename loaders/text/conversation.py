@@ -29,7 +29,7 @@ from orchdata.loaders.text.words import key_of_words, names_words
 _TEXT_KEYS: Final = ("text", "caption")
 _READ_KEYS: Final = (*CHAT_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
-_CONTENT_KEYS: Final = ("content", "value")
+CONTENT_KEYS: Final = ("content", "value")
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
 _VIDEO_KEYS: Final = ("video", "videos")
 
@@ -272,9 +272,7 @@ def _is_turn(value: Any) -> bool:
 
 def _knows(turn: Mapping[str, Any], template: ChatTemplate | JinjaTemplate) -> bool:
     role = _first(turn, _ROLE_KEYS)
-    return (
-        isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
-    )
+    return isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, CONTENT_KEYS) is not None
 
 
 def _chat(value: list[Any], rules: Rules) -> Document:
@@ -319,7 +317,7 @@ def _placed(turns: list[dict[str, Any]], words: MediaWords) -> dict[str, list[st
 def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield (number of the turn, type, item) of each item of media."""
     for number, turn in enumerate(turns, 1):
-        content = _first(turn, _CONTENT_KEYS)
+        content = _first(turn, CONTENT_KEYS)
         for item in content if isinstance(content, list) else ():
             kind = _kind(item, words) if isinstance(item, dict) else "text"
             if kind in words.items:
@@ -355,12 +353,12 @@ def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate, w
     if not template.knows(role):
         known = ", ".join(dict.fromkeys((*template.roles, *template.loss_roles)))
         raise DecodeError(f"{where} has the role {shown(role)}; known are {known}: see ChatTemplate.roles")
-    content, loss = _first(item, _CONTENT_KEYS), template.carries_loss(role)
+    content, loss = _first(item, CONTENT_KEYS), template.carries_loss(role)
     turn = Turn(role, () if content is None else _content(where, content, rules.words))
     if len(item) > 2 or content is None:
-        own, media = (*_ROLE_KEYS, *_CONTENT_KEYS), rules.words.records
+        own, media = (*_ROLE_KEYS, *CONTENT_KEYS), rules.words.records
         check_turn(f"{where} ({written})", item, own, role, turn.text, loss, media, work)
-        if _differ(item, _ROLE_KEYS) or _differ(item, _CONTENT_KEYS):
+        if _differ(item, _ROLE_KEYS) or _differ(item, CONTENT_KEYS):
             raise DecodeError(f"{where} says one thing under role and content, another under from and value")
     if content is None:
         raise DecodeError(f"{where} ({written}) has no content: its keys are {_keys(item)}")

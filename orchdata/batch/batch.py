@@ -77,8 +77,9 @@ class Batch:
         sources: of a mixture, int32 (num_samples,), index of each sample's source in `plan.sources`; else None.
         routes: per phase only: modality -> the route of its features, see `route`.
         fields: name in `Recipe.keep` -> a list with one value for each sample, in the order of `sample_ids`: bytes of a
-            member or a binary column, str of a column of text, a list of them where a sample has numbered fields of
-            that name; None for a sample that lacks the field, or that failed.
+            member or a binary column, str of a column of text, int, float, bool, list and dict of other columns and of
+            keys of records, a list where a sample has numbered fields of that name; None for a sample that lacks the
+            field, or that failed.
         inputs: defines the argument names of the model; None for this library's own names.
     """
 
@@ -96,7 +97,7 @@ class Batch:
     pieces: tuple[int, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
-    fields: Mapping[str, list[bytes | str | list[bytes | str] | None]] = field(default_factory=dict)
+    fields: Mapping[str, list[Any]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

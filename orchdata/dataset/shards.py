@@ -23,11 +23,11 @@ from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudget
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.kept import is_kept_as
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
@@ -154,17 +154,18 @@ def _warn_of_unread(index: Index | JoinedIndex) -> None:
 
 def _warn_of_missing(recipes: Sequence[Recipe], index: Index | JoinedIndex) -> None:
     """Warn once about names of `Recipe.keep` that no sample has."""
-    names = sorted({name for recipe in recipes for name in recipe.keep})
-    if not names:
-        return
     indexes = index.indexes if isinstance(index, JoinedIndex) else (index,)
-    fields = list(dict.fromkeys(field for each in indexes for field in each.fields))
-    if missing := [name for name in names if not any(is_kept_as(field, name) for field in fields)]:
-        others = ", ".join(map(repr, [*fields, *index.totals["ignored_fields"]][:9]))
+    keeping = [(each, recipe) for each, recipe in zip(indexes, recipes, strict=True) if recipe.keep]
+    found = [missing_names(each, recipe) for each, recipe in keeping]
+    there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
+    if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
+        others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))
+        records = sum(each.num_records for each in found)
+        where = f" ({records:,} of its records were looked at for keys)" if records else ""
         warn_once(
             f"no kept fields of {index.fingerprint}",
-            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field, but "
-            f"{others}",
+            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field"
+            f"{where}, but {others}",
         )
 
 

@@ -41,6 +41,7 @@ loaders: records
 loaders: storage
 loaders: claims
 loaders: text modalities
+loaders: field_names
 loaders: recipe
 loaders: required
 loaders: shards

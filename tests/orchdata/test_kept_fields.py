@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("mixed") / "mixed.tar", SAMPLES)
 
 
-def fields_of(path: str | Path, recipe: od.Recipe) -> dict[str, Mapping[str, bytes]]:
+def fields_of(path: str | Path, recipe: od.Recipe) -> dict[str, Mapping[str, Any]]:
     dataset = od.ShardDataset(str(path), recipe=recipe)
     samples = [sample for batch in od.DataLoader(dataset, batch_size=4, collate_fn=list) for sample in batch]
     return {sample.key: sample.fields for sample in samples}
@@ -65,13 +67,11 @@ def test_kept_columns_of_parquet(tmp_path: Path) -> None:
         "points": pa.array([cloud(4), cloud(5)], pa.binary()),
     }
     pq.write_table(pa.table(table), path)
-    kept = ("embedding", "url", "points")
+    kept = ("embedding", "url", "points", "label")
     assert fields_of(path, od.Recipe(**OWN, keep=kept)) == {
-        "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4)},
-        "b": {"url": b"y.com", "points": cloud(5)},
+        "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4), "label": 3},
+        "b": {"url": b"y.com", "points": cloud(5), "label": 4},
     }
-    with pytest.raises(od.DataError, match="field 'label': the recipe requests this column, but it has neither bytes"):
-        fields_of(path, od.Recipe(**OWN, keep=("label",)))
 
 
 def test_keeping_changes_nothing_else(shard: str) -> None:
@@ -187,3 +187,115 @@ def test_a_name_that_no_sample_has_is_warned_of_once(labelled: str) -> None:
         batches = batches_of(labelled, ("cls", "clz"))
         batches_of(labelled, ("cls", "clz"))
     assert len(seen) == 1 and all(set(batch.fields["clz"]) == {None} for batch in batches)
+
+
+TYPED = {
+    "label": [3, None, 1 << 40],
+    "Score": [0.5, 1.5, None],
+    "ok": [True, None, False],
+    "vector": [[1.0, 2.0], [], None],
+    "meta": [{"a": 1, "<class>": "Plan"}, {"a": 2, "<class>": "x"}, None],
+    "tags": [[1, 2], [], None],
+    "messages": [[{"role": "user", "content": "q"}]] * 3,
+}
+DAY = datetime.datetime(2024, 5, 6, 7, 8, tzinfo=datetime.UTC)
+
+
+def text_alone(record: dict[str, Any]) -> dict[str, Any]:
+    return {"text": record["text"]}
+
+
+def write_typed(folder: Path) -> dict[str, str]:
+    """The same three samples in Parquet, Arrow and JSON Lines."""
+    columns = {"id": ["a", "b", "c"], "text": ["one", "two", "three"], **TYPED}
+    table = pa.table({**columns, "when": [DAY] * 3})
+    pq.write_table(table, folder / "a.parquet")
+    with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    for row in rows:
+        del row["messages"]
+    (folder / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {path.suffix[1:]: str(path) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_typed(tmp_path_factory.mktemp("typed"))
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"num_threads": 2}, {"num_workers": 1, "num_threads": 1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("record", [None, text_alone], ids=["plain", "record"])
+@pytest.mark.parametrize("container", ["parquet", "arrow", "jsonl"])
+def test_columns_and_keys_have_their_types(
+    typed: dict[str, str], container: str, record: Any, options: dict[str, Any]
+) -> None:
+    names = [name.lower() for name in TYPED if (container, name) != ("jsonl", "messages")]
+    dataset = od.ShardDataset(typed[container], recipe=od.Recipe(keep=tuple(names), record=record))
+    (batch,) = od.DataLoader(dataset, batch_size=4, **options)
+    order = [key for _, key in batch.sample_ids]
+    for name in names:
+        values = TYPED["Score" if name == "score" else name]
+        expected = [values["abc".index(key)] for key in order]
+        assert repr(batch.fields[name]) == repr(expected), name
+
+
+def test_what_is_kept_changes_no_plan_and_no_count(typed: dict[str, str]) -> None:
+    for container in ("parquet", "jsonl"):
+        plain, keeping = (
+            od.ShardDataset(typed[container], recipe=od.Recipe(keep=keep)).index() for keep in ((), ("vector", "meta"))
+        )
+        assert plain.llm_tokens.tolist() == keeping.llm_tokens.tolist() and plain.totals["bad"] == 0
+
+
+def test_times_are_text_and_keys_of_rows_are_kept(typed: dict[str, str]) -> None:
+    dataset = od.ShardDataset(typed["parquet"], recipe=od.Recipe(keep=("when", "id")))
+    (batch,) = od.DataLoader(dataset, batch_size=4)
+    assert set(batch.fields["when"]) == {str(DAY)}
+    assert batch.fields["id"] == [key for _, key in batch.sample_ids]
+    assert dataset[0].fields == {"id": "a", "when": str(DAY)}
+
+
+def test_kept_keys_of_tables_and_of_members(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text,rating\na,one,3\nb,two,\n")
+    dataset = od.ShardDataset(tmp_path / "a.csv", recipe=od.Recipe(keep=("score",)), columns={"rating": "score"})
+    assert kept_of(list(od.DataLoader(dataset, batch_size=4))) == {"a": {"score": "3"}, "b": {"score": ""}}
+    samples = [
+        {"__key__": "a", "txt": b"one", "json": b'{"score": 3, "twice": {"k": 1, "k": 2}}'},
+        {"__key__": "b", "txt": b"two", "score": b"4", "json": b'{"score": 5}'},
+        {"__key__": "c", "txt": b"three", "json": b"[1]"},
+    ]
+    tar = write_shard(tmp_path / "a.tar", samples)
+    dataset = od.ShardDataset(tar, recipe=od.Recipe(keep=("score", "twice")))
+    assert kept_of(list(od.DataLoader(dataset, batch_size=4))) == {
+        "a": {"score": 3, "twice": {"k": 2}},
+        "b": {"score": b"4", "twice": None},
+        "c": {"score": None, "twice": None},
+    }
+    assert fields_of(tar, od.Recipe(keep=("score",)))["a"] == {"score": 3}
+
+
+def test_a_value_that_is_nested_too_deeply_fails_its_sample(tmp_path: Path) -> None:
+    deep = "[" * 60 + "]" * 60
+    (tmp_path / "a.jsonl").write_text(f'{{"id": "a", "text": "x", "deep": {deep}}}\n{{"id": "b", "text": "y"}}\n')
+    with pytest.raises(od.DataError, match="sample 'a', field 'deep': a value of lists and dicts nested more than 48"):
+        batches_of(tmp_path / "a.jsonl", ("deep",))
+    assert kept_of(batches_of(tmp_path / "a.jsonl", ("deep",), on_error=od.ErrorPolicy("skip", max_failures=9)))
+
+
+def test_a_key_that_no_record_has_is_warned_of(typed: dict[str, str]) -> None:
+    with pytest.warns(UserWarning, match=r"names 'scor', and no sample .* \(3 of its records were looked at .*'Score'"):
+        batches_of(typed["jsonl"], ("scor", "label"))
+
+
+def test_peers_get_values_of_any_type(typed: dict[str, str]) -> None:
+    for batch in batches_of(typed["parquet"], ("meta", "vector", "label")):
+        message = describe({"batches": plain([batch], batch.plan)})
+        buffer = np.empty(message.num_bytes, np.uint8)
+        message.write_to(buffer)
+        (received,) = revive(read(buffer)["batches"], batch.plan)
+        assert received.fields == batch.fields
+        assert batch.to("cpu").fields == batch.fields

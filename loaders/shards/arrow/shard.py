@@ -23,6 +23,7 @@ from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
 from orchdata.loaders.shards.parquet.cells import (
     field_clash,
+    is_json_field,
     is_text_field,
     locate_cell,
     plan_columns,
@@ -164,6 +165,10 @@ class ArrowShard:
     def is_text(self, field: str) -> bool:
         """Return whether the column of a field has text, and not bytes."""
         return is_text_field(self._open().columns, field)
+
+    def is_json(self, field: str) -> bool:
+        """Return whether the cells of a field are JSON."""
+        return is_json_field(self._open().columns, field)
 
     def close(self) -> None:
         self._file.close()

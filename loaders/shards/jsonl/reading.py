@@ -58,12 +58,17 @@ class RecordReader:
         """Return the record that begins at `offset`, as JSON. Raises DecodeError."""
         return self.as_json(self._records.at(offset))
 
-    def as_json(self, data: bytes) -> bytes:
-        """Convert the stored bytes of a record to JSON, as it is read. Raises DecodeError."""
-        if not self._names and self._function is None:
+    def as_json(self, data: bytes, *, is_made: bool = True) -> bytes:
+        """Convert the stored bytes of a record to JSON, as it is read. Raises DecodeError.
+
+        Args:
+            is_made: whether the user's function makes it; otherwise it is the record that the function gets.
+        """
+        if not self._names and (self._function is None or not is_made):
             return self._records.as_json(data)
         try:
-            record = self.made(self.value(data))
+            record = self.value(data)
+            record = self.made(record) if is_made else record
         except LeftOut:
             raise DecodeError("Recipe.record leaves this sample out now: it must return the same each time") from None
         return json.dumps(record).encode()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
+from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
@@ -146,6 +147,10 @@ class JsonLinesShard:
         """Members are bytes."""
         return False
 
+    def is_json(self, field: str) -> bool:
+        """Members are bytes."""
+        return False
+
     def close(self) -> None:
         self._file.close()
 
@@ -161,7 +166,7 @@ class JsonLinesShard:
             data = self._file.read(offset, size)
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
-            data = self._reader.as_json(data)  # may read the header line of a table
+            data = self._reader.as_json(data, is_made=not field.endswith(VALUE))  # may read the header line of a table
             self._file.check_unchanged()
             return data
         except DecodeError as error:

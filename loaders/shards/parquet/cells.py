@@ -14,9 +14,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
+from orchdata.loaders.field_names import EMPTY, NULL, VALUE, is_kept_as
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, EMPTY, NULL, ColumnRules, classify
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.media_words import record_keys
@@ -29,6 +30,8 @@ _FEATURES = {f'"{kind.hf_feature}"': code for code, kind in enumerate(BUILTINS.v
 _NAMED = record_keys(BUILTINS)
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 _CHATS = ("messages", "conversations")
+_JSON_FORMS = frozenset(("chat", "words", "value"))
+_SUFFIXES = {"words": WORDS_SUFFIX, "value": VALUE}
 
 
 class PathOnly(Exception):
@@ -41,8 +44,8 @@ class Column:
 
     Attributes:
         name: of the column.
-        form: "text", "chat", "words" (lists and structs with text that are not a chat, as JSON), "label" (the number
-            of a class), "binary" or "struct" (bytes and path).
+        form: "text", "chat", "words" (lists and structs with text that are not a chat, as JSON), "value" (anything, as
+            JSON, that is only kept), "label" (the number of a class), "binary" or "struct" (bytes and path).
         listed: whether cells are lists; each item is a field `name.0`, `name.1`, ...
         kind: its modality, or OTHER if it depends on the first bytes of each cell.
         labels: names of the classes.
@@ -59,7 +62,12 @@ class Column:
     @property
     def field(self) -> str:
         """The name of the field of a cell that is not a list."""
-        return self.name + WORDS_SUFFIX if self.form == "words" else self.name
+        return self.name + _SUFFIXES.get(self.form, "")
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the bytes of its cells are JSON."""
+        return self.form in _JSON_FORMS
 
     def missing(self, scalar: pa.Scalar) -> str | None:
         """Return the name of the field for a cell without content; None if it has content, or nulls are no fields."""
@@ -93,7 +101,7 @@ class Column:
             return None
         if self.form == "text":
             return text_bytes(scalar)
-        if self.form in ("chat", "words"):
+        if self.is_json:
             return json.dumps(_plain(scalar.as_py()), ensure_ascii=False, default=_stand_in).encode()
         if self.form == "label":
             return self._label(scalar.as_py())
@@ -124,7 +132,7 @@ class Column:
     def excess(self, scalar: pa.Scalar, limits: Limits) -> str | None:
         """Return why a cell is too large, or None; checked before any of its values becomes a Python object."""
         items = values = 0
-        if self.form in ("chat", "words"):
+        if self.is_json:
             items, values = _counted_in(scalar)
         elif self.listed and scalar.is_valid and scalar.values is not None:
             items = len(scalar.values)
@@ -136,14 +144,20 @@ class Column:
 
     def kind_of(self, data: bytes | memoryview, path: str | None = None) -> int:
         """Return the modality of one cell."""
-        if self.kind != OTHER:
+        if self.kind != OTHER or self.form == "value":
             return self.kind
         by_path = classify(path)[0] if path else OTHER
         return by_path if by_path != OTHER else sniff(data)
 
 
 class Columns(list[Column]):
-    """Columns that are read, in the order of the file."""
+    """Columns that are read, in the order of the file.
+
+    Attributes:
+        names: of all columns of the file.
+    """
+
+    names: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> Mapping[str, Column]:
@@ -236,11 +250,15 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
     Args:
         schema: with the new names of its columns.
     """
-    names = set(schema.names)
+    names = frozenset(schema.names)
     key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
     new_names = dict(rules.names)
     features = {new_names.get(name, name): feature for name, feature in _huggingface_features(schema).items()}
     used = Columns()
+    used.names = names
+    if rules.only:
+        used += [Column(name, "value", False, OTHER) for name in dict.fromkeys(schema.names) if name in rules.only]
+        return used, [], key
     ignored: list[str] = []
     for field in schema:
         column = None
@@ -248,6 +266,8 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
             column = _plan_column(field.name, field.type, features.get(field.name))
         if rules.all and field.name not in ("__key__", "__url__"):
             column = _with_nulls(column, field.name, field.type)
+        if column is None and any(is_kept_as(field.name, name) for name in rules.kept):
+            column = Column(field.name, "value", False, OTHER)
         if column is None:
             if field.name != key:
                 ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
@@ -279,6 +299,9 @@ def field_clash(columns: Columns) -> str | None:
 def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     """Return the column of a field and the item in its lists (-1 if cells are not lists); None for no column."""
     by_name = columns.by_name
+    if field.endswith(VALUE):
+        name = field.removesuffix(VALUE)
+        return (Column(name, "value", False, OTHER), -1) if name in columns.names else None
     column = by_name.get(field) or by_name.get(field.removesuffix(WORDS_SUFFIX))
     if column is not None and not column.listed:
         return column, -1
@@ -292,6 +315,12 @@ def is_text_field(columns: Columns, field: str) -> bool:
     """Return whether the column of a field has text: strings, names of classes, or lists and structs as JSON."""
     found = column_of(columns, field)
     return found is not None and found[0].form not in ("binary", "struct")
+
+
+def is_json_field(columns: Columns, field: str) -> bool:
+    """Return whether the cells of a field are JSON of a list, struct, number or the like."""
+    found = column_of(columns, field)
+    return found is not None and found[0].is_json
 
 
 def sniff(data: bytes | memoryview) -> int:

@@ -87,7 +87,8 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     _allow_cpu(cpu_seconds(size, 0))
     # Scan the file; a failure is an answer too, except that the parent's end ends this process.
     try:
-        rules = ColumnRules(tuple((old, new) for old, new in request["names"]), bool(request["all"]))
+        names = tuple((old, new) for old, new in request["names"])
+        rules = ColumnRules(names, bool(request["all"]), tuple(request["kept"]), tuple(request["only"]))
         reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
+from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
-from orchdata.loaders.shards.fields import NULL, PARQUET
+from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_text, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.slow import here
@@ -152,7 +153,8 @@ class _Scan:
                 return
             size = len(data)
             kind = column.kind_of(data, path)
-            error = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
+            if kind != OTHER or column.is_json:
+                error = self._limits.size_error(size, is_text=kind == TEXT or column.is_json)
             if error is None and kind not in (TEXT, OTHER):
                 header, error = self._header(kind, data, key, field)
         self._append(number, key, field, kind, size, error, header)

@@ -19,7 +19,7 @@ from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.parquet.cells import is_text_field, locate_cell, read_cell
+from orchdata.loaders.shards.parquet.cells import is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.shards.shard import facts_of
@@ -135,6 +135,10 @@ class ParquetShard:
     def is_text(self, field: str) -> bool:
         """Return whether the column of a field has text, and not bytes."""
         return is_text_field(self._open().columns, field)
+
+    def is_json(self, field: str) -> bool:
+        """Return whether the cells of a field are JSON."""
+        return is_json_field(self._open().columns, field)
 
     def close(self) -> None:
         with self._lock:

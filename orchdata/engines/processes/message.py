@@ -36,6 +36,7 @@ Bytes = NDArray[np.uint8]
 
 _CLASS = "<class>"  # marks a dict that was a dataclass; no modality has this name
 _PLAN = "the step's"
+_DICT = "dict"  # a dict that has the mark as a key itself, such as a kept value
 _BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
     kind.__name__: kind for kind in (Plan, Parts, NoPadding, PaddedCost, FixedCost, PhaseCost)
@@ -131,7 +132,8 @@ def plain(value: Any, plan: Plan | None = None) -> Any:
         value = {name: getattr(value, name) for name in _FIELDS[kind]}
         return {_CLASS: _NAMES[kind], "fields": _mapped(plain, value, plan)}
     if isinstance(value, Mapping):
-        return _mapped(plain, value, plan)
+        mapped = _mapped(plain, value, plan)
+        return {_CLASS: _DICT, "items": list(map(list, mapped.items()))} if _CLASS in mapped else mapped
     return value
 
 
@@ -152,6 +154,8 @@ def revive(value: Any, plan: Plan | None = None) -> Any:
     name = value[_CLASS]
     if plan is not None and name == _PLAN:
         return plan
+    if name == _DICT:
+        return {key: revive(item, plan) for key, item in value["items"]}
     known = _STEPS if plan is None else _BATCHES
     kind, values = known.get(name) if isinstance(name, str) else None, value.get("fields")
     if kind is None or not isinstance(values, dict):

@@ -1,0 +1,59 @@
+"""Names of `Recipe.keep` that no sample has: fields are known from the index, keys of records from some records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from orchdata.loaders.errors import DataError, FieldError, ShardError
+from orchdata.loaders.field_names import bare_name, is_kept_as
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.kept import key_of
+from orchdata.loaders.samples.members import has_keys
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
+
+_LOOKED_AT: Final = 32
+"""Records of a data set that are read to see their keys."""
+
+
+class Missing(NamedTuple):
+    """Names that no sample has, the names that there are, and the number of records that were read for it."""
+
+    names: tuple[str, ...]
+    others: tuple[str, ...]
+    num_records: int
+
+
+def missing_names(index: Index, recipe: Recipe) -> Missing:
+    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it."""
+    others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
+    missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]
+    count = 0
+    if missing and any(map(has_keys, index.fields)):
+        for record in _some_records(index, recipe):
+            count += 1
+            others |= dict.fromkeys(record)
+            missing = [name for name in missing if key_of(name, record) is None]
+            if not missing:
+                break
+    return Missing(tuple(missing), tuple(others), count)
+
+
+def _some_records(index: Index, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    rows = np.unique(np.linspace(0, max(0, index.num_rows - 1), _LOOKED_AT).astype(np.int64))
+    good: Sequence[int] = rows[~np.isin(rows, index.bad_rows())].tolist()
+    shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+    try:
+        for row in good:
+            sample = StoredSample(index, shards, row)
+            try:
+                yield from sample.records(recipe, sample.read(recipe, text=False, parts=(), kept=True))
+            except (DataError, FieldError, ShardError):
+                continue  # the loader reports it
+    finally:
+        shards.close()
