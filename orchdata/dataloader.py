@@ -105,7 +105,7 @@ class DataLoader(Generic[T_co]):
             names others), and ranks that differ only in other dims get the same batches. Ranks that would plan other
             steps raise an error: with a group or mesh at construction, which is then a collective; by default at the
             first step, through the job's store. With (rank, size) nothing is compared; (0, 1) gives all samples here.
-        on_error: "raise", "skip" or an `od.ErrorPolicy`.
+        on_error: "raise", "skip" (up to 1 % of the samples), or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
         index: what to do if several ranks have no index of their shards. "build": at construction all ranks build it
             together, each for different shards, if torch.distributed is initialized. "require": raise.

@@ -101,7 +101,8 @@ class Runtime:
             arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
         )
         self.stats = Stats(None if self.builder is None else self.builder.reads)
-        budget = FailureBudget(options.policy, self.stats, self.prepared.num_indexed + self.prepared.num_lost)
+        num_samples = self.prepared.num_indexed + self.prepared.num_lost
+        budget = FailureBudget(options.policy, self.stats, num_samples, rank.size)
         delivery = Delivery(
             self.prepared.spec,
             rank,
@@ -140,7 +141,7 @@ class Runtime:
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
         if not (arguments.in_order or self.is_single_rank) and arguments.num_workers:
             warn_once("in_order=False of planned steps", _IN_ORDER)
-        budget.count(self.prepared.failures, lost=self.prepared.num_lost)
+        budget.start(self.prepared.failures, lost=self.prepared.num_lost)
 
     @property
     def has_microbatches(self) -> bool:

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from orchdata.cli.options import (
     CostOption,
     FilterOption,
     JsonOption,
+    MaxFailuresOption,
     MediaRootOption,
     Paths,
     RecipeOption,
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
-_LEFT_OUT = "*"
-"""Among the ignored fields: samples that the recipe's function leaves out, as `loaders.records.LEFT_OUT`."""
 
 
 @one_line_errors
@@ -50,12 +51,13 @@ def index(
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
+    max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
 ) -> None:
     """Index shards: where samples lie and what each costs. Fast to repeat: only new or changed shards are scanned.
 
-    Bad samples are listed and do not fail the command. A shard that cannot be read at all fails it, and so does a data
-    set without any usable sample.
+    Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
+    cannot be read counting as its samples, and 1 if no sample can be used.
     """
     from orchdata.dataset.shard_dataset import reading_of
     from orchdata.loaders.storage.paths import expand_paths
@@ -68,8 +70,8 @@ def index(
         print_json(report)
     else:
         _print_index(report)
-    if report["failed_shards"] or report["totals"]["bad"] == report["totals"]["samples"]:
-        raise typer.Exit(1)
+    if code := _exit_code(report, max_failures):
+        raise typer.Exit(code)
 
 
 @one_line_errors
@@ -277,6 +279,28 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def _exit_code(report: dict[str, Any], max_failures: Fraction | int) -> int:
+    """Return 1 if no sample can be used, 3 if more cannot be used than allowed, else 0. Says how to allow more."""
+    if not report["samples"]:
+        typer.echo("orchdata: no sample can be used", err=True)
+        return 1
+    unusable = report["bad"] + len(report["failed_shards"]) + report["lost"]
+    count = report["samples"] + unusable
+    is_share = isinstance(max_failures, Fraction)
+    allowed = int(max_failures * count) if is_share else max_failures
+    if unusable <= allowed:
+        return 0
+    share = f" ({float(100 * max_failures):.4g} %)" if is_share else ""
+    enough = f"{ceil(100 * unusable / count)}%" if is_share else f"{unusable}"
+    typer.echo(
+        f"orchdata: {unusable:,} of {count:,} samples cannot be used, and --max-failures allows {allowed:,}{share}: "
+        f"repair them, or allow more by --max-failures {enough}, and in training by "
+        'od.ErrorPolicy("skip", max_failures=...)',
+        err=True,
+    )
+    return 3
+
+
 def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
     """Return the result of verifying with every failure, JSON-safe."""
     from orchdata.profiling.profile import count_reasons
@@ -307,6 +331,7 @@ def _print_index(report: dict[str, Any]) -> None:
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
     from orchdata.cli.tables import overflow_words
+    from orchdata.loaders.records import LEFT_OUT
 
     for line in overflow_words(report["totals"]["overflow"]):
         typer.echo(f"  above max_tokens: {line}")
@@ -314,7 +339,7 @@ def _print_index(report: dict[str, Any]) -> None:
     if without_loss:
         typer.echo(f"  without a token to learn: {without_loss:,} samples")
     ignored = dict(report["totals"]["ignored_fields"])
-    if left_out := ignored.pop(_LEFT_OUT, 0):
+    if left_out := ignored.pop(LEFT_OUT, 0):
         typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
     if ignored:
         typer.echo(f"  not read: {ignored_words(ignored)}")
@@ -326,8 +351,11 @@ def _print_index(report: dict[str, Any]) -> None:
 
 def ignored_words(ignored: Mapping[str, int]) -> str:
     """Names of fields that are not read, with how many there are."""
-    named = {name: count for name, count in ignored.items() if name != _LEFT_OUT}
-    shown = [f"{name.removesuffix('.words')} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
+    from orchdata.loaders.records import LEFT_OUT
+    from orchdata.loaders.text.words import WORDS_SUFFIX
+
+    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
+    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
     return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"
 
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -37,6 +38,32 @@ FilterOption = Annotated[
 AllowRecipesOption = Annotated[
     bool,
     typer.Option("--allow-recipes", help="Import the modules that a mixture's file names as `recipe:`; they run code."),
+]
+
+
+def share_or_count(text: str) -> Fraction | int:
+    """`1%` -> Fraction(1, 100); `25` -> 25. Raises typer.BadParameter for anything else."""
+    number = text.strip().removesuffix("%").rstrip()
+    try:
+        if number != text.strip():
+            share = Fraction(number) / 100
+            if 0 <= share <= 1:
+                return share
+        elif number.isascii() and number.isdigit():
+            return int(number)
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
+
+
+MaxFailuresOption = Annotated[
+    Fraction,
+    typer.Option(
+        "--max-failures",
+        metavar="SHARE|COUNT",
+        parser=share_or_count,
+        help="Samples that may be unusable, as 1%, or a number: with more of them the exit code is 3.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 

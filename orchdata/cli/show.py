@@ -186,6 +186,7 @@ def _made_of_options(
 ) -> DataLoader:
     """The DataLoader that the command line describes, with what a state says of it."""
     from orchdata.dataloader import DataLoader
+    from orchdata.delivery.policy import ErrorPolicy
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.showing.runs import arguments_of, multiple_of_state
@@ -213,7 +214,7 @@ def _made_of_options(
         balance=Balance(scope=given["balance"], max_tokens=caps_of(given["max_tokens"] or ()), **balance),
         cost=model,
         quarantine=given["quarantine"],
-        on_error="skip",
+        on_error=ErrorPolicy("skip", max_failures=None),
         dp=(given["rank"], given["ranks"]),
     )
 

@@ -25,6 +25,7 @@ from orchdata.building.collate import map_loader, takes_step
 from orchdata.building.spec import MapContent
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.delivery.unusable import Unusable, refuse_above_budget
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
@@ -59,6 +60,7 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
     skip_errors = options.policy.action == "skip"
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
     values, failures = _map_costs(dataset, options.cost, skip_errors=skip_errors)
+    refuse_above_budget([Unusable(failures, 0, num_indexed)], options.policy)
     usable: Ints | None = None
     if failures and sampler is None and batch_sampler is None:
         usable = np.delete(np.arange(num_indexed), [int(failure.key) for failure in failures])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -22,7 +20,8 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
+from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
@@ -55,8 +54,6 @@ from orchdata.quarantine import read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-_EXPLAINED: Final = 1000
-"""Bad samples with reasons that a warning counts."""
 _PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
 """Columns of strings that name media by path, and are compared with the media of the row."""
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
@@ -87,7 +84,9 @@ def prepare_shards(
     without = np.union1d(_quarantined_rows(index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
-    _warn_of_bad(index, bad)
+    lost = lost_samples(index, bad)
+    refuse_above_budget(unusable_of(index, bad, lost, unchosen, [leaf.name for leaf in leaves]), options.policy)
+    warn_of_bad(index, bad)
     _warn_of_missing(recipes, index)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
@@ -133,9 +132,9 @@ def prepare_shards(
     return PreparedDataset(
         spec=spec,
         fingerprint={**identity, **batches.describe(), **measure},
-        failures=_Failures(index, bad),
+        failures=IndexedFailures(index, bad),
         num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
-        num_lost=_warn_of_lost(index) if len(bad) else 0,
+        num_lost=int(lost.sum()),
     )
 
 
@@ -268,25 +267,6 @@ def _layout(options: LoaderOptions) -> Layout:
     return layout_of(options.collate_fn) or Packed()
 
 
-class _Failures(Sequence[DataError]):
-    """The failures of bad rows, created one at a time."""
-
-    def __init__(self, index: Index, rows: Ints) -> None:
-        self._index = index
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return _Failures(self._index, self._rows[number])
-        return self._index.failure(int(self._rows[number]))
-
-    def __iter__(self) -> Iterator[DataError]:
-        return (self._index.failure(int(row)) for row in self._rows)
-
-
 def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
     """Under "raise", raise DataError if the data set has bad samples."""
     if not len(bad) or policy.action == "skip":
@@ -299,40 +279,6 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
         "names samples to leave out; after repairing shards, run `orchdata index` again)",
     )
-
-
-def _warn_of_bad(index: Index | JoinedIndex, bad: Ints) -> None:
-    """Warn once about samples that the index lists as bad, with the most frequent reasons."""
-    if not len(bad):
-        return
-    reasons = Counter(reason_kind(index.failure(row).reason) for row in bad[:_EXPLAINED].tolist())
-    shown = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(3))
-    first = f"of the first {_EXPLAINED:,}: " if len(bad) > _EXPLAINED else ""
-    warn_once(
-        f"bad samples of {index.fingerprint}",
-        f"{len(bad):,} of {index.num_samples:,} samples are left out under on_error='skip': {first}{shown}. "
-        "`orchdata index` lists them",
-    )
-
-
-def _warn_of_lost(index: Index) -> int:
-    """Return the number of samples lost in damaged shards, and warn if there are such shards: not every lost sample has
-    a listed failure.
-    """
-    lost = index.lost_samples()
-    damaged = [number for number, shard in enumerate(index.shards) if shard.lost_bytes]
-    if damaged:
-        first = damaged[0]
-        bad = np.intersect1d(index.bad_rows(), index.rows_of(first))
-        if not bad.size:
-            raise index.damaged(f"{index.shards[first].url} is marked as damaged, and none of its samples is bad")
-        reason = index.failure(int(bad[-1])).reason
-        warnings.warn(
-            f"{len(damaged)} of {len(index.shards)} shards are damaged, and about {int(lost.sum())} of their samples "
-            f"lost besides those listed; the first is {index.shards[first].url}: {reason}",
-            stacklevel=2,
-        )
-    return int(lost.sum())
 
 
 def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:

@@ -161,7 +161,7 @@ class Delivery:
         if not engine.keeps_time and engine.depth:
             self._pace.add(started, waited)
         if not self._receives:  # else the reader counts them
-            self._budget.count(built.failures)
+            self._budget.count(built.failures, task.epoch)
             lost = len(built.failures) if built.plan.parts else 0
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += built.failures if len(self._failed) < _MANY else ()

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from math import ceil, sqrt
+from typing import Final, Literal
 
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError, TooManyFailures
+
+DEFAULT_SHARE: Final = Fraction(1, 100)
+"""The share of samples that may fail under on_error="skip"."""
+_CHANCE: Final = 4
+"""A rank may have this many standard deviations more failures than its part of the share."""
+_UNKNOWN_FLOOR: Final = 10
+"""Failures that a data set of unknown length may have, however few samples were delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +28,22 @@ class ErrorPolicy:
 
     Attributes:
         action: "raise" or "skip".
-        max_failures: with "skip", the most failures allowed: a count, or a Fraction of the data set's samples. None
-            allows any number. Failures that the index lists count too, a damaged shard by its samples (estimated from
-            its bytes if their number is unknown), and a sample that fails in each epoch counts once.
+        max_failures: with "skip", the most samples that may fail: a count, or a Fraction of the data set's samples;
+            by default Fraction(1, 100). None allows any number. Failures that the index lists count too, a damaged
+            shard by its samples (estimated from its bytes if their number is unknown), and a sample that fails in each
+            epoch counts once. Samples that a quarantine or a filter leaves out do not count. More failures raise
+            TooManyFailures: when the loader is made, or at the step that has them.
+
+    What the index lists is compared with the share of each source of a mixture, on every rank. Later failures are
+    compared with the share of all samples, on the rank that has them; of several ranks each may also have no more in an
+    epoch than its part of the rest of the share, with four standard deviations of room for chance. One later failure
+    never raises, unless max_failures is 0. For a data set of unknown length a share is one of the samples delivered
+    so far, and ten failures never raise.
         handler: called with each DataError, on the thread that iterates.
     """
 
     action: Literal["raise", "skip"] = "raise"
-    max_failures: int | Fraction | None = None
+    max_failures: int | Fraction | None = DEFAULT_SHARE
     handler: Callable[[DataError], None] | None = None
 
     def __post_init__(self) -> None:
@@ -54,32 +70,112 @@ class FailureBudget:
     Args:
         policy: how to handle them.
         stats: counts and lists them.
-        num_samples: of the data set, including bad and lost ones.
+        num_samples: of the data set, including bad and lost ones; 0 if unknown.
+        num_ranks: that share its samples.
     """
 
-    def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int) -> None:
+    def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int, num_ranks: int = 1) -> None:
         self._policy = policy
         self._stats = stats
-        self._allowed = policy.budget(num_samples)
+        self._num_samples = num_samples
+        self._num_ranks = num_ranks
+        self._num_listed = 0
+        self._epoch: tuple[int, set[tuple[str, str]]] = (-1, set())
 
-    def count(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
-        """Count failures, and `lost` samples that damage hides.
+    def start(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
+        """Count what is known before the first step: failures, and `lost` samples that damage hides.
+
+        Raises the first one if the policy is "raise".
+        """
+        if failures:
+            self._add(failures, lost)
+            self._num_listed = self._stats.num_failed_samples
+
+    def count(self, failures: Sequence[DataError], epoch: int) -> None:
+        """Count the failures of a step of an epoch.
 
         Raises the first one if the policy is "raise", or TooManyFailures if it allows no more.
         """
         if not failures:
             return
+        self._add(failures)
+        if self._policy.max_failures is None:
+            return
+        # All that failed, of all samples.
+        failed = self._stats.num_failed_samples
+        if failed > self._most(failed):
+            self._refuse(f"{failed:,}{self._of_all} samples failed", failed, failures[-1])
+        # What failed in this epoch, of this rank's samples.
+        if epoch != self._epoch[0]:
+            self._epoch = epoch, set()
+        mine = self._epoch[1]
+        mine.update((failure.shard, failure.key) for failure in failures)
+        if len(mine) > (most := self._most_of_rank()):
+            what = f"{len(mine):,} samples of this rank failed in epoch {epoch}, its part of the budget is {most:,.0f}"
+            self._refuse(f"{what}; of all{self._of_all} samples", len(mine) * self._num_ranks, failures[-1])
+
+    @property
+    def _of_all(self) -> str:
+        return f" of {self._num_samples:,}" if self._num_samples else ""
+
+    def _most(self, failed: int) -> int:
+        """Return how many samples may fail."""
+        share = self._policy.max_failures
+        if not isinstance(share, Fraction):
+            return failed if share is None else share
+        if not share:
+            return 0
+        if not self._num_samples:
+            return max(_UNKNOWN_FLOOR, int(share * self._stats.num_samples))
+        return max(1, int(share * self._num_samples))
+
+    def _most_of_rank(self) -> float:
+        """Return how many samples of this rank may fail in an epoch."""
+        share = self._policy.max_failures
+        if self._num_ranks == 1 or not isinstance(share, Fraction):
+            return float("inf")
+        mean = max(0.0, float(share * self._num_samples - self._num_listed) / self._num_ranks)
+        return ceil(mean + _CHANCE * sqrt(mean)) + 1
+
+    def _add(self, failures: Sequence[DataError], lost: int = 0) -> None:
         if self._policy.action == "raise":
             raise failures[0]
         self._stats.add_failures(failures, lost=lost)
         if self._policy.handler is not None:
             for failure in failures:
                 self._policy.handler(failure)
-        failed = self._stats.num_failed_samples
-        if self._allowed is not None and failed > self._allowed:
-            raise TooManyFailures(
-                f"{failed} samples failed, the policy allows {self._allowed}; the last: {failures[-1]}"
-            ) from failures[-1]
+
+    def _refuse(self, what: str, count: int, last: DataError) -> None:
+        reasons = "; ".join(f"{number:,} x {reason}" for reason, number in self._stats.reasons.most_common(3))
+        text = over_budget(
+            self._policy, what, count=count, num_samples=self._num_samples, reasons=f"{reasons}; the last: {last}"
+        )
+        raise TooManyFailures(text) from last
+
+
+def over_budget(policy: ErrorPolicy, what: str, *, count: int, num_samples: int, reasons: str) -> str:
+    """Return the text of the error for more failures than a policy allows, with the way to allow more.
+
+    Args:
+        what: failed.
+        count, num_samples: failed samples, of all; 0 if their number is unknown.
+        reasons: with counts, and an example.
+    """
+    most = policy.max_failures
+    share = most if isinstance(most, Fraction) else None
+    allowed = f"{policy.budget(num_samples):,}" if num_samples or share is None else "a share"
+    of = "" if share is None else f" ({percent(share)})"
+    more = f"{count}" if share is None or not num_samples else f"Fraction({ceil(100 * count / num_samples)}, 100)"
+    return (
+        f"{what}, the policy allows {allowed}{of}: {reasons}. Repair them, leave them out (of shards by quarantine=, "
+        f'as `orchdata verify --out` writes it), or allow more: on_error=od.ErrorPolicy("skip", max_failures={more}); '
+        "None allows any number"
+    )
+
+
+def percent(share: Fraction) -> str:
+    """1/100 -> '1 %'."""
+    return f"{float(100 * share):.4g} %"
 
 
 def as_policy(value: str | ErrorPolicy) -> ErrorPolicy:

@@ -43,7 +43,7 @@ class Stats:
         self._seconds: Counter[str] = Counter()
         self._totals = {figure.name: figure.start for figure in FIGURES}
         self.failures: list[DataError] = []
-        self._reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
         self._lost = 0
         self.num_failures = 0
@@ -59,9 +59,14 @@ class Stats:
         """Count failures, and `lost` samples, which cannot be listed because damage hides them."""
         self._lost += lost
         self.num_failures += len(failures)
-        self._reasons.update(reason_kind(failure.reason) for failure in failures)
+        self.reasons.update(reason_kind(failure.reason) for failure in failures)
         self._failed.update((failure.shard, failure.key) for failure in failures)
         self.failures.extend(failures[: _LISTED_FAILURES - len(self.failures)])
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that were delivered, or failed."""
+        return int(self._totals["samples"])
 
     @property
     def num_failed_samples(self) -> int:
@@ -108,7 +113,7 @@ class Stats:
             "failures": {
                 "count": self.num_failures + self._lost,
                 "lost": self._lost,
-                "by_reason": dict(self._reasons.most_common()),
+                "by_reason": dict(self.reasons.most_common()),
                 "samples": [
                     {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self.failures
                 ],

@@ -136,7 +136,7 @@ def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: st
     dataset = od.ShardDataset(shard)
     index = dataset.index()
     assert [index.key(int(row)) for row in index.bad_rows()] == ["evil"]
-    loader = od.DataLoader(dataset, batch_size=2, on_error="skip")
+    loader = od.DataLoader(dataset, batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert sorted(key for batch in loader for _, key in batch.sample_ids) == ["a", "b", "f", "g"]
 
 
@@ -370,7 +370,12 @@ def test_a_step_without_memory_names_its_largest_samples(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(orchdata.building.memory, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": none_left}))
     for threads in (0, 2):
-        loader = od.DataLoader(od.ShardDataset(shard), batch_size=3, on_error="skip", num_threads=threads)
+        loader = od.DataLoader(
+            od.ShardDataset(shard),
+            batch_size=3,
+            on_error=od.ErrorPolicy("skip", max_failures=None),
+            num_threads=threads,
+        )
         with pytest.raises(MemoryError) as raised:
             next(iter(loader))
         text = str(raised.value)
@@ -396,7 +401,9 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
     dataset = od.ShardDataset(tar_of(tmp_path / "a.tar", [(f"a.{field}", content), ("a.txt", b"hello")]))
     dataset.index()
     monkeypatch.setattr(target, none_left)
-    loader = od.DataLoader(dataset, batch_size=1, on_error="skip", collate_fn=collate_fn)
+    loader = od.DataLoader(
+        dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None), collate_fn=collate_fn
+    )
     with pytest.raises(MemoryError, match=r"not enough memory at sample 'a' of .*none left"):
         list(loader)
 

@@ -61,7 +61,7 @@ def test_damaged_media_are_bad_samples(tmp_path: Path, name: str) -> None:
         {"__key__": "good", "jpg": jpeg(50, 50), "txt": b"<image>"},
     ]
     data = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), Recipe(video=od.VideoPreprocessor()))
-    loader = od.DataLoader(data, batch_size=1, num_threads=0, on_error="skip")
+    loader = od.DataLoader(data, batch_size=1, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert [key for batch in loader for _, key in batch.sample_ids] == ["good"]
     assert [failure["key"] for failure in loader.stats()["failures"]["samples"]] == ["bad"]
 

@@ -102,7 +102,7 @@ def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(
 def test_under_skip_too_trouble_in_training_ends_the_run(
     texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+    loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None))
     monkeypatch.setattr(LocalFile, "_open", Trouble("t1.tar", errno.EACCES)(LocalFile._open))
     with pytest.raises(StorageError, match=r"t1\.tar"):
         list(loader)
@@ -254,7 +254,7 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
     zero(texts[0])
     policy = od.ErrorPolicy("skip", max_failures=Fraction(1, 50))
     with (
-        pytest.raises(TooManyFailures, match=r"100 samples failed, the policy allows 4"),  # 2 % of 200
+        pytest.raises(TooManyFailures, match=r"100 of 200 samples cannot be used, the policy allows 4"),  # 2 % of 200
         pytest.warns(UserWarning, match=r"1 of 2 shards are damaged, and about 99 of their samples lost.*t0\.tar"),
     ):
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
@@ -264,7 +264,9 @@ def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
     member = os.path.getsize(texts[0]) // 100 // 512 * 512
     zero(texts[0], start=40 * member)
     with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+        loader = od.DataLoader(
+            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
+        )
     failures = loader.stats()["failures"]
     assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
     assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
@@ -274,7 +276,9 @@ def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> Non
     shard = write_shard(
         tmp_path / "a.tar", [{"__key__": f"k{i}", "txt": b"\xff" if i == 3 else b"x"} for i in range(9)]
     )
-    failures = od.DataLoader(od.ShardDataset(shard), batch_size=2, on_error="skip").stats()["failures"]
+    failures = od.DataLoader(
+        od.ShardDataset(shard), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None)
+    ).stats()["failures"]
     assert (failures["count"], failures["lost"]) == (1, 0)
 
 
@@ -364,14 +368,18 @@ def test_a_damaged_shard_of_another_format_counts_as_much_as_the_others_have(tmp
     packed.write_bytes(packed.read_bytes()[:-100])
     (tmp_path / "plain.tar").unlink()
     with pytest.warns(UserWarning, match="1 of 3 shards are damaged, and about 99 of their samples lost"):
-        loader = od.DataLoader(od.ShardDataset([*texts, packed]), batch_size=10, on_error="skip")
+        loader = od.DataLoader(
+            od.ShardDataset([*texts, packed]), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
+        )
     assert loader.stats()["failures"]["count"] == 100
 
 
 def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[str]) -> None:
     os.truncate(texts[0], os.path.getsize(texts[0]) // 2)
     with pytest.warns(UserWarning, match="1 of 2 shards are damaged"):
-        loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+        loader = od.DataLoader(
+            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
+        )
     delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
 
@@ -379,7 +387,9 @@ def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[st
 def test_an_archive_without_files_has_lost_nothing(tmp_path: Path, texts: list[str]) -> None:
     empty = tmp_path / "empty.tar"
     empty.write_bytes(bytes(10240))
-    failures = od.DataLoader(od.ShardDataset([*texts, empty]), batch_size=10, on_error="skip").stats()["failures"]
+    failures = od.DataLoader(
+        od.ShardDataset([*texts, empty]), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
+    ).stats()["failures"]
     assert (failures["count"], failures["lost"]) == (1, 0)
 
 

@@ -94,24 +94,41 @@ def test_index_names_what_is_not_read(tmp_path: Path) -> None:
     assert "not read: label (2), question (1)" in run("index", tmp_path / "a.parquet").stdout
 
 
-def test_index_lists_bad_samples_and_still_succeeds(mixed: Path) -> None:
-    report = run_json("index", mixed)
+def test_index_lists_bad_samples_and_compares_them_with_a_budget(mixed: Path) -> None:
+    report = run_json("index", mixed, "--max-failures", "50%")
     assert (report["samples"], report["bad"]) == (2, 1)
     failure = report["failures"][0]
     assert (failure["shard"], failure["key"], failure["field"]) == (str(mixed), "bad", "jpg")
     assert sum(report["bad_by_reason"].values()) == 1
 
     result = run("index", mixed)
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     assert "1 bad samples" in result.stderr
     assert "bad jpg" in result.stderr
+    assert "1 of 3 samples cannot be used, and --max-failures allows 0 (1 %)" in result.stderr.splitlines()[-1]
+    assert "--max-failures 34%" in result.stderr
+    assert [run("index", mixed, "--max-failures", given).exit_code for given in ("34%", "1", "33.3%", "0")] == [
+        0,
+        0,
+        3,
+        3,
+    ]
+    for wrong in ("x", "1.5", "101%", "-1", "nan%", "%"):
+        assert run("index", mixed, f"--max-failures={wrong}").exit_code == 2
 
 
-def test_index_fails_when_a_whole_shard_does(mixed: Path, tmp_path: Path) -> None:
+def test_index_fails_when_no_sample_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text('{"text": 5}\n' * 3)
+    result = run("index", path, "--max-failures", "100%")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "orchdata: no sample can be used")
+
+
+def test_index_counts_a_failed_shard_by_its_samples(mixed: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.tar"
     broken.write_bytes(b"this is not a tar, in spite of its name" * 100)
     result = run("index", mixed, broken, "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     report = json.loads(result.stdout)
     assert report["failed_shards"][0]["shard"] == str(broken)
     assert f"shard failed: {broken}" in run("index", mixed, broken).stderr
@@ -188,7 +205,7 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_json("index", mixed, "--recipe", "noisy:recipe")["samples"] == 2
+    assert run_json("index", mixed, "--recipe", "noisy:recipe", "--max-failures", "1")["samples"] == 2
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int)
     dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
     handled: list[od.DataError] = []
     one = od.DataLoader(
-        dataset, batch_size=7, on_error=od.ErrorPolicy("skip", handler=handled.append), num_threads=threads
+        dataset,
+        batch_size=7,
+        on_error=od.ErrorPolicy("skip", max_failures=None, handler=handled.append),
+        num_threads=threads,
     )
     batches = list(one)
     keys = [key for batch in batches for _, key in batch.sample_ids]
@@ -76,7 +79,7 @@ def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
 
 def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
     dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    one = od.DataLoader(dataset, batch_size=1, on_error="skip")
+    one = od.DataLoader(dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
     batches = list(one)
     assert len(batches) == 7
     assert batches[-1].sample_ids == () and batches[-1].loss_tokens == 0
@@ -128,7 +131,12 @@ def test_text_that_yields_other_counts_than_the_index_names_the_sample(
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_failures_are_gathered_over_ranks(tmp_path: Path, distributed: bool) -> None:
-    one = od.DataLoader(od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE), batch_size=7, on_error="skip", dp=(0, 1))
+    one = od.DataLoader(
+        od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE),
+        batch_size=7,
+        on_error=od.ErrorPolicy("skip", max_failures=None),
+        dp=(0, 1),
+    )
     list(one)
     if distributed:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -146,7 +154,9 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
         raise error
 
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
-    loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
+    loader = od.DataLoader(
+        od.ShardDataset(shard, RECIPE), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
+    )
     monkeypatch.setattr("orchdata.loaders.modalities.image_decode.decode_image", fail)
     return loader
 

@@ -83,7 +83,9 @@ def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
     for path in paths:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the loader has no steps")  # of two shards nothing can be read
-            loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error="skip", num_threads=2)
+            loader = od.DataLoader(
+                od.ShardDataset(path), batch_size=4, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=2
+            )
         count = sum(len(batch.sample_ids) for batch in loader)
         failures = loader.stats()["failures"]["samples"]
         for failure in failures:

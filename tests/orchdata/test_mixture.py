@@ -275,7 +275,7 @@ def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDat
     mixed = od.Mixture({"bad": od.Source(bad), "omni": od.Source(data["omni"])}, stop="all")
     with pytest.raises(od.DataError, match="broken.tar"):
         loaders(mixed, 1)
-    for options in ({"on_error": "skip"}, {"quarantine": [("broken.tar", "bad")]}):
+    for options in ({"on_error": od.ErrorPolicy("skip", max_failures=None)}, {"quarantine": [("broken.tar", "bad")]}):
         (loader,) = loaders(mixed, 1, **options)
         keys = [key for step in steps_of([loader]) for source, _, key in identities(step) if source == "bad"]
         assert keys == ["good"]

@@ -316,7 +316,9 @@ def bad_shard(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kind: str, balance: str) -> None:
     recipe = od.Recipe(points=Bad(kind=kind), tracks=Tracks())
     options = {"recipe": recipe, "balance": BALANCES[balance], "global_batch_size": 12, "cost": None}
-    loaders = [loader(bad_shard, rank, 2, on_error="skip", **options) for rank in range(2)]
+    loaders = [
+        loader(bad_shard, rank, 2, on_error=od.ErrorPolicy("skip", max_failures=None), **options) for rank in range(2)
+    ]
     steps = [list(each) for each in loaders]
     failures = [failure for each in loaders for failure in each.stats()["failures"]["samples"]]
     (failure,) = failures  # each rank has its own, and the one that failed is one rank's
@@ -353,7 +355,9 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
 def test_a_damaged_cloud_is_found_when_it_is_counted(tmp_path: Path, balance: str) -> None:
     samples = [{"__key__": f"s{n}", "npy": cloud(9)[: -4 if n == 2 else None], "txt": b"text"} for n in range(4)]
     shard = write_shard(tmp_path / "a.tar", samples)
-    one = loader(shard, on_error="skip", balance=BALANCES[balance], global_batch_size=4)
+    one = loader(
+        shard, on_error=od.ErrorPolicy("skip", max_failures=None), balance=BALANCES[balance], global_batch_size=4
+    )
     assert sorted(key for batch in one for _, key in batch.sample_ids) == ["s0", "s1", "s3"]
     (failure,) = one.stats()["failures"]["samples"]
     assert (failure["key"], failure["field"]) == ("s2", "npy") and failure["reason"].startswith("not a .npy file")
@@ -376,7 +380,7 @@ def test_a_pickled_cloud_is_never_unpickled(tmp_path: Path) -> None:
     mark = tmp_path / "unpickled"
     np.save(out, np.array([Opened(mark)], object), allow_pickle=True)
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "npy": out.getvalue()}, {"__key__": "b", "txt": b"b"}])
-    one = loader(shard, on_error="skip")
+    one = loader(shard, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert [key for batch in one for _, key in batch.sample_ids] == ["b"]
     assert "allow_pickle=False" in one.stats()["failures"]["samples"][0]["reason"]
     assert not mark.exists()

@@ -328,7 +328,7 @@ def test_a_failed_part_leaves_zeros_a_flag_and_no_loss(tmp_path: Path, monkeypat
     with pytest.raises(od.DataError, match=r"bad.*jpg"):
         next(iter(loader(dataset, global_batch_size=5)))
 
-    made = loader(dataset, global_batch_size=5, on_error="skip")
+    made = loader(dataset, global_batch_size=5, on_error=od.ErrorPolicy("skip", max_failures=None))
     (batch,) = made
     assert batch.image is not None and batch.image.valid is not None
     assert batch.image.valid.tolist().count(False) == 1 and len(batch.sample_ids) == 5
@@ -357,8 +357,14 @@ def test_a_failed_text_keeps_its_place_without_loss(tmp_path: Path, monkeypatch:
     with Path(shard).open("r+b") as stream:
         stream.seek(offset)
         stream.write(b"\xff\xfe")
-    steps = [[next(iter(loader(dataset, rank, 2, global_batch_size=5, on_error="skip")))] for rank in range(2)]
-    received, home = delivered(steps), epoch(dataset, 1, balance="none", global_batch_size=5, on_error="skip")
+    steps = [
+        [next(iter(loader(dataset, rank, 2, global_batch_size=5, on_error=od.ErrorPolicy("skip", max_failures=None))))]
+        for rank in range(2)
+    ]
+    received, home = (
+        delivered(steps),
+        epoch(dataset, 1, balance="none", global_batch_size=5, on_error=od.ErrorPolicy("skip", max_failures=None)),
+    )
     assert received.keys() == home.keys() | {"bad"}
     assert (received["bad"][1] == -100).all()
     for key, columns in home.items():

@@ -215,7 +215,9 @@ def test_records_name_videos(tmp_path: Path) -> None:
     index = dataset.index()
     failures = [index.failure(int(row)) for row in index.bad_rows()]
     assert [(failure.key, failure.field) for failure in failures] == [("gone", "video.0")]
-    running = od.DataLoader(dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error="skip")
+    running = od.DataLoader(
+        dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error=od.ErrorPolicy("skip", max_failures=None)
+    )
     batch = next(iter(running))
     assert [key for _, key in batch.sample_ids] == ["llava", "qwen", "two", "inside", "plain"]
     assert len(batch.media["video"].grid_thw) == 5
@@ -261,7 +263,11 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     assert "frames 0 and 1 are 64 x 48 and 32 x 24 pixels" in failures["sizes"]
     assert "'a.mp4': no such file" in failures["clips"] and "no video" in failures["empty"]
     assert "'00.png' is not a video: put the files of one video in a separate list" in failures["flat"]
-    options: dict[str, Any] = {"global_batch_size": 5, "shuffle": False, "on_error": "skip"}
+    options: dict[str, Any] = {
+        "global_batch_size": 5,
+        "shuffle": False,
+        "on_error": od.ErrorPolicy("skip", max_failures=None),
+    }
     batch = next(iter(od.DataLoader(dataset, num_threads=0, **options)))
     assert [key for _, key in batch.sample_ids] == ["qwen", "rate", "one", "factory", "encoded"]
     assert numbers(batch) == [
@@ -320,6 +326,8 @@ def test_what_records_say_of_frames_is_read_or_refused(tmp_path: Path) -> None:
     failed = {failure.key: failure.reason for failure in map(index.failure, index.bad_rows().tolist())}
     assert failed.keys() == {"still", "longer"}
     assert "do not ascend" in failed["still"] and "'duration', which is not read" in failed["longer"]
-    loader = od.DataLoader(dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error="skip")
+    loader = od.DataLoader(
+        dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None)
+    )
     spans = next(iter(loader)).media["video"].seconds_per_grid
     assert spans.tolist() == pytest.approx([2 * 2, 2 * 1, 2 * 0.25])

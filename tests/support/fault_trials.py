@@ -125,7 +125,7 @@ class Trial:
             self.dataset(paths),
             batch_size=2 if self.container else 4,
             shuffle=True,
-            on_error=self.on_error,
+            on_error=od.ErrorPolicy(self.on_error, max_failures=None),
             num_threads=self.num_threads,
             num_workers=self.num_workers,
         )

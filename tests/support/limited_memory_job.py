@@ -69,7 +69,10 @@ def outcome(url: str, root: str | None, cache: str) -> str:
         if bad:
             return f"recorded as bad: {bad[0]}"
         loader = od.DataLoader(
-            od.ShardDataset([url], RECIPE, media_root=root), batch_size=1, num_threads=0, on_error="skip"
+            od.ShardDataset([url], RECIPE, media_root=root),
+            batch_size=1,
+            num_threads=0,
+            on_error=od.ErrorPolicy("skip", max_failures=None),
         )
         loaded = sum(len(batch.sample_ids) for batch in loader)
         reasons = [failure["reason"] for failure in loader.stats()["failures"]["samples"]]

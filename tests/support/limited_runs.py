@@ -167,7 +167,7 @@ def examine(shards: list[str], *, compare: bool = False, video: bool = False) ->
     index = build_index(dataset.urls, recipe, num_threads=1)
     failures: list[od.DataError] = []
     delivered: list[tuple[str, str]] = []
-    policy = od.ErrorPolicy("skip", handler=failures.append)
+    policy = od.ErrorPolicy("skip", max_failures=None, handler=failures.append)
     for batch in od.DataLoader(dataset, batch_size=4, on_error=policy, num_threads=0):
         delivered.extend(batch.sample_ids)
     listed = [(failure.shard, failure.key, failure.field, failure.reason) for failure in failures]

@@ -102,7 +102,7 @@ class Job:
             "microbatched": seen(self.loader(broadcast, balance=microbatched)),
             "mrope": seen(self.loader(broadcast, collate_fn=od.Packed(positions="mrope", empty="zero"))),
             "one length": seen(self.loader(broadcast, collate_fn=od.Packed(length=600))),
-            "skip": seen(self.loader(broadcast, data="bad", on_error="skip")),
+            "skip": seen(self.loader(broadcast, data="bad", on_error=od.ErrorPolicy("skip", max_failures=None))),
             "raise": message(lambda: seen(self.loader(broadcast, data="bad"))),
             "collate": message(lambda: self.loader(broadcast, collate_fn=len)),
             "map broadcast": message(lambda: od.DataLoader(Numbers(8), dp=broadcast)),
@@ -293,9 +293,11 @@ class Job:
             setattr(dist, name, refuse)
         dist.distributed_c10d._tensor_to_object = dist.distributed_c10d._unpickler = refuse
         apart = od.Balance(assignment="per_phase", max_tokens=150, oversize="own")
-        loader = self.loader(None, data="bad", on_error="skip", balance=apart)
+        loader = self.loader(None, data="bad", on_error=od.ErrorPolicy("skip", max_failures=None), balance=apart)
         own = seen(loader)["failures"]
-        group = self.loader(dist.group.WORLD, data="bad", on_error="skip", balance=apart)
+        group = self.loader(
+            dist.group.WORLD, data="bad", on_error=od.ErrorPolicy("skip", max_failures=None), balance=apart
+        )
         seen(group)
         return {
             "own": own,

@@ -120,7 +120,7 @@ def train(shard: str, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
         cost=COST,
         balance=case.balance,
         dp=(0, 1) if case.one else None,
-        on_error="skip",
+        on_error=od.ErrorPolicy("skip", max_failures=None),
         num_threads=0,
     )
     if not case.one:

@@ -163,7 +163,7 @@ class Job:
                 "collate_fn": LAYOUTS[case.layout],
                 "cost": make_cost(CONFIG),
                 "num_threads": 0,
-                "on_error": "skip",
+                "on_error": od.ErrorPolicy("skip", max_failures=None),
             }
             | options,
         )

@@ -136,7 +136,9 @@ KINDS: dict[str, Callable[[], od.DataLoader]] = {
         Items(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3), collate_fn=list
     ),
     "failing": lambda: od.DataLoader(Items((4,)), batch_size=3, collate_fn=list),
-    "skipping": lambda: od.DataLoader(Items((4,)), batch_size=3, on_error="skip", collate_fn=list),
+    "skipping": lambda: od.DataLoader(
+        Items((4,)), batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=None), collate_fn=list
+    ),
     "stateful": lambda: od.DataLoader(StatefulItems(), batch_size=3, shuffle=True, collate_fn=list),
     "stateful sampler": lambda: od.DataLoader(Items(), batch_size=2, sampler=Upwards(), collate_fn=list),
     "stateful batches": lambda: od.DataLoader(

@@ -30,6 +30,7 @@ def forked(job: Job) -> Iterator[int]:
 def _epoch(job: Job, *, num_workers: int, num_threads: int, context: str | None = None) -> Iterator[int]:
     # Not imported at the top: other lanes have their decoding from here, and their memory is without the rest.
     from orchdata.dataloader import DataLoader
+    from orchdata.delivery.policy import ErrorPolicy
 
     loader = DataLoader(
         job.shards.open(),
@@ -40,7 +41,8 @@ def _epoch(job: Job, *, num_workers: int, num_threads: int, context: str | None 
         num_threads=num_threads,
         multiprocessing_context=context,
         dp=(0, 1),
-        on_error="skip",  # of a data set of the user's: the other lanes have good samples alone
+        # Of a data set of the user's: the other lanes have good samples alone.
+        on_error=ErrorPolicy("skip", max_failures=None),
     )
     for batch in islice(loader, -(-len(job.samples) // job.batch_size)):
         yield len(batch.sample_ids)

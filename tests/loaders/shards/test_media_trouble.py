@@ -96,7 +96,7 @@ def test_no_number_of_the_system_is_a_word_about_a_file(
 def test_one_call_that_fails_costs_a_run_a_retry(
     url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    data_loader = loader(url, root, on_error="skip")
+    data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
     failing = Failing(getattr(os, call), errno.ESTALE, {3, 8, 13})
     monkeypatch.setattr(os, call, failing)
     assert len(keys(data_loader)) == 12
@@ -130,7 +130,7 @@ def test_a_file_that_a_network_file_system_forgot_is_opened_again(
 def test_an_empty_folder_is_a_mount_that_is_lost(
     url: str, root: Path, no_pauses: None, tmp_path: Path, when: str
 ) -> None:
-    data_loader = loader(url, root, on_error="skip") if when == "loading" else None
+    data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None)) if when == "loading" else None
     if data_loader is not None:
         data_loader.dataset.index()
     root.rename(tmp_path / "away")
@@ -160,11 +160,11 @@ def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str
     moved = {name: root / name for name in ("3.jpg", "8.jpg")}
     for name, path in moved.items():
         path.rename(tmp_path / name)
-    assert len(keys(loader(url, root, on_error="skip"))) == 10
-    assert len(keys(loader(url, root, on_error="skip"))) == 10
+    assert len(keys(loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None)))) == 10
+    assert len(keys(loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None)))) == 10
     (tmp_path / "8.jpg").rename(moved["8.jpg"])
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was built"):
-        data_loader = loader(url, root, on_error="skip")
+        data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert len(keys(data_loader)) == 11
 
 
@@ -173,12 +173,12 @@ def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> Non
     for path in root.iterdir():
         os.utime(path, ns=(1, 1))
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was built"):
-        data_loader = loader(url, root, on_error="skip")
+        data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert len(keys(data_loader)) == 12
 
 
 def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: Path) -> None:
-    data_loader = loader(url, root, on_error="skip")
+    data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
     data_loader.dataset.index()
     for path in root.iterdir():
         os.utime(path, ns=(1, 1))
@@ -189,7 +189,7 @@ def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: 
 def test_a_few_failures_may_be_all_there_is(tmp_path: Path, root: Path) -> None:
     path = tmp_path / "few.jsonl"
     path.write_text("".join(f'{{"image": "{number}.jpg", "text": "a"}}\n' for number in range(9)))
-    data_loader = loader(str(path), root, on_error="skip")
+    data_loader = loader(str(path), root, on_error=od.ErrorPolicy("skip", max_failures=None))
     data_loader.dataset.index()
     for file in root.iterdir():
         os.utime(file, ns=(1, 1))

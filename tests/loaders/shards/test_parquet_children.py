@@ -124,7 +124,11 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     assert meta.lost_samples == 2  # from the footer, although no page can be read
     assert meta.lost_bytes == bad.stat().st_size
     with pytest.warns(UserWarning, match=r"1 of 4 shards are damaged, and about 1 of their samples lost.*b\.parquet"):
-        loader = od.DataLoader(od.ShardDataset([str(path) for path in [*good, bad]]), batch_size=2, on_error="skip")
+        loader = od.DataLoader(
+            od.ShardDataset([str(path) for path in [*good, bad]]),
+            batch_size=2,
+            on_error=od.ErrorPolicy("skip", max_failures=None),
+        )
     assert sum(len(batch.sample_ids) for batch in loader) == 6
     assert loader.stats()["failures"]["count"] == 2
     assert children() == []

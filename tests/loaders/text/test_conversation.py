@@ -293,7 +293,12 @@ def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: P
     columns = {"key": ["words", "empty"], "image": [{"bytes": pixels.getvalue()}] * 2, "label": ["cat"] * 2}
     columns[column] = [cell, None]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
+    loader = od.DataLoader(
+        od.ShardDataset(str(tmp_path / "a.parquet")),
+        batch_size=1,
+        num_threads=0,
+        on_error=od.ErrorPolicy("skip", max_failures=None),
+    )
     assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert (failure.key, failure.field) == ("0", column)
@@ -310,7 +315,12 @@ def test_columns_of_a_question_and_its_answer_are_named_together(tmp_path: Path)
 @pytest.mark.parametrize("cell", ["images/a.jpg", ["images/a.jpg"]])
 def test_a_parquet_column_of_paths_names_media(tmp_path: Path, cell: object):
     pq.write_table(pa.table({"images": [cell, None], "caption": ["a cat", "a dog"]}), tmp_path / "a.parquet")
-    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
+    loader = od.DataLoader(
+        od.ShardDataset(str(tmp_path / "a.parquet")),
+        batch_size=1,
+        num_threads=0,
+        on_error=od.ErrorPolicy("skip", max_failures=None),
+    )
     assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert "names 1 ('images/a.jpg'), the sample holds none" in failure.reason
@@ -405,7 +415,7 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     }
     pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
     dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
-    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error="skip")
+    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert [key for batch in loader for _, key in batch.sample_ids] == ["plain"]
     reasons = {failure.key: failure.reason for failure in loader.gather_failures()}
     assert reasons.keys() == {"calling", "tools", "thinking"}

@@ -65,11 +65,11 @@ def test_map_style_failures() -> None:
 
 
 def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -> None:
-    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error="skip")
+    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert [batch["number"].tolist() for batch in one] == [[0], [1], [4], [4], [4], [0]]
     assert one.stats()["failures"]["count"] == 3
     with pytest.raises(od.DataError, match="disk on fire"):
-        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error="skip"))
+        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=od.ErrorPolicy("skip", max_failures=None)))
 
 
 def test_map_style_resumes() -> None:

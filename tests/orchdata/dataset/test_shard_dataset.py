@@ -280,7 +280,9 @@ def test_resumed_on_other_ranks_each_sample_comes_once(folder: Path, num_ranks: 
 
 def test_a_file_that_goes_missing_while_training_is_skipped_and_counted(folder: Path) -> None:
     dataset = dataset_of(folder)
-    loader = od.DataLoader(dataset, batch_size=5, dp=(0, 1), on_error="skip", num_threads=0)
+    loader = od.DataLoader(
+        dataset, batch_size=5, dp=(0, 1), on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
+    )
     spoil(folder)
     wanted = [key for key in ALL if key != "1-06"]
     assert delivered(loader) == wanted
@@ -383,9 +385,11 @@ def test_torchs_wrappers_of_shards_are_refused(folder: Path) -> None:
 def test_bad_samples_that_are_left_out_are_one_warning(folder: Path) -> None:
     dataset = od.ShardDataset(str(folder / "*.jsonl"))  # media_root is forgotten
     with pytest.warns(UserWarning, match=r"14 of 40 samples are left out .* 14 x .* pass media_root=") as caught:
-        loader = od.DataLoader(dataset, on_error="skip")
+        loader = od.DataLoader(dataset, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert len(caught) == 1 and len(loader) == 26
+    with pytest.raises(od.TooManyFailures, match=r"14 of 40 .* allows 0 \(1 %\): 14 x .* pass media_root="):
+        od.DataLoader(dataset, on_error="skip")
     result = CliRunner().invoke(app, ["index", str(folder / "0.jsonl"), "--json"])
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     (folder / "none.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
     assert CliRunner().invoke(app, ["index", str(folder / "none.jsonl")]).exit_code == 1

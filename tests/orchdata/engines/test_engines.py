@@ -97,7 +97,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
         "shards, collate_fn": (RECIPE, {"collate_fn": decoded}),
         "shards, some left out": (RECIPE, {"quarantine": [(shards[0], "s0-0003"), (shards[1], "s1-0010")]}),
         "shards, mixture": (mixture, {}),
-        "map-style": (numbers, {"cost": lengths, "on_error": "skip"}),
+        "map-style": (numbers, {"cost": lengths, "on_error": od.ErrorPolicy("skip", max_failures=None)}),
         "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
         "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
         "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7, 8], [3, 4, 5]], "shuffle": None}),

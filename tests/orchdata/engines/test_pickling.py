@@ -91,7 +91,13 @@ def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: 
 
 def test_arrays_as_long_as_the_data_set_are_not_in_the_pickle(tmp_path: Path) -> None:
     bad = tuple(range(0, 5000, 2))
-    spec = spec_of(Numbers(5000, bad), cost=lambda sample: sample["length"], on_error="skip", shuffle=True, seed=0)
+    spec = spec_of(
+        Numbers(5000, bad),
+        cost=lambda sample: sample["length"],
+        on_error=od.ErrorPolicy("skip", max_failures=None),
+        shuffle=True,
+        seed=0,
+    )
     assert len(pickle_spec(spec)) < 2000 + len(pickle.dumps(bad))
     again = pickle.loads(pickle_spec(spec)).plan
     assert again.order.num_samples == 2500

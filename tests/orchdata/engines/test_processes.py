@@ -137,7 +137,7 @@ def test_errors_arrive_with_the_workers_traceback() -> None:
     with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 1") as caught:
         list(od.DataLoader(Failing(20), batch_size=5, num_workers=2))
     assert "__getitem__" in str(caught.value)
-    loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error="skip")
+    loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert sum(len(batch["number"]) for batch in loader) == 19
     assert [failure.key for failure in loader.gather_failures()] == ["7"]
 
@@ -279,7 +279,7 @@ class Bad(Numbers):
 )
 def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(what: Any, options: dict[str, Any], reason: str) -> None:
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
-    loader = od.DataLoader(Bad(20, what), on_error="skip", **common)
+    loader = od.DataLoader(Bad(20, what), on_error=od.ErrorPolicy("skip", max_failures=None), **common)
     for _ in range(2):  # the second time it is known
         numbers = sorted(number for batch in loader for number in batch["number"].tolist())
         assert numbers == [number for number in range(20) if number != 7]
@@ -641,7 +641,9 @@ def drained(loader: Any) -> list[Any]:
 def test_sys_exit_in_a_worker_is_an_error_of_its_step_alone() -> None:
     results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2))
     assert results[0::2] == [[0, 1, 2], [6, 7, 8]] and "SystemExit(3)" in results[1] and results[3] == [9, 10, 11]
-    results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error="skip"))
+    results = drained(
+        od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error=od.ErrorPolicy("skip", max_failures=None))
+    )
     assert results == [[0, 1, 2], [3, 4], [6, 7, 8], [9, 10, 11]]
 
 

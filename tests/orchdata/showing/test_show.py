@@ -296,7 +296,9 @@ def test_what_fails_to_decode_is_not_shown_as_seen(talk: str, tmp_path: Path, mo
     path = write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
     order = ("--step", 0, "--batch-size", 3, "--no-shuffle")
     (group,) = run_json(path, "--recipe", name, *order)["groups"]
-    loader = od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=3, on_error="skip", num_threads=0)
+    loader = od.DataLoader(
+        od.ShardDataset(path, RECIPE), batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
+    )
     (batch,) = loader.step_at(0, 0)
     assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.sample_ids]
     (failed,) = [each for each in group["samples"] if each["error"] is not None]

@@ -36,7 +36,7 @@ def epoch(
 ) -> tuple[Keys, list[od.DataError]]:
     """What it delivers, and what it fails for; under a quarantine it raises."""
     failures: list[od.DataError] = []
-    policy = od.ErrorPolicy("skip", handler=failures.append)
+    policy = od.ErrorPolicy("skip", max_failures=None, handler=failures.append)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = od.DataLoader(

@@ -146,14 +146,14 @@ def test_tracks_are_parts_of_their_own(shard: str) -> None:
     ]
     fields = [[member.field for member in index.members(row) if member.kind == 1] for row in range(4)]
     assert fields == [["mp4 (audio)"], ["webm (audio)"], [], ["0.mkv (audio)", "1.wav"]]
-    batch = batch_of(dataset, on_error="skip")
+    batch = batch_of(dataset, on_error=od.ErrorPolicy("skip", max_failures=None))
     clips, one = batch.media["audio"], [dataset[number] for number in range(4)]
     assert clips.num_tokens == int(index.part_tokens[index.part_modality == 1].sum()) > 75
     apart = [part for sample in one for part in sample.parts if getattr(part, "modality", "") == "audio"]
     assert len(apart) == 4
     features = np.concatenate([part.arrays["features"] for part in apart])
     assert torch.equal(clips.features, torch.from_numpy(features))
-    again = batch_of(dataset, on_error="skip", num_workers=1, num_threads=None)
+    again = batch_of(dataset, on_error=od.ErrorPolicy("skip", max_failures=None), num_workers=1, num_threads=None)
     assert torch.equal(again.media["audio"].features, clips.features)
     assert torch.equal(again.media["video"].patches, batch.media["video"].patches)
     assert torch.equal(again.llm.input_ids, batch.llm.input_ids)
@@ -166,7 +166,7 @@ def test_bytes_of_a_clip_are_read_once(shard: str) -> None:
             od.ShardDataset(shard, recipe=recipe).filter("key in ('none', 'silent')"),
             global_batch_size=2,
             num_threads=0,
-            on_error="skip",
+            on_error=od.ErrorPolicy("skip", max_failures=None),
         )
         list(loader)
         reads.append(loader.stats()["reads"]["used_bytes"])
@@ -208,7 +208,7 @@ def test_tracks_of_records_and_columns(tmp_path: Path) -> None:
     expected = dict.fromkeys(("of records", "of columns"))
     for name, path in (("of records", lines), ("of columns", columns)):
         dataset = od.ShardDataset(str(path), recipe=RECIPE, media_root=str(tmp_path) if name == "of records" else None)
-        batch = batch_of(dataset, global_batch_size=2, on_error="skip")
+        batch = batch_of(dataset, global_batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None))
         expected[name] = batch.media["audio"].features
         assert len(batch.media["video"].grid_thw) == 2
     assert torch.equal(expected["of records"], expected["of columns"]) and len(expected["of records"]) > 90

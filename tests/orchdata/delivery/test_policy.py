@@ -1,0 +1,145 @@
+"""The budget of failures: 1 % by default, of what the index lists and of what fails later."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchdata as od
+from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.stats import Stats
+from orchdata.loaders.errors import DataError
+
+SKIP = as_policy("skip")
+
+
+def records(path: Path, good: int, bad: int) -> str:
+    lines = [{"text": f"text {number}"} for number in range(good)] + [{"text": 5}] * bad
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def failure(key: object, reason: str = "damaged") -> DataError:
+    return DataError("a.tar", str(key), "jpg", reason)
+
+
+def made(path: str, **options: Any) -> od.DataLoader[Any]:
+    defaults = {"on_error": "skip", "dp": (0, 1), "batch_size": 50, "num_threads": 0}
+    return od.DataLoader(od.ShardDataset(path), **defaults | options)
+
+
+def test_one_percent_of_what_the_index_lists_is_skipped(tmp_path: Path) -> None:
+    one_percent = records(tmp_path / "a.jsonl", 99, 1)
+    with pytest.warns(UserWarning, match="1 of 100 samples are left out"):
+        assert made(one_percent).stats()["failures"]["count"] == 1
+    with pytest.raises(od.TooManyFailures) as raised:
+        made(records(tmp_path / "b.jsonl", 98, 2))
+    for part in (
+        "2 of 100 samples cannot be used, the policy allows 1 (1 %): 2 x no usable field",
+        "b.jsonl: sample '98'",
+        "quarantine=",
+        'od.ErrorPolicy("skip", max_failures=Fraction(2, 100))',
+    ):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("allowed", [None, 2, Fraction(2, 100), Fraction(1)])
+def test_more_are_skipped_where_the_policy_says_so(tmp_path: Path, allowed: int | Fraction | None) -> None:
+    loader = made(records(tmp_path / "a.jsonl", 98, 2), on_error=od.ErrorPolicy("skip", max_failures=allowed))
+    assert sum(len(batch.sample_ids) for batch in loader) == 98
+
+
+def test_what_the_user_leaves_out_does_not_count(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", 20, 2)
+    named = [("a.jsonl", "20"), ("a.jsonl", "21")]
+    assert len(made(path, quarantine=named)) == 1
+    with pytest.raises(od.TooManyFailures, match="1 of 22"):
+        made(path, quarantine=named[:1])
+    dataset = od.ShardDataset(path).filter("not bad")
+    assert len(od.DataLoader(dataset, batch_size=50, dp=(0, 1), on_error="skip")) == 1
+
+
+def test_a_share_is_of_each_source_and_a_count_of_all(tmp_path: Path) -> None:
+    small, large = records(tmp_path / "a.jsonl", 9, 1), records(tmp_path / "b.jsonl", 99, 1)
+    sources = {name: od.Source(od.ShardDataset(path)) for name, path in (("small", small), ("large", large))}
+    options: dict[str, Any] = {"global_batch_size": 4, "dp": (0, 1)}
+    with pytest.raises(od.TooManyFailures, match="1 of 10 samples of source 'small' cannot be used"):
+        od.DataLoader(od.Mixture(sources), on_error="skip", **options)
+    with pytest.raises(od.TooManyFailures, match="2 of 110 samples cannot be used, the policy allows 1:"):
+        od.DataLoader(od.Mixture(sources), on_error=od.ErrorPolicy("skip", max_failures=1), **options)
+    for allowed in (Fraction(1, 10), 2):
+        od.DataLoader(od.Mixture(sources), on_error=od.ErrorPolicy("skip", max_failures=allowed), **options)
+
+
+def test_every_rank_gives_the_same_verdict(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", 98, 2)
+    texts = []
+    for rank in range(3):
+        with pytest.raises(od.TooManyFailures) as raised:
+            made(path, dp=(rank, 3))
+        texts.append(str(raised.value))
+    assert len(set(texts)) == 1
+
+
+class Items:
+    """Numbers of which one cannot be loaded."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> int:
+        if number == 3:
+            raise OSError("disk on fire")
+        return number
+
+
+def test_items_that_fail_for_their_costs_count_as_what_an_index_lists() -> None:
+    with pytest.raises(od.TooManyFailures, match=r"1 of 20 samples cannot be used.*disk on fire"):
+        od.DataLoader(Items(20), on_error="skip", cost=int)
+    assert len(od.DataLoader(Items(100), on_error="skip", cost=int)) == 99
+
+
+def test_one_later_failure_never_ends_a_run_and_a_second_one_does_above_the_share() -> None:
+    small = FailureBudget(SKIP, Stats(), num_samples=20)
+    for epoch in range(3):
+        small.count([failure("a")], epoch)
+    with pytest.raises(
+        od.TooManyFailures, match=r"2 of 20 samples failed, the policy allows 0 \(1 %\): 4 x damaged"
+    ) as raised:
+        small.count([failure("b")], 3)
+    assert "sample 'b'" in str(raised.value) and "Fraction(10, 100)" in str(raised.value)
+    strict = FailureBudget(od.ErrorPolicy("skip", max_failures=Fraction(0)), Stats(), num_samples=20)
+    with pytest.raises(od.TooManyFailures):
+        strict.count([failure("a")], 0)
+
+
+def test_later_failures_and_listed_ones_have_one_budget() -> None:
+    budget = FailureBudget(SKIP, Stats(), num_samples=500)
+    budget.start([failure(number) for number in range(3)], lost=1)
+    budget.count([failure("late")], 0)  # 5 of 500
+    with pytest.raises(od.TooManyFailures, match="6 of 500 samples failed, the policy allows 5"):
+        budget.count([failure("later")], 0)
+
+
+def test_a_rank_may_have_its_part_of_the_share_in_an_epoch() -> None:
+    # 1 % of 40,000 over 4 ranks is 100 each, and 4 standard deviations of 10 are room for chance.
+    rank = FailureBudget(SKIP, Stats(), num_samples=40_000, num_ranks=4)
+    rank.count([failure(number) for number in range(141)], 0)
+    rank.count([failure(number) for number in range(100, 241)], 1)  # of a new epoch
+    with pytest.raises(od.TooManyFailures, match="142 samples of this rank failed in epoch 1"):
+        rank.count([failure("one more")], 1)
+
+
+def test_of_data_without_a_length_a_share_is_of_what_was_delivered() -> None:
+    stats = Stats()
+    budget = FailureBudget(SKIP, stats, num_samples=0)
+    budget.count([failure(number) for number in range(10)], 0)
+    with pytest.raises(od.TooManyFailures, match="11 samples failed, the policy allows a share"):
+        budget.count([failure("eleventh")], 0)
