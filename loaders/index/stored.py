@@ -176,7 +176,7 @@ class StoredSample:
         return Sample(self.shard, self.key, parts, self._kept_fields(recipe, payloads), self.piece)
 
     def _kept_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
-        """Return the fields that the recipe keeps: bytes as stored, and values of keys and of columns of another type."""
+        """Return the fields that the recipe keeps: bytes as stored; values of keys and of other columns."""
         uses, specs = uses_of(self.members, recipe), self._index.read_spec(self.row)
         fields: dict[str, KeptValue] = {}
         for at in uses.kept:

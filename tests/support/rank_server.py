@@ -31,7 +31,7 @@ from typing import IO, Any, NoReturn
 MOST_BYTES = 1 << 20
 READY = b"ready"
 LONELY_SECONDS = 60
-"""After which a server ends that nobody has connected to."""
+"""After which a server ends that no one has connected to."""
 # Of what several jobs import, what takes long.
 IMPORTED = (
     "torch._dynamo",  # as making an optimizer does
