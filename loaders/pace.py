@@ -94,8 +94,24 @@ class Turns:
         self.ended = False
         self._pace = Pace(most, time.monotonic())
         self._begun: dict[int, float] = {}  # by thread: when its turn began
+        self._num_lent = 0
         self._is_alone = False
         self._changed = threading.Condition()
+
+    def lend(self) -> bool:
+        """Return whether a thread without a turn may help one that has it, until `give_back`: if fewer threads are at
+        work than are fastest.
+        """
+        with self._changed:
+            at_work = len(self._begun) + self._num_lent
+            is_lent = not (self.ended or self._is_alone) and at_work < self._pace.at_work
+            self._num_lent += is_lent
+            return is_lent
+
+    def give_back(self) -> None:
+        """End what `lend` allowed."""
+        with self._changed:
+            self._num_lent -= 1
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[float], None]]:

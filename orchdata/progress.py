@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar in a terminal, elsewhere a line every half minute."""
+"""Progress of long work, on stderr: a bar in a terminal or a notebook, elsewhere a line every half minute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from contextlib import contextmanager
 
 Advance = Callable[[float, int], None]
 _LINE_SECONDS = 30.0
+_BAR_CELLS = 40
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Advance]:
-    """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is not a terminal, a line is
-    written when half a minute has passed since the last one.
+    """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is neither a terminal nor
+    the output of a notebook, a line is written when half a minute has passed since the last one.
     """
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        with _rewritten(title) as advance:
+            yield advance
+        return
     if not sys.stderr.isatty():
         yield _lines(title)
         return
@@ -53,3 +58,26 @@ def _lines(title: str) -> Advance:
             sys.stderr.flush()
 
     return advance
+
+
+@contextmanager
+def _rewritten(title: str) -> Iterator[Advance]:
+    """A line that is written over itself: a notebook shows it as a bar, and needs no package for it."""
+    width = 0
+
+    def write(text: str) -> None:
+        nonlocal width
+        sys.stderr.write(f"\r{text:<{width}}")
+        sys.stderr.flush()
+        width = len(text)
+
+    def advance(done: float, total: int) -> None:
+        share = min(1.0, done / max(1, total))
+        write(f"{title} [{'#' * int(share * _BAR_CELLS):<{_BAR_CELLS}}] {share:.0%}")
+
+    try:
+        yield advance
+    finally:
+        if width:
+            write("")
+            sys.stderr.write("\r")

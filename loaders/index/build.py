@@ -47,6 +47,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, shards_under_way, watching
+from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import media_root_of
@@ -202,6 +203,7 @@ def _in_parallel(
                 chunks = [[url] for url in crew.take_others()]
     finally:
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
+        crew.close()
     return tables
 
 
@@ -241,6 +243,7 @@ class _Crew:
         self._builder = builder
         self._patience = patience
         self._turns = Turns(workers)
+        self._spread = Spread(self._turns, workers)
         self._others: list[str] = []
         self._waits = False
 
@@ -263,7 +266,7 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    costs = self._builder.costs(url, self._go_on)
+                    costs = self._builder.costs(url, self._go_on, self._spread)
                 except (StorageError, StaleIndexError) as error:
                     failed.append((url, error))
                     continue
@@ -305,7 +308,7 @@ class _Crew:
         with self._turns.turn():
             if self._turns.ended:
                 raise error
-            costs = self._builder.costs(url, lambda: not self._turns.ended)
+            costs = self._builder.costs(url, lambda: not self._turns.ended, self._spread)
             if costs is None:
                 raise error
             return costs
@@ -313,6 +316,10 @@ class _Crew:
     def end(self) -> None:
         self._patience.end()
         self._turns.end()
+
+    def close(self) -> None:
+        """Wait for the threads that helped."""
+        self._spread.close()
 
 
 class _Builder:
@@ -344,11 +351,12 @@ class _Builder:
     def close(self) -> None:
         self.claims.close()
 
-    def costs(self, url: str, go_on: Callable[[], bool]) -> tuple[CostTable, bool] | None:
+    def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
         """Return the costs of a shard, and whether they were measured now.
 
         Args:
             go_on: whether to keep waiting while another process measures them; if not, the result is None.
+            spread: idle threads that may help.
         """
         limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
         path, access = self._path(url, root), self._accesses.of(url)
@@ -382,7 +390,7 @@ class _Builder:
                     force=self._force,
                     access=access,
                 )
-                table = self._measured(facts, opened).write(path, url, facts.meta, root, access)
+                table = self._measured(facts, opened, spread).write(path, url, facts.meta, root, access)
                 return self._kept_in_memory(self._renamed(table)), True
 
     def _cached(
@@ -450,7 +458,7 @@ class _Builder:
             self._free_bytes -= length
             return table
 
-    def _measured(self, facts: Facts, opened: Callable[[], Shard]) -> ShardCosts:
+    def _measured(self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None) -> ShardCosts:
         meta = facts.meta
 
         def shard() -> Shard:
@@ -461,7 +469,7 @@ class _Builder:
             return current
 
         try:
-            return cost_shard(facts, shard, self._recipe, self._probes)
+            return cost_shard(facts, shard, self._recipe, self._probes, spread)
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ in the tokenizer.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,8 @@ from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.slow import SCANNING, here
+from orchdata.loaders.slow import SCANNING, ThreadProgress, here
+from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.coalesce import Extent, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 KIND = b"cost"
 _CHUNK_SAMPLES = 1024  # read ahead at most this many samples
 _CHUNK_BYTES = 16 << 20  # ... or this much text
+_SHOWN_SAMPLES = 64  # progress is shown after so many
 _RUN_BYTES = 1 << 20  # one read
 _GZIP_RATIO = 1032  # the largest possible ratio of gzip
 _NOT_BYTES = (
@@ -195,7 +198,30 @@ class _Sample:
     error: FieldError | None
 
 
-def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> ShardCosts:
+@dataclass(slots=True)
+class _Chunk:
+    """Samples of a shard, in order, with the texts that they need.
+
+    Attributes:
+        first: number of its first sample in the shard.
+        texts: by row of the facts.
+    """
+
+    first: int
+    samples: list[_Sample]
+    texts: dict[int, _Text]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+_Outcome = Measured | tuple[str, str] | None
+"""Of one sample: its counts, the field and reason of its error, or None if the recipe's function leaves it out."""
+
+
+def cost_shard(
+    facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes, spread: Spread | None = None
+) -> ShardCosts:
     """Measure every sample of a shard.
 
     A sample that cannot be used becomes a row with an error, without an exception. A split sample becomes several rows.
@@ -205,28 +231,38 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         shard: returns the open shard; called if there is something to read.
         recipe: defines the costs.
         probes: headers of the recipe's own modalities.
+        spread: idle threads that may help. The result is the same.
 
     Raises:
         ShardError: the shard can no longer be opened.
         StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
     facts = with_inner(facts, recipe)
-    table = facts.table
-    rows = _Rows(table, recipe)
-    for chunk in _chunks(_samples(facts, shard, recipe, probes), recipe.limits.text_bytes):
-        texts: dict[int, _Text] = {}
-        if any(sample.wanted for sample in chunk):
-            texts = _read_texts(chunk, table, shard(), recipe.limits)
-        current = here()
-        current.fraction = SCANNING + (1 - SCANNING) * chunk[0].start / len(table)
-        for sample in chunk:
-            current.key = sample.key
-            _measure(sample, texts, recipe, rows, facts.meta.url)
-        current.key = None
+    rows = _Rows(facts.table, recipe)
+    progress = _Progress(here(), len(facts.table))
+
+    def measured(chunk: _Chunk) -> tuple[_Chunk, list[_Outcome]]:
+        outcomes = _measure_chunk(chunk, recipe, facts.meta.url, progress)
+        return replace(chunk, texts={}), outcomes
+
+    chunks = _read_chunks(facts, shard, recipe, probes)
+    for chunk, outcomes in map(measured, chunks) if spread is None else spread.in_order(measured, chunks):
+        for sample, outcome in zip(chunk.samples, outcomes, strict=True):
+            rows.put(sample, outcome)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
     return ShardCosts(columns, fields, totals, recipe.kinds)
+
+
+def _read_chunks(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> Iterator[_Chunk]:
+    first = 0
+    for samples in _chunks(_samples(facts, shard, recipe, probes), recipe.limits.text_bytes):
+        texts: dict[int, _Text] = {}
+        if any(sample.wanted for sample in samples):
+            texts = _read_texts(samples, facts.table, shard(), recipe.limits)
+        yield _Chunk(first, samples, texts)
+        first += len(samples)
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:
@@ -356,30 +392,65 @@ def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
         return FieldError(field_error.field, field_error.reason)  # a copy without the traceback, which refers to it
 
 
-def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows, url: str) -> None:
-    # Known errors are not raised: an exception that its own frame refers to stays until the garbage collector runs.
+class _Progress:
+    """How much of a shard is measured, by any of the threads that measure it.
+
+    Args:
+        shown: notes of the thread that has the shard.
+        num_members: of the shard.
+    """
+
+    def __init__(self, shown: ThreadProgress, num_members: int) -> None:
+        self._shown = shown
+        self._num_members = num_members
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_members: int) -> None:
+        with self._lock:
+            self._done += num_members
+            self._shown.fraction = SCANNING + (1 - SCANNING) * self._done / self._num_members
+
+
+def _measure_chunk(chunk: _Chunk, recipe: Recipe, url: str, progress: _Progress) -> list[_Outcome]:
+    """Measure samples, in any thread. Raises MemoryError, and what ends a build."""
+    current, num_members = here(), 0
+    outcomes: list[_Outcome] = []
+    for number, sample in enumerate(chunk.samples, chunk.first):
+        current.key = sample.key
+        outcomes.append(_measure(sample, number, chunk.texts, recipe, url))
+        num_members += len(sample.members)
+        if len(outcomes) % _SHOWN_SAMPLES == 0 or len(outcomes) == len(chunk):
+            progress.add(num_members)
+            num_members = 0
+    current.key = None
+    return outcomes
+
+
+def _measure(sample: _Sample, number: int, texts: Mapping[int, _Text], recipe: Recipe, url: str) -> _Outcome:
+    """Return the outcome of a sample, which is the `number`-th of its shard. Errors are returned without a traceback,
+    which would keep texts in memory.
+    """
+    if sample.error is not None:
+        return sample.error.field, sample.error.reason
     payloads: dict[int, bytes | memoryview] = {}
-    bad = sample.error
-    for index in sample.wanted if bad is None else ():
+    for index in sample.wanted:
         payload = texts[sample.start + index]
         if isinstance(payload, FieldError):
-            bad = payload
-            break
+            return payload.field, payload.reason
         payloads[index] = payload
-    if bad is not None:
-        rows.add_bad(sample, bad)
-        return
     try:
         if is_made(sample.members, recipe):
             assert recipe.record is not None
-            check_function(recipe.record, rows.num_samples, lambda: record_of(sample.members, payloads, recipe))
-        rows.add(sample, measure(sample.members, payloads, recipe))
+            check_function(recipe.record, number, lambda: record_of(sample.members, payloads, recipe))
+        return measure(sample.members, payloads, recipe)
     except LeftOut:
-        rows.ignored[LEFT_OUT] += 1
+        return None
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error
     except Exception as error:  # noqa: BLE001 - an exception while measuring a sample fails that sample
-        rows.add_bad(sample, as_field_error(error, "measured"))
+        bad = as_field_error(error, "measured")
+        return bad.field, bad.reason
 
 
 class _Rows:
@@ -399,10 +470,14 @@ class _Rows:
         self._parts = array("q")  # as PARTS
         self._members = array("q")  # as MEMBERS
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples so far, with those that were left out."""
-        return len(self._keys) + self.ignored[LEFT_OUT]
+    def put(self, sample: _Sample, outcome: _Outcome) -> None:
+        """Add the next sample of the shard."""
+        if outcome is None:
+            self.ignored[LEFT_OUT] += 1
+        elif isinstance(outcome, tuple):
+            self.add_bad(sample, *outcome)
+        else:
+            self.add(sample, outcome)
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width
@@ -430,13 +505,13 @@ class _Rows:
             self._keys.append(sample.key)
             self._errors.append(None)
 
-    def add_bad(self, sample: _Sample, error: FieldError) -> None:
+    def add_bad(self, sample: _Sample, field: str, reason: str) -> None:
         for member in sample.members:
             if member.kind == OTHER and member.error is None:
                 self.ignored[member.field] += 1
         self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)
-        self._errors.append((error.field, error.reason))
+        self._errors.append((field, reason))
 
     def columns(self) -> Columns:
         """Return all rows as columns."""

@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process
 loaders: memory
 loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
-loaders: limits resampling functions generators
+loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
 loaders: claims

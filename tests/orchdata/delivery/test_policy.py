@@ -77,6 +77,7 @@ def test_a_share_is_of_each_source_and_a_count_of_all(tmp_path: Path) -> None:
 
 def test_every_rank_gives_the_same_verdict(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", 98, 2)
+    od.ShardDataset(path).index()
     texts = []
     for rank in range(3):
         with pytest.raises(od.TooManyFailures) as raised:

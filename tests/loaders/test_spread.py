@@ -1,0 +1,150 @@
+"""One large shard is measured by all idle threads of a build, with the result of one thread."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchdata.loaders.index import shard_costs
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.pace import Turns
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.slow import Ended, here
+from orchdata.loaders.spread import Spread
+from orchdata.loaders.storage.cache import CacheFolder
+
+
+@pytest.fixture
+def spread() -> Iterator[Spread]:
+    turns = Turns(3)
+    helpers = Spread(turns, 3)
+    with turns.turn():
+        yield helpers
+    helpers.close()
+    assert turns._num_lent == 0 and not [each for each in threading.enumerate() if "helper" in each.name]
+
+
+def test_results_come_in_order_from_several_threads(spread: Spread) -> None:
+    threads, together = set(), threading.Barrier(3, timeout=60)
+
+    def work(item: str) -> str:
+        if item in ("0", "1", "2"):
+            together.wait()  # only if three threads are in it at the same time
+        threads.add(threading.get_ident())
+        return item * 2
+
+    assert list(spread.in_order(work, map(str, range(8)))) == [str(number) * 2 for number in range(8)]
+    assert len(threads) == 3
+
+
+def test_few_items_are_taken_ahead(spread: Spread) -> None:
+    taken: list[str] = []
+    items = (taken.append(str(number)) or str(number) for number in range(100))
+    for done, _ in enumerate(spread.in_order(len, items)):
+        assert len(taken) <= done + 7
+
+
+def test_an_error_comes_in_its_place_and_ends_the_others(spread: Spread) -> None:
+    def work(item: str) -> str:
+        if item == "3":
+            raise MemoryError(item)
+        return item
+
+    results = spread.in_order(work, map(str, range(50)))
+    got: list[str] = []
+    with pytest.raises(MemoryError, match="3"):
+        got.extend(results)
+    assert got == ["0", "1", "2"]
+
+
+def test_helpers_end_at_their_next_sample_when_a_shard_is_given_up(spread: Spread) -> None:
+    entered, ends = threading.Event(), []
+
+    def work(item: str) -> str:
+        if item == "0":  # the second one: for a helper
+            entered.set()
+            try:
+                while True:
+                    here().key = "another sample"
+            except Ended:
+                ends.append(item)
+                raise
+        entered.wait(60)
+        raise ValueError(item)
+
+    results = spread.in_order(work, iter(["1", "0", "2", "3"]))
+    with pytest.raises(ValueError, match="1"):
+        list(results)
+    assert ends == ["0"]
+
+
+class Words:
+    """A tokenizer that fails for some texts, and counts the threads that are in it."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def __call__(self, text: str) -> list[int]:
+        self.threads.add(threading.get_ident())
+        if "7" in text:
+            raise ValueError(f"cannot read {text[:20]}")
+        return list(text.encode())
+
+
+def keep(record: dict[str, Any]) -> Any:
+    return None if record["text"].startswith("5") else record
+
+
+def test_the_index_is_the_same_with_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_costs, "_CHUNK_SAMPLES", 8)
+    path = tmp_path / "a.jsonl"
+    lines = [{"text": str(number) * (number % 11)} if number % 13 else {"other": 1} for number in range(400)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for record in (None, keep):
+        built = []
+        for threads in (1, 4):
+            tokenizer = Words()
+            text = TextPreprocessor(tokenizer, id="words", max_tokens=16, overflow="split", thread_safe=True)
+            cache = CacheFolder(tmp_path / f"{threads} {record is None}")
+            index = build_index([str(path)], Recipe(text=text, record=record), cache=cache, num_threads=threads)
+            built.append((index.build_id, index.path.read_bytes(), index.totals))
+        assert built[0] == built[1]
+        assert built[0][2]["bad"] > 30 and index.is_split
+
+
+def test_ctrl_c_ends_all_threads_of_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(20_000)))
+    job = f"""
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.storage.cache import CacheFolder
+threads = set()
+def slow(text):  # 20,000 s in one thread
+    threads.add(threading.get_ident())
+    if len(threads) == 3:
+        print("at work", flush=True)
+        threads.add(0)
+    time.sleep(1)
+    return [1]
+try:
+    text = TextPreprocessor(slow, id="slow", thread_safe=True)
+    build_index([{str(path)!r}], Recipe(text=text), cache=CacheFolder({str(tmp_path)!r}), num_threads=3)
+except KeyboardInterrupt:
+    print("interrupted", [each.name for each in threading.enumerate() if "orchdata" in each.name])
+"""
+    with subprocess.Popen([sys.executable, "-c", job], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "at work\n"
+        child.send_signal(2)
+        output, _ = child.communicate(timeout=120)
+    assert output == "interrupted []\n"

@@ -1,0 +1,37 @@
+"""What long work shows on stderr: a bar in a notebook, and a line every half minute elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from orchdata import progress
+from orchdata.progress import progress_bar
+
+
+def test_a_notebook_gets_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar("indexing") as advance:
+        assert stream.getvalue() == ""
+        advance(0.5, 2)
+        advance(1.5, 2)
+    first, second, cleared = stream.getvalue().removeprefix("\r").split("\r")[:3]
+    assert first == f"indexing [{'#' * 10}{' ' * 30}] 25%" and second == f"indexing [{'#' * 30}{' ' * 10}] 75%"
+    assert not cleared.strip() and len(cleared) == len(second)
+
+
+def test_where_nobody_looks_a_line_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress_bar("indexing") as advance:
+        for now[0] in (110.0, 131.0, 140.0, 162.0):
+            advance(now[0] / 100, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "indexing: 1.3 of 4 (33%)",
+        "indexing: 1.6 of 4 (40%)",
+    ]
