@@ -87,6 +87,15 @@ def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(scope="module")
+def kept_parquet_processes() -> Iterator[None]:
+    """Processes that measure Parquet files stay from one test of a module to the next: a start takes half a second."""
+    from orchdata.loaders.shards.parquet.children import measuring
+
+    with measuring():
+        yield
+
+
 @pytest.fixture
 def same_cache(private_cache: Path, module_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))

@@ -36,11 +36,12 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.fields import SPARSE
-from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.shards.tar_walk import walk_any
 from orchdata.loaders.storage.local import LocalFile
+
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 IMAGE, AUDIO = 1, 2
 
@@ -166,12 +167,6 @@ def test_members_of_a_tar(tmp_path: Path) -> None:
     assert build_index([shard], Recipe(limits=Limits(shard_rows=100))).totals["bad"] == 0
     index = build_index([shard], Recipe(limits=Limits(shard_rows=99)))
     assert index.failure(0) == DataError(shard, "", "", "more than 99 members, above Limits.shard_rows")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children() -> Any:
-    with measuring():
-        yield
 
 
 def parquet_errors(path: Path, limits: Limits) -> list[str]:

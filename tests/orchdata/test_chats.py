@@ -18,6 +18,8 @@ import orchdata as od
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     pq.write_table(pa.Table.from_pylist(rows), path)

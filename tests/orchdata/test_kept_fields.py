@@ -23,6 +23,8 @@ import orchdata as od
 from orchdata.engines.processes.message import plain, revive
 from orchdata.ranks.wire import describe, read
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:

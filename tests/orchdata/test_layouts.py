@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 from shard_factory import RECIPE, audio, jpeg
 
 import orchdata as od
-from orchdata.loaders.shards.parquet.children import measuring
+
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 BLOCKS = re.findall(r"```python\n(def .*?)```", PAGE.read_text(), re.DOTALL)
@@ -33,13 +34,6 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children() -> Iterator[None]:
-    """Processes that measure Parquet files stay from one test to the next."""
-    with measuring():
-        yield
 
 
 def recipe(function: Callable[[dict[str, Any]], Any]) -> od.Recipe:

@@ -25,6 +25,8 @@ from orchdata.loaders.text.fast_tokenizer import FastTokenizer
 from orchdata.profiling.profile import profile
 from orchdata.verifying.verify import verify
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 LIMIT = 40
 Row = tuple[list[int], list[int]]
 """Ids and labels."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,10 @@ from orchdata.cli import app
 from orchdata.cli.mixture_file import read_mixture
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.samples.sample import TextPart
-from orchdata.loaders.shards.parquet.children import measuring
+
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 LIMITS = od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children() -> Iterator[None]:
-    """Processes that measure Parquet files stay from one test to the next."""
-    with measuring():
-        yield
 
 
 def recipe(record: Any = None, record_id: str | None = None, **more: Any) -> od.Recipe:

@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,10 @@ from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnCache, ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
-
-@pytest.fixture(autouse=True, scope="module")
-def children() -> Iterator[None]:
-    """One child for all files."""
-    with measuring():
-        yield
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 
 def png(width: int, height: int) -> bytes:
@@ -305,6 +299,7 @@ sys.path.insert(0, {tests!r})
 from test_parquet import *
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.parquet.children import measuring
 paths = sorted(Path({folder!r}).rglob("*.parquet"))
 index = build_index([str(path) for path in paths], Recipe(), num_threads=2)
 assert index.shards[int(index.shard[-1])].url == str(paths[-1])

@@ -23,6 +23,8 @@ from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.text.conversation import read_document
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 IMAGE, AUDIO = 1, 2
 
 TEXT_RULES = TextPreprocessor(template=ChatTemplate(prefix="[{role}]", suffix=";"))
