@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_program import run_forked
 from map_dataset import Numbers
 from shard_factory import chat, jpeg, omni_shards, write_shard
 
@@ -282,12 +283,14 @@ def test_what_is_shown_of_batches_and_samples_are_counts_and_shapes(dataset: od.
 
 
 @pytest.mark.parametrize("how", ["num_threads=3", "num_workers=1"])
-def test_an_iterator_that_is_open_at_exit_is_silent(how: str) -> None:
+def test_an_iterator_that_is_open_at_exit_is_silent(how: str, tmp_path: Path) -> None:
     program = (
-        f"import orchdata as od\nsteps = iter(od.DataLoader(list(range(1000)), batch_size=2, {how}))\nnext(steps)\n"
+        "import orchdata as od\n"
+        "if __name__ == '__main__':\n"
+        f"    steps = iter(od.DataLoader(list(range(1000)), batch_size=2, {how}))\n"
+        "    next(steps)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert ended.stderr == ""
+    assert run_forked(program, folder=tmp_path, to_the_end=True).stderr == ""
 
 
 def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Programs as forks of a process that has imported torch and orchdata, which takes a fresh interpreter some seconds.
 
-They run as `python -c` runs them, but for how they end: no exit handler runs. See `rank_server`.
+See `rank_server`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from rank_jobs import server
@@ -23,18 +22,17 @@ class ForkedProgram:
         code: of the program.
         arguments: of it, as text.
         folder: takes the program, and what it writes to stderr.
-        environment: of the program; default: this process's own.
+        to_the_end: let the interpreter end as Python does, with exit handlers, which takes half a second; else the
+            end of the program is that of its process.
     """
 
-    def __init__(
-        self, code: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, code: str, *arguments: object, folder: Path, to_the_end: bool = False) -> None:
         script = folder / f"program-{next(_numbers)}.py"
         script.write_text(code)
         self._log = script.with_suffix(".log")
         with self._log.open("wb") as log:
             command = [str(script), *map(str, arguments)]
-            self._process = server(0).start(command, os.environ if environment is None else environment, log)
+            self._process = server(0).start(command, os.environ, log, to_the_end=to_the_end)
         self._process.stdin.close()
 
     def finish(self) -> subprocess.CompletedProcess[str]:
@@ -46,9 +44,9 @@ class ForkedProgram:
 
 
 def run_forked(
-    code: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+    code: str, *arguments: object, folder: Path, to_the_end: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, which must be a good one."""
-    done = ForkedProgram(code, *arguments, folder=folder, environment=environment).finish()
+    done = ForkedProgram(code, *arguments, folder=folder, to_the_end=to_the_end).finish()
     assert done.returncode == 0, done.stderr
     return done

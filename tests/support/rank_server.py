@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 MOST_BYTES = 1 << 20
@@ -65,11 +66,18 @@ class Server:
                     return
         raise RuntimeError("the process that forks ranks does not start: what it wrote is above")
 
-    def start(self, program: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Rank:
-        """A script and its arguments, with pipes to its stdin and from its stdout."""
+    def start(
+        self, program: list[str], environment: Mapping[str, str], log: IO[bytes], *, to_the_end: bool = False
+    ) -> Rank:
+        """Start a script with arguments, with pipes to its stdin and from its stdout.
+
+        Args:
+            to_the_end: let the interpreter end as Python does, with exit handlers; else the script's end is at once.
+        """
         stdin, write = os.pipe()
         read, stdout = os.pipe()
-        request = json.dumps({"program": program, "environment": dict(environment), "folder": os.getcwd()}).encode()
+        given = {"program": program, "environment": dict(environment), "folder": os.getcwd(), "to_the_end": to_the_end}
+        request = json.dumps(given).encode()
         assert len(request) < MOST_BYTES
         socket.send_fds(self._channel, [request], [stdin, stdout, log.fileno()])
         os.close(stdin)
@@ -244,9 +252,14 @@ def _become(request: dict[str, Any], files: list[int], sockets: list[socket.sock
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv = request["program"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    if request["to_the_end"]:
+        sys.modules["__main__"] = main = ModuleType("__main__")  # which the interpreter clears last
+        main.__file__ = sys.argv[0]
+        exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), vars(main))  # an error is for the interpreter
+        sys.exit()
     code = 1
     try:
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:

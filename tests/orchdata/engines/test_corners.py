@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 from children import in_a_child
+from forked_program import ForkedProgram
 from shard_factory import omni_shards
 
 import orchdata as od
@@ -98,10 +97,11 @@ def test_an_iteration_may_continue_in_another_thread(started: Any) -> None:
     assert batches == batches_of()
 
 
-def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending() -> None:
+def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending(tmp_path: Path) -> None:
     # Without tensors: torch aborts a process that ends while a daemon thread comes out of one of its operations.
     program = (
-        "import sys, threading, orchdata as od\n"
+        "import sys, threading, warnings, orchdata as od\n"
+        "warnings.filterwarnings('ignore', 'this loop spent')\n"  # on a busy machine it may wait long
         "begun = threading.Event()\n"
         "def train():\n"
         "    while True:\n"
@@ -111,8 +111,7 @@ def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending() -> None:
         "begun.wait()\n"
         "sys.exit(7)\n"
     )
-    command = [sys.executable, "-W", "ignore:this loop spent", "-c", program]  # on a busy machine it may wait long
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = ForkedProgram(program, folder=tmp_path, to_the_end=True).finish()
     assert (ended.returncode, ended.stderr) == (7, "")
 
 

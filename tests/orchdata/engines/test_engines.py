@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_program import ForkedProgram
 from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 from spec_job import decoded, digest, words
@@ -256,16 +257,17 @@ def test_a_closed_pool_starts_no_thread() -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_a_forked_child_ends_without_the_threads_of_its_parent() -> None:
+def test_a_forked_child_ends_without_the_threads_of_its_parent(tmp_path: Path) -> None:
     program = (
-        "import os, sys, orchdata as od\n"
+        "import os, sys, warnings, orchdata as od\n"
+        "warnings.simplefilter('ignore')\n"
         "batches = iter(od.DataLoader(list(range(1000)), batch_size=2, num_threads=3))\n"
         "next(batches)\n"
         "child = os.fork()\n"
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "sys.exit(7)\n"
     )
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    ended = ForkedProgram(program, folder=tmp_path, to_the_end=True).finish()
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
