@@ -10,8 +10,9 @@ SPELLED := README.md CONTRIBUTING.md docs/*.md datasets balancers loaders native
 	tests
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
-# Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
-PYTEST := $(BIN)/python -m pytest -q --dist loadfile
+# Whole files at a time, in the order of tests/conftest.py, and more of the quick tests than there are cores: they wait for
+# processes that they start.
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-torchvision test-wheel test-planted fuzz soak check format bench peers clean
 
@@ -137,7 +138,7 @@ test-newest: .venv-newest/.installed
 test-oldest: .venv-oldest/.installed
 test-newest test-oldest: test-%:
 	.venv-$*/bin/python scripts/versions.py
-	NUMBA_CACHE_DIR=$(CURDIR)/.venv-$*/numba .venv-$*/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	NUMBA_CACHE_DIR=$(CURDIR)/.venv-$*/numba .venv-$*/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .venv-newest/.installed: RESOLUTION := highest
 .venv-oldest/.installed: RESOLUTION := lowest-direct

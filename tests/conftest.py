@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,39 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from orchdata.engines.warm import FAMILIES, Warming
 
         Warming(list(FAMILIES)).wait()
+
+
+# Files that take long and have few tests, as those of jobs of ranks. Workers take whole files: one that took such a
+# file when the others have nothing left would end long after them.
+BEGUN_FIRST = (
+    "faults/test_hostile_files.py",
+    "faults/test_failing_system_calls.py",
+    "examples/test_examples.py",
+    "orchdata/engines/test_engines.py",
+    "orchdata/engines/test_processes.py",
+    "orchdata/engines/test_starting.py",
+    "orchdata/engines/test_hanging.py",
+    "orchdata/hf/test_trainer.py",
+    "orchdata/hf/test_families.py",
+    "orchdata/hf/test_traced_cost.py",
+    "orchdata/test_per_phase_job.py",
+    "orchdata/post_balancing/test_post_balance.py",
+    "orchdata/test_parity.py",
+    "orchdata/test_mixture_parity.py",
+    "orchdata/ranks/test_exchange.py",
+    "loaders/shards/test_parquet_children.py",
+    "loaders/index/test_build.py",
+)
+
+
+@pytest.hookimpl(trylast=True)  # slow ones are left out before
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files for workers, which take them in this order (`--no-loadscope-reorder`): long ones, then by tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    first = {str(REPOSITORY / "tests" / name): number for number, name in enumerate(BEGUN_FIRST)}
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (first.get(str(item.path), len(first)), -num_tests[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:
