@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from orchdata.loaders import environment
 from orchdata.loaders.environment import failed_import, requirements, way_out
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, PackageError, as_field_error, pass_trouble
 
@@ -40,6 +42,14 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     yield write
     for name in [each for each in sys.modules if each.partition(".")[0] == "planted"]:
         del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributions() -> Iterator[None]:
+    """What is installed is looked through once, and not for each error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "packages_distributions", functools.cache(environment.packages_distributions))
+        yield
 
 
 def by_statement() -> None:
