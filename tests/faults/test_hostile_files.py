@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 from hostile import ARRIVES, FAILS, GOOD, GOOD_KEYS, HostileSample, HostileShard, add_member, tar_of
 from hostile_files import hostile_samples, hostile_shards
-from limited_runs import Runner
+from limited_runs import Runner, start_runners
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".parquet")
 IMAGE_FIELDS = ("jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "jp2", "avif")
@@ -85,7 +85,7 @@ def name_of(thing: Any) -> str:
 
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Runner]]:
-    runners = [Runner(tmp_path_factory.mktemp("runner")) for _ in range(2)]
+    runners = start_runners(*(tmp_path_factory.mktemp("runner") for _ in range(2)))
     yield runners
     for runner in runners:
         runner.close()

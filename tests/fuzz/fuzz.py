@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile import tar_of
-from limited_runs import Runner
+from limited_runs import Runner, start_runners
 from mutators import Operation, mutated, operations
 from seed_files import MEMBER_KINDS, SHARD_KINDS, VIDEO_KINDS, seed_files
 
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="orchdata-fuzz-"))
-    runner = Runner(folder / "runner")
+    (runner,) = start_runners(folder / "runner")
     fuzzer = Fuzzer(runner, folder, given.seed)
     ends = time.monotonic() + 60 * given.minutes
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fuzz import KINDS, Case, Fuzzer, fuzz, wrong_with
-from limited_runs import Runner
+from limited_runs import Runner, start_runners
 from mutators import MUTATORS, Operation
 from recounted import _audio, _image, _video
 from seed_files import AUDIO_KINDS, IMAGE_KINDS, seed_files
@@ -17,7 +17,7 @@ from video_clips import clip
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("runner"))
+    (runner,) = start_runners(tmp_path_factory.mktemp("runner"))
     yield runner
     runner.close()
 

@@ -29,23 +29,12 @@ MEMORY_BYTES = 3 << 30
 
 
 class Runner:
-    """The program that forks.
+    """One that forks: the program, or a fork of it. See `start_runners`."""
 
-    Args:
-        folder: its own, for cache folders and output.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+    def __init__(self, process: subprocess.Popen[bytes], requests: int, answers: int) -> None:
+        self._process = process
+        self._requests = os.fdopen(requests, "w")
+        self._answers = os.fdopen(answers)
 
     def run(
         self,
@@ -62,17 +51,39 @@ class Runner:
         With `compare` also `different`: media whose sizes are not what others find; see `recounted`. With `video` the
         recipe reads clips, and GIFs as such.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         request = {"shards": list(shards), "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
         request |= {"misbehave": misbehave, "compare": compare, "video": video}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        answer: dict[str, Any] = json.loads(self._answers.readline())
         return answer
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """End it, and all that were started with it."""
+        self._requests.close()
+        self._answers.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def start_runners(*folders: Path) -> list[Runner]:
+    """Start a runner for each folder, which takes its cache folders and output: the program, and forks of it."""
+    requests, answers = ([os.pipe() for _ in folders] for _ in range(2))
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    theirs = [(read, write) for (read, _), (_, write) in zip(requests, answers, strict=True)]
+    given = [(str(folder), *ends) for folder, ends in zip(folders, theirs, strict=True)]
+    process = subprocess.Popen(
+        [sys.executable, __file__, json.dumps(given)],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        pass_fds=[end for ends in theirs for end in ends],
+        process_group=0,
+    )
+    for end in (end for ends in theirs for end in ends):
+        os.close(end)
+    return [Runner(process, write, read) for (_, write), (read, _) in zip(requests, answers, strict=True)]
 
 
 def fork_and_wait(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -176,20 +187,24 @@ def examine(shards: list[str], *, compare: bool = False, video: bool = False) ->
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    (folder, requests, answers), *others = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
     import torch
     from shard_factory import omni_samples, write_shard
 
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ["ORCHDATA_CACHE"] = str(folder / "warm")
+    os.environ["ORCHDATA_CACHE"] = f"{folder}/warm"
     examine(
-        [write_shard(folder / "warm.tar", omni_samples(5))], compare=True
+        [write_shard(Path(folder) / "warm.tar", omni_samples(5))], compare=True
     )  # imports and compiles what all children share
-    for line in sys.stdin:
-        print(json.dumps(fork_and_wait(json.loads(line), folder)), file=answers, flush=True)
+    for other in others:
+        if os.fork() == 0:
+            folder, requests, answers = other
+            break
+    with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
+        for line in lines:
+            print(json.dumps(fork_and_wait(json.loads(line), Path(folder))), file=out, flush=True)
 
 
 if __name__ == "__main__":
