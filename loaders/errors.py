@@ -10,6 +10,7 @@ OrchdataError
 ├── PackageError       a required package is missing or broken; also an ImportError; says nothing about data
 ├── StateError         a state that belongs to another dataset, recipe or order
 ├── TooManyFailures    the failure budget of an ErrorPolicy is spent
+├── ContainerError     a container of the user's breaks the rules of containers; also a ValueError
 ├── FunctionError      a function of the user's cannot be used with any data; also a ValueError
 └── StepError          no rank can continue with a step of post_balance; also a RuntimeError
 
@@ -157,6 +158,10 @@ class FunctionError(OrchdataError, ValueError):
     """A function of the user's that cannot be used: it is not deterministic, or its id belongs to another function."""
 
 
+class ContainerError(OrchdataError, ValueError):
+    """A container of the user's that breaks the rules of containers, for any data."""
+
+
 class StepError(OrchdataError, RuntimeError):
     """No rank can continue with a step of post_balance.
 
@@ -174,7 +179,7 @@ class StepError(OrchdataError, RuntimeError):
         return str(self.args[0])
 
 
-NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError)
+NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError, ContainerError)
 """Errors that say nothing about the data that was being read."""
 
 

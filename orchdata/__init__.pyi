@@ -15,6 +15,7 @@ from .dataset.mixture import Mixture as Mixture
 from .dataset.mixture import Source as Source
 from .dataset.shard_dataset import ShardDataset as ShardDataset
 from .delivery.policy import ErrorPolicy as ErrorPolicy
+from .loaders.errors import ContainerError as ContainerError
 from .loaders.errors import DamagedIndexError as DamagedIndexError
 from .loaders.errors import DataError as DataError
 from .loaders.errors import FunctionError as FunctionError
@@ -38,6 +39,11 @@ from .loaders.modalities.video.preprocessor import VideoPreprocessor as VideoPre
 from .loaders.recipe import Recipe as Recipe
 from .loaders.records import Media as Media
 from .loaders.samples.sample import Sample as Sample
+from .loaders.shards.own.shard import ByteRange as ByteRange
+from .loaders.shards.own.shard import Container as Container
+from .loaders.shards.own.shard import OpenContext as OpenContext
+from .loaders.shards.own.shard import Shard as Shard
+from .loaders.shards.own.source import ShardSource as ShardSource
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate
 from .order.order import Order as Order
@@ -54,5 +60,6 @@ from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
+from .testing import check_container as check_container
 
 __version__: str

@@ -43,6 +43,7 @@ from orchdata.loaders.shards.field_rules import FieldRules, check_met
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
@@ -50,7 +51,6 @@ from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import media_root_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
 from orchdata.loaders.storage.shared.files import names_in
@@ -334,9 +334,8 @@ class _Builder:
         force: bool,
     ) -> None:
         self._recipe = recipe
-        self._rules = FieldRules(reading.columns, recipe.record, recipe.keep)
         self._fingerprint = fingerprint
-        self._media_root = reading.media_root
+        self._reading = reading
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
@@ -358,20 +357,25 @@ class _Builder:
             go_on: whether to keep waiting while another process measures them; if not, the result is None.
             spread: idle threads that may help.
         """
-        limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
-        path, access = self._path(url, root), self._accesses.of(url)
+        limits, cache, rules = (
+            self._recipe.limits,
+            self._cache,
+            self._reading.rules(url, self._recipe.record, self._recipe.keep),
+        )
+        root = self._reading.root_of(url, rules)
+        path, access = self._path(url, root, rules), self._accesses.of(url)
         with ExitStack() as resources, here().at(url):
 
             @functools.cache
             def opened() -> Shard:
-                shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=self._rules)
+                shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules)
                 resources.enter_context(closing(shard))
                 if isinstance(shard, JsonLinesShard) and shard.folder is not None:
                     resources.callback(self.missing_media.add, shard.folder)  # after all its files were looked up
                 return shard
 
             def cached() -> CostTable | None:
-                return None if self._force else self._cached(path, url, root, access, opened)
+                return None if self._force else self._cached(path, url, root, rules, access, opened)
 
             if (table := cached()) is not None:
                 return self._kept_in_memory(table), False
@@ -386,29 +390,31 @@ class _Builder:
                     limits=limits,
                     cache=cache,
                     media_root=root,
-                    rules=self._rules,
+                    rules=rules,
                     force=self._force,
                     access=access,
                 )
                 table = self._measured(facts, opened, spread).write(path, url, facts.meta, root, access)
-                return self._kept_in_memory(self._renamed(table)), True
+                return self._kept_in_memory(_named(table, rules)), True
 
     def _cached(
-        self, path: str, url: str, media_root: str | None, access: Access, opened: Callable[[], Shard]
+        self,
+        path: str,
+        url: str,
+        media_root: str | None,
+        rules: FieldRules,
+        access: Access,
+        opened: Callable[[], Shard],
     ) -> CostTable | None:
         """Return the cached costs of a shard if the shard, and the files that it names, have not changed."""
         restrict(path, access)
         try:
-            table = self._renamed(CostTable.open(path, url, self._recipe.kinds, media_root or "", access))
+            table = _named(CostTable.open(path, url, self._recipe.kinds, media_root or "", access), rules)
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
-
-    def _renamed(self, table: CostTable) -> CostTable:
-        """Return the table with the new names of fields, which its file does not contain."""
-        return replace(table, columns=self._rules.columns) if self._rules.columns else table
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """Return the index of these tables: the existing one if it is valid, else a new one."""
@@ -440,13 +446,15 @@ class _Builder:
         assert costs is not None  # because it waits for other processes
         return costs[0]
 
-    def _path(self, url: str, media_root: str | None) -> str:
+    def _path(self, url: str, media_root: str | None, rules: FieldRules) -> str:
         name = self._identity.copy()
         name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
-        if self._rules.columns:
-            name.update(f"\0columns {json.dumps(self._rules.columns)}".encode())
-        if kept := self._rules.kept_in(url):
+        if rules.columns:
+            name.update(f"\0columns {json.dumps(rules.columns)}".encode())
+        if kept := rules.kept_in(url):
             name.update(f"\0{json.dumps(kept)}".encode())
+        if rules.container is not None:
+            name.update(f"\0container {identity_of(rules.container)}".encode())
         return f"{self._folder}/{name.hexdigest()}.costs"
 
     def _kept_in_memory(self, table: CostTable) -> CostTable:
@@ -474,6 +482,14 @@ class _Builder:
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
+
+
+def _named(table: CostTable, rules: FieldRules) -> CostTable:
+    """Return the table with the new names of fields, and its container, which its file does not contain."""
+    if not rules.columns and rules.container is None:
+        return table
+    container = "" if rules.container is None else identity_of(rules.container)
+    return replace(table, columns=rules.columns, container=container)
 
 
 def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import ShardError, pass_trouble
+from orchdata.loaders.errors import ShardError, StorageError, pass_trouble
 from orchdata.loaders.index.checks.heads import check_facts
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
@@ -19,8 +18,8 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import suffix_of
-from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.values import check_shape
@@ -60,7 +59,8 @@ def load_facts(
         StorageError: the file cannot be read, or the facts cannot be stored, now. Damage to the file is in the facts.
         StaleIndexError: it changes while it is read.
     """
-    suffix_of(url)
+    if rules.container is None:
+        suffix_of(url)
     path = facts_path(url, limits=limits, cache=cache, media_root=media_root, rules=rules)
     access = access or access_of(url)
     if not force and (kept := _kept(path, url, limits, opened, access)) is not None:
@@ -74,7 +74,7 @@ def load_facts(
         reason = f"cannot be scanned: {type(error).__name__}: {error}"
         return _unopened(url, ShardError(url, reason), limits)
     # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
-    if len(facts.table) > _FEW_ROWS or not url.endswith(".tar"):
+    if len(facts.table) > _FEW_ROWS or not url.endswith(".tar") or rules.container is not None:
         cache.make("facts")
         _keep(path, facts, access)
     return facts
@@ -84,7 +84,7 @@ def facts_path(
     url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, rules: FieldRules = NO_RULES
 ) -> str:
     """Return the path of the stored facts of a shard."""
-    names = [os.path.abspath(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
+    names = [LOCAL.identity(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
     names += [json.dumps(parts)] if (parts := rules.identity(url)) else []
     identity = "\0".join(names).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
@@ -131,10 +131,9 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
 def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
     """Return whether a shard, and the files that it names, still have the same sizes and modification times.
 
-    Raises OSError if it does not exist.
+    Raises StorageError if that cannot be known now.
     """
-    status = os.stat(url)
-    if (meta.size, meta.version) != (status.st_size, str(status.st_mtime_ns)):
+    if LOCAL.version(url, retries=False) != (meta.size, meta.version):
         return False
     if not meta.media:
         return True
@@ -144,13 +143,15 @@ def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
 
 def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
     """Build the facts of a shard that cannot be opened or scanned (a damaged .tar.gz); they are not stored."""
-    status = tried(url, "cannot be looked at", lambda: Path(url).stat())
+    version = LOCAL.version(url)
+    if version is None:
+        raise StorageError(url, "cannot be looked at: it was removed", errno.ENOENT)
     meta = FactsMeta(
         url=url,
-        size=status.st_size,
-        version=str(status.st_mtime_ns),
+        size=version.size,
+        version=version.version,
         checksum="",
         limits=limits_fingerprint(limits),
-        lost_bytes=max(1, status.st_size),
+        lost_bytes=max(1, version.size),
     )
     return Facts(shard_failure(error.reason), meta)

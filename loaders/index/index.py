@@ -33,6 +33,7 @@ from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
@@ -474,8 +475,8 @@ def _check_all(columns: Columns, values: dict[str, Any]) -> None:
 
 
 def absolute(url: str) -> str:
-    """Return an absolute path; other URLs unchanged."""
-    return url if "://" in url else os.path.abspath(url)
+    """Return the name of a shard in indexes: its absolute path; other URLs unchanged."""
+    return LOCAL.identity(url)
 
 
 def _format_of(url: str) -> str:
@@ -491,7 +492,11 @@ def basename(url: str) -> str:
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
     parts = [
-        [basename(shard.url), shard.size, shard.checksum, *([shard.columns] if shard.columns else [])]
+        [
+            *(basename(shard.url), shard.size, shard.checksum),
+            *([shard.columns] if shard.columns else []),
+            *([{"container": shard.container}] if shard.container else []),
+        ]
         for shard in shards
     ]
     return digest([RULES, recipe, parts])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
@@ -34,6 +33,7 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Accesses, restrict
 from orchdata.loaders.storage.shared.values import check_shape
@@ -140,7 +140,7 @@ class Probes:
         return [headers[row] for row in rows]
 
     def _path(self, facts: Facts, modality: Modality) -> str:
-        identity = [os.path.abspath(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
+        identity = [LOCAL.identity(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
         identity.append(str(len(facts.table)))  # `with_inner` may have added rows
         name = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         return f"{self._cache.root}/facts/{name}.headers"

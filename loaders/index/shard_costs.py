@@ -76,6 +76,7 @@ class CostTable:
         packed: its columns; if None, `body` reads and verifies them again.
         access: the most that permissions of an index with this table may allow.
         columns: (old name, new name) of each renamed field.
+        container: as in ShardInfo.
     """
 
     path: str
@@ -90,6 +91,7 @@ class CostTable:
     media_root: str = ""
     access: Access | None = None
     columns: tuple[tuple[str, str], ...] = ()
+    container: str = ""
 
     @classmethod
     def open(
@@ -128,7 +130,8 @@ class CostTable:
     def shard(self) -> ShardInfo:
         meta = self.meta
         lost = meta.lost_samples, meta.lost_bytes
-        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, self.media_root, self.columns)
+        how = {"media_root": self.media_root, "columns": self.columns, "container": self.container}
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, **how)  # type: ignore[arg-type]
 
     def without_body(self) -> CostTable:
         """Return the same table without its columns in memory."""

@@ -29,6 +29,7 @@ from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import JSON_COLUMNS, is_cell_without_content, json_value, plain_value
+from orchdata.loaders.shards.fields import OWN_JSON
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
@@ -182,7 +183,8 @@ class StoredSample:
         for at in uses.kept:
             field, data = self.members[at].field, payloads[at]
             is_value = is_cell_without_content(field, len(data)) or (
-                field.endswith(JSON_COLUMNS) and self._open_shard(recipe).is_json(specs[at][3])
+                (field.endswith(JSON_COLUMNS) or specs[at][2] == OWN_JSON)
+                and self._open_shard(recipe).is_json(specs[at][3], specs[at][2])
             )
             name = bare_name(field) if is_value else field
             fields[name] = plain_value(json_value(field, data), field) if is_value else bytes(data)
@@ -203,9 +205,9 @@ class StoredSample:
         values: dict[str, KeptValue] = {}
         for at in uses.kept:
             field, data = self.members[at].field, payloads[at]
-            if is_cell_without_content(field, len(data)) or shard.is_json(specs[at][3]):
+            if is_cell_without_content(field, len(data)) or shard.is_json(specs[at][3], specs[at][2]):
                 values[field] = json_value(field, data)
-            elif shard.is_text(specs[at][3]):
+            elif shard.is_text(specs[at][3], specs[at][2]):
                 values[field] = _decoded(field, data)
             else:
                 values[field] = bytes(data)

@@ -310,19 +310,7 @@ class Modality:
 
     def parameters(self) -> dict[str, Any]:
         """Its dataclass fields, JSON-safe. Raises TypeError for a field without a JSON form."""
-        own: tuple[Field[Any], ...] = dataclass_fields(self) if is_dataclass(self) else ()
-        kind = type(self)
-        hidden = [name for name in vars(self) if name not in {each.name for each in own} and not hasattr(kind, name)]
-        if hidden:
-            raise TypeError(
-                f"{kind.__qualname__} is no dataclass, so that the recipe's fingerprint would not see its "
-                f"{', '.join(hidden)}: make it a frozen dataclass, or override parameters()"
-            )
-        return {
-            each.name: plain(getattr(self, each.name), f"{kind.__qualname__}.{each.name}")
-            for each in own
-            if NOT_DESCRIBED not in each.metadata
-        }
+        return dataclass_values(self, "the recipe's fingerprint", "parameters()")
 
     def row_bytes(self) -> int:
         """Memory of one row of all its arrays."""
@@ -438,22 +426,50 @@ def qualified(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def plain(value: Any, name: str) -> Any:
-    """Return a value in JSON form, the same in every process. Raises TypeError with the name of the field."""
+def dataclass_values(value: object, identity: str, method: str) -> dict[str, Any]:
+    """Return the dataclass fields of a value, JSON-safe. Raises TypeError for a field without a JSON form.
+
+    Args:
+        identity, method: for the error: what the fields are part of, and the method that a subclass may override.
+    """
+    own: tuple[Field[Any], ...] = dataclass_fields(value) if is_dataclass(value) else ()
+    kind = type(value)
+    hidden = [name for name in vars(value) if name not in {each.name for each in own} and not hasattr(kind, name)]
+    if hidden:
+        raise TypeError(
+            f"{kind.__qualname__} is no dataclass, so that {identity} would not see its {', '.join(hidden)}: make it "
+            f"a frozen dataclass, or override {method}"
+        )
+    return {
+        each.name: plain(getattr(value, each.name), f"{kind.__qualname__}.{each.name}", identity, method)
+        for each in own
+        if NOT_DESCRIBED not in each.metadata
+    }
+
+
+def plain(value: Any, name: str, identity: str = "the recipe's fingerprint", method: str = "parameters()") -> Any:
+    """Return a value in JSON form, the same in every process. Raises TypeError with the name of the field.
+
+    Args:
+        identity, method: for the error, as in `dataclass_values`.
+    """
     if isinstance(value, float) and not isfinite(value):
         return str(value)  # NaN does not even equal itself
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
-        return [plain(item, name) for item in value]
+        return [plain(item, name, identity, method) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain(item, name) for key, item in value.items()}
+        return {str(key): plain(item, name, identity, method) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        own = {each.name: plain(getattr(value, each.name), f"{name}.{each.name}") for each in dataclass_fields(value)}
+        own = {
+            each.name: plain(getattr(value, each.name), f"{name}.{each.name}", identity, method)
+            for each in dataclass_fields(value)
+        }
         return {"class": qualified(type(value)), **own}
     raise TypeError(
-        f"{name} is a {type(value).__name__}, which the recipe's fingerprint cannot contain: use numbers, strings, "
-        "tuples and frozen dataclasses, or override parameters()"
+        f"{name} is a {type(value).__name__}, which {identity} cannot contain: use numbers, strings, tuples and frozen "
+        f"dataclasses, or override {method}"
     )
 
 

@@ -7,19 +7,19 @@ shards of the index --stat--> same size and time: unchanged
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
 from typing import NamedTuple
 
-from orchdata.loaders.errors import ShardError
+from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.field_rules import FieldRules
-from orchdata.loaders.shards.open import describe_change, open_shard
+from orchdata.loaders.shards.open import NO_CONTAINERS, describe_change, open_shard, rules_of
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LOCAL
 
 _THREADS = 16
 """Network file systems answer many requests at the same time."""
@@ -44,12 +44,18 @@ class Changes(NamedTuple):
     unsure: int
 
 
-def find_changes(shards: Sequence[ShardInfo], *, limits: Limits, cache: CacheFolder) -> Changes:
+def find_changes(
+    shards: Sequence[ShardInfo],
+    *,
+    limits: Limits,
+    cache: CacheFolder,
+    containers: Mapping[str, Container] = NO_CONTAINERS,
+) -> Changes:
     """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged.
 
     Args:
         shards: as the index lists them.
-        limits, cache: for opening the shards that are compared by their headers.
+        limits, cache, containers: for opening the shards that are compared by their headers.
     """
     tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
     with ThreadPoolExecutor(min(_THREADS, len(tasks) or 1), thread_name_prefix="orchdata-changes") as pool:
@@ -59,7 +65,7 @@ def find_changes(shards: Sequence[ShardInfo], *, limits: Limits, cache: CacheFol
         changed = [shard for shard, size in touched if size != shard.size]
         unknown = [shard for shard, size in touched if size == shard.size]
         compared = list(_affordable(unknown))
-        differ = pool.map(lambda shard: _differs(shard, limits, cache), compared)
+        differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
         changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
     return Changes([shard.url for shard in changed], len(unknown) - len(compared))
 
@@ -68,11 +74,11 @@ def _touched(shards: Sequence[ShardInfo]) -> Iterator[tuple[ShardInfo, int]]:
     """Yield each shard with another size or modification time than in the index, and its size now."""
     for shard in shards:
         try:
-            now = os.stat(shard.url)
-        except OSError:
+            now = LOCAL.version(shard.url, retries=False)
+        except StorageError:
             continue  # opening it later raises the error
-        if (now.st_size, str(now.st_mtime_ns)) != (shard.size, shard.version):
-            yield shard, now.st_size
+        if now is not None and now != (shard.size, shard.version):
+            yield shard, now.size
 
 
 def _affordable(shards: Sequence[ShardInfo]) -> Iterator[ShardInfo]:
@@ -83,7 +89,7 @@ def _affordable(shards: Sequence[ShardInfo]) -> Iterator[ShardInfo]:
             yield shard
 
 
-def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder) -> bool:
+def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder, containers: Mapping[str, Container]) -> bool:
     try:
         with closing(
             open_shard(
@@ -91,7 +97,7 @@ def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder) -> bool:
                 limits=limits,
                 cache=cache,
                 media_root=indexed.media_root or None,
-                rules=FieldRules(indexed.columns),
+                rules=rules_of(indexed, containers),
             )
         ) as shard:
             return describe_change(shard, indexed) is not None

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 import zstandard
@@ -18,7 +17,7 @@ from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import says_memory
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.local import LOCAL, LocalFile
 from orchdata.loaders.storage.shared.access import access_of
 from orchdata.loaders.storage.storage import Storage
 
@@ -55,7 +54,7 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
-    identity = "\0".join((str(Path(file.url).absolute()), str(file.size), file.version))
+    identity = "\0".join((LOCAL.identity(file.url), str(file.size), file.version))
     name = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     pieces_of = _gunzip if compression(file.read(0, 4)) == "gzip" else _unzstd
 

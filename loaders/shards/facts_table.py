@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.shards.fields import NAMED, RAW
+from orchdata.loaders.shards.fields import OWN_JSON, RAW
 from orchdata.loaders.versions import RULES
 
 SCHEMA = pa.schema(
@@ -166,7 +166,7 @@ class FactsTable:
         samples, kinds, encodings = self.sample, set(self.kind), set(self.encoding)
         if samples and (samples[0] < 0 or any(map(int.__gt__, samples, samples[1:]))):
             raise ValueError("samples are not in order")
-        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, NAMED + 1)):
+        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_JSON + 1)):
             raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
         if samples and (min(self.offset) < 0 or min(self.size) < 0):
             raise ValueError(f"a member is at offset {min(self.offset)}, or has {min(self.size)} bytes")

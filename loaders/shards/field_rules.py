@@ -1,4 +1,4 @@
-"""Field rules: how the fields of a data set's samples are named, and the function that makes their records."""
+"""Field rules: how the fields of a shard's samples are named, the function that makes their records, its container."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import Any, NamedTuple
 
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.shards.fields import ColumnRules
+from orchdata.loaders.shards.own.shard import Container, identity_of
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 
 
 class FieldRules(NamedTuple):
-    """How the fields of samples are named.
+    """How the samples of a shard are read.
 
     Attributes:
         columns: (old name, new name) of each renamed field.
         record: the recipe's function, which makes a record of a sample's fields.
         keep: names of `Recipe.keep`.
+        container: of the user's, which opens the shard; None: by its suffix.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
     record: UserFunction | None = None
     keep: tuple[str, ...] = ()
+    container: Container | None = None
 
     @property
     def of_columns(self) -> ColumnRules:
@@ -31,6 +34,9 @@ class FieldRules(NamedTuple):
     def identity(self, url: str) -> list[Any]:
         """Return what the facts of a shard depend on, JSON-safe; empty without rules."""
         parts: list[Any] = [["columns", *map(list, self.columns)]] if self.columns else []
+        if self.container is not None:
+            every = [] if self.record is None else ["every column"]
+            return [*parts, ["container", identity_of(self.container), *every]]
         if self.record is not None:
             if suffix_of(url) in RECORD_SUFFIXES:
                 parts.append(["record", self.record.id])

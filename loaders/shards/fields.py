@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
-RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED = range(6)
+RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES, OWN_TEXT, OWN_JSON = range(9)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
-row of CSV, or named by a record (in another file, or encoded in the record)."""
+row of CSV, named by a record (in another file, or encoded in the record), or as bytes or text that a container of the
+user's returns."""
 
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
 

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
-from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.errors import ContainerError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
-from orchdata.loaders.shards.arrow.shard import ArrowShard
-from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.builtin import builtin_of
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.own.opened import OpenedShard
+from orchdata.loaders.shards.own.shard import Container, OpenContext, identity_of
+from orchdata.loaders.shards.own.source import ShardSource
 from orchdata.loaders.shards.shard import Shard, ShardInfo
-from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
-from orchdata.loaders.storage.local import LocalFile
-from orchdata.loaders.storage.paths import (
-    ARROW_SUFFIXES,
-    PARQUET_SUFFIXES,
-    RECORD_SUFFIXES,
-    is_compressed,
-    media_root_of,
-    suffix_of,
-)
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.local import LOCAL, LocalFolder
 
+NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
 
-_Key = tuple[str, tuple[tuple[str, str], ...], str]
-"""A shard's path, its renamed fields, and the id of the function that makes its records."""
+_Key = tuple[str, tuple[tuple[str, str], ...], str, str]
+"""A shard's path, its renamed fields, its container, and the id of the function that makes its records."""
 
 
 def open_shard(
@@ -45,39 +38,24 @@ def open_shard(
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
 ) -> Shard:
-    """Open a shard by its suffix. A compressed one is first decompressed into the cache, once.
+    """Open a shard by the user's container that claims it, or by its suffix. A compressed one is first decompressed
+    into the cache, once.
 
     Args:
-        rules: names of fields, and the function that makes records.
+        rules: names of fields, the function that makes records, and the container.
         reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
 
     Raises:
         ValueError: unknown suffix.
         ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
-    suffix = suffix_of(url)
-    file: Storage = LocalFile(url)
-    if reads is not None:
-        file = CountedFile(file, reads.storage)
-    if suffix in PARQUET_SUFFIXES:
-        return ParquetShard(url, file, limits=limits, rules=rules.of_columns)
-    if suffix in ARROW_SUFFIXES:
-        return ArrowShard(url, file, limits=limits, rules=rules.of_columns)
-    # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-    are_records = suffix in RECORD_SUFFIXES
-    content, stored = file, file
-    if (is_compressed(suffix) or not are_records) and compression(file.read(0, 4)) is not None:
-        try:
-            content = open_decompressed(file, limits=limits, cache=cache)
-        finally:
-            file.close()
-        if reads is not None:
-            content = CountedFile(content, reads.cache)
-    versions: dict[str, Any] = {"size": stored.size, "version": stored.version}
-    if are_records:
-        root = media_root_of(url, media_root)
-        return JsonLinesShard(url, content, limits=limits, media_root=root, rules=rules, reads=reads, **versions)
-    return TarShard(url, content, limits=limits, names=rules.columns, **versions)
+    context = OpenContext(limits=limits, cache=cache, media_root=media_root, reads=reads)
+    if rules.container is not None:
+        folder = LocalFolder(url) if LOCAL.is_folder(url) else None
+        return OpenedShard(rules.container, ShardSource(folder or LOCAL.open(url), reads), context, rules)
+    container = builtin_of(url)
+    file = LOCAL.open(url)
+    return container.open(file if reads is None else CountedFile(file, reads.storage), context, rules)
 
 
 def open_indexed(
@@ -87,10 +65,15 @@ def open_indexed(
     limits: Limits,
     cache: CacheFolder,
     record: UserFunction | None = None,
+    containers: Mapping[str, Container] = NO_CONTAINERS,
     reads: ReadBytes | None = None,
 ) -> Shard:
-    """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`."""
-    rules = FieldRules(indexed.columns, record)
+    """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`.
+
+    Args:
+        containers: of the user's, by identity.
+    """
+    rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
     shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads)
     try:
@@ -103,13 +86,25 @@ def open_indexed(
     return shard
 
 
+def rules_of(indexed: ShardInfo, containers: Mapping[str, Container], record: UserFunction | None = None) -> FieldRules:
+    """Return how the samples of an indexed shard are read. Raises ContainerError if its container is not given."""
+    if indexed.container and indexed.container not in containers:
+        raise ContainerError(f"{indexed.url} was indexed with a container of yours: pass the same containers= again")
+    return FieldRules(indexed.columns, record, container=containers.get(indexed.container))
+
+
+def by_identity(containers: Iterable[Container]) -> dict[str, Container]:
+    """Return the user's containers by their identity, as an index stores it."""
+    return {identity_of(container): container for container in containers}
+
+
 class OpenShards:
     """Open shards, shared by threads; the least recently used are dropped.
 
     A dropped shard closes when the last thread that reads it is done.
 
     Args:
-        limits, cache: for opening.
+        limits, cache, containers: for opening.
         capacity: the number of shards that stay open.
 
     Attributes:
@@ -117,13 +112,16 @@ class OpenShards:
         texts: results that callers computed recently from texts that are used several times.
     """
 
-    def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
+    def __init__(
+        self, *, limits: Limits, cache: CacheFolder, containers: Iterable[Container] = (), capacity: int = 64
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.reads = ReadBytes()
         self.texts: Recent[Any] = Recent(_TEXT_BYTES)
         self._limits = limits
         self._cache = cache
+        self._containers = by_identity(containers)
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[_Key, Shard] = OrderedDict()
@@ -139,7 +137,8 @@ class OpenShards:
             StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
-        key = url, () if indexed is None else indexed.columns, "" if record is None else record.id
+        how = ((), "") if indexed is None else (indexed.columns, indexed.container)
+        key = url, *how, "" if record is None else record.id
         if (shard := self._find(key)) is not None:
             return shard
         with self._lock:
@@ -164,7 +163,7 @@ class OpenShards:
         if indexed is None:
             shard = open_shard(key[0], rules=FieldRules(record=record), **opening)
         else:
-            shard = open_indexed(key[0], indexed, record=record, **opening)
+            shard = open_indexed(key[0], indexed, record=record, containers=self._containers, **opening)
         with self._lock:
             self._shards[key] = shard
             while len(self._shards) > self._capacity:

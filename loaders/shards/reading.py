@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from orchdata.loaders.errors import ContainerError
+from orchdata.loaders.functions import UserFunction
+from orchdata.loaders.shards.field_rules import FieldRules
+from orchdata.loaders.shards.own.checks import container_of, shards_of
+from orchdata.loaders.shards.own.shard import Container, identity_of, name_of
+from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.paths import Paths, expand_paths, media_root_of
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
@@ -13,15 +21,67 @@ class Reading:
     Attributes:
         media_root: folder of the media files that records name, as an absolute path; None: records name no files.
         columns: (old name, new name) of each field to rename, by old name.
+        containers: of the user's, which are asked first.
     """
 
     media_root: str | None = None
     columns: tuple[tuple[str, str], ...] = ()
+    containers: tuple[Container, ...] = ()
 
     def identity(self) -> list[Any]:
         """Return what an index depends on besides shards and recipe, JSON-safe; empty for the default."""
         parts: list[Any] = [] if self.media_root is None else [self.media_root]
-        return parts + ([{"columns": [list(pair) for pair in self.columns]}] if self.columns else [])
+        parts += [{"columns": [list(pair) for pair in self.columns]}] if self.columns else []
+        return parts + ([{"containers": list(map(identity_of, self.containers))}] if self.containers else [])
+
+    def rules(self, url: str, record: UserFunction | None, keep: tuple[str, ...] = ()) -> FieldRules:
+        """Return how the samples of a shard are read. Raises ContainerError as `container_of`.
+
+        Args:
+            url: absolute path of the shard.
+            record: the recipe's function.
+            keep: names of `Recipe.keep`.
+        """
+        container = container_of(self.containers, url) if self.containers else None
+        return FieldRules(self.columns, record, keep, container)
+
+    def root_of(self, url: str, rules: FieldRules) -> str | None:
+        """Return the folder of the media that a shard names; None if its kind names none."""
+        return media_root_of(url, self.media_root) if rules.container is None else self.media_root
+
+    def expand(self, paths: Paths) -> list[str]:
+        """Return one path per shard, as `expand_paths`; a container of the user's lists the shards of what it claims.
+
+        Raises as `expand_paths`; ContainerError for a container that breaks the rules, or claims none of the paths.
+        """
+        if not self.containers:
+            return expand_paths(paths)
+        urls = _expanded(paths, self.containers)
+        used = _used(self.containers, urls)
+        for each in self.containers:
+            if not any(each is one for one in used):
+                raise ContainerError(
+                    f"{name_of(each)} claims none of the {len(urls)} paths (the first is {urls[0]}): let claims() "
+                    "return True for the paths that it reads, or leave the container out"
+                )
+        return urls
+
+
+def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Container, ...]:
+    """Return the containers that claim some of the paths: of several data sets, each takes those that it needs.
+
+    Raises as `Reading.expand`.
+    """
+    return _used(containers, _expanded(paths, containers)) if containers else ()
+
+
+def _expanded(paths: Paths, containers: tuple[Container, ...]) -> list[str]:
+    return expand_paths(paths, claimed=lambda path: shards_of(containers, LOCAL, path))
+
+
+def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
+    claiming = [container_of(containers, LOCAL.identity(url)) for url in urls]
+    return tuple(each for each in containers if any(each is one for one in claiming))
 
 
 PLAIN = Reading()

@@ -22,6 +22,7 @@ class ShardInfo:
         lost_bytes: bytes after damage; the samples in them are unknown.
         media_root: folder of the media files that its records name; empty for shards that contain their media.
         columns: (old name, new name) of each renamed field.
+        container: digest of the description of the user's container that opens it; empty: by its suffix.
     """
 
     url: str
@@ -32,11 +33,14 @@ class ShardInfo:
     lost_bytes: int = 0
     media_root: str = ""
     columns: tuple[tuple[str, str], ...] = ()
+    container: str = ""
 
     def as_list(self) -> list[Any]:
-        """Return JSON-safe values for `of_list`."""
-        *values, columns = (getattr(self, name) for name in ShardInfo.__slots__)
-        return [*values, [list(pair) for pair in columns]] if columns else values
+        """Return JSON-safe values for `of_list`. The last two are left out if they are empty."""
+        *values, columns, container = (getattr(self, name) for name in ShardInfo.__slots__)
+        if columns or container:
+            values.append([list(pair) for pair in columns])
+        return [*values, container] if container else values
 
     @classmethod
     def of_list(cls, values: Sequence[Any]) -> ShardInfo:
@@ -75,11 +79,11 @@ class Shard(Protocol):
         """Read members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
         ...
 
-    def is_text(self, field: str) -> bool:
+    def is_text(self, field: str, encoding: int) -> bool:
         """Return whether a field is text in this container, such as a column of strings; else it is bytes."""
         ...
 
-    def is_json(self, field: str) -> bool:
+    def is_json(self, field: str, encoding: int) -> bool:
         """Return whether a field is JSON in this container, such as a column of numbers; its bytes are UTF-8 then."""
         ...
 

@@ -150,11 +150,11 @@ class TarShard:
                 results[i] = content
         return [content for content in results if content is not None]
 
-    def is_text(self, field: str) -> bool:
+    def is_text(self, field: str, encoding: int) -> bool:
         """Members are bytes."""
         return False
 
-    def is_json(self, field: str) -> bool:
+    def is_json(self, field: str, encoding: int) -> bool:
         """Members are bytes."""
         return False
 

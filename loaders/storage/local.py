@@ -7,12 +7,16 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from orchdata.loaders.errors import ShardError, StaleIndexError
-from orchdata.loaders.storage.retries import retry, tried
+from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
+from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.storage.paths import is_folder, status_at
+from orchdata.loaders.storage.retries import retry, storage_error, tried
+from orchdata.loaders.storage.storage import FileSystem, FileVersion
 
 T = TypeVar("T")
 
@@ -136,6 +140,148 @@ class LocalFile:
             self._readers -= 1
             if self._closing and self._readers == 0:
                 self._finalizer()
+
+
+class LocalFolder:
+    """A folder as one shard: the files below it, as they were when it was opened.
+
+    Attributes:
+        size: bytes of all files together.
+        version: changes with the name, size or modification time of any of them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.url = path
+        self._files = dict(_below(path))
+        self.size, self.version = _joined(self._files)
+
+    def names(self) -> list[str]:
+        """Return the names of the files, relative to the folder, sorted."""
+        return list(self._files)
+
+    def open(self, name: str) -> LocalFile:
+        """Open a file. Raises FileNotFoundError for a name that is not in `names`, StaleIndexError if it changed."""
+        then = self._files.get(name)
+        if then is None:
+            raise FileNotFoundError(errno.ENOENT, f"{self.url} has no file of this name", name)
+        file = LocalFile(f"{self.url}/{name}")
+        if (file.size, file.version) != then:
+            file.close()
+            raise StaleIndexError(
+                self.url, f"its file {name} was changed while it was open: run `orchdata index` again"
+            )
+        return file
+
+    def checksum(self) -> str:
+        """Return the checksum of the names and contents of all files."""
+        digest = blake2b(digest_size=16)
+        for name in self._files:
+            file = self.open(name)
+            try:
+                content = ContentDigest(file).hexdigest()
+            finally:
+                file.close()
+            digest.update(f"{name}\0{content}\0".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def read(self, offset: int, size: int) -> bytes:
+        raise ShardError(self.url, "is a folder, which has no bytes of its own: open one of its files")
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        raise ShardError(self.url, "is a folder, which has no bytes of its own: open one of its files")
+
+    def check_unchanged(self) -> None:
+        """Each file is compared when it is opened."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LocalFileSystem:
+    """Files of this machine, with the file systems that are mounted on it."""
+
+    def identity(self, path: str) -> str:
+        return path if "://" in path else os.path.abspath(path)
+
+    def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
+        if retries:
+            status = status_at(path)
+        else:
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                if error.errno not in OF_THE_FILE:
+                    raise storage_error(path, "cannot be looked at", error) from error
+                status = None
+        if status is None:
+            return None
+        if stat.S_ISDIR(status.st_mode):
+            return _joined(dict(_below(path)))
+        return _version_of(status)
+
+    def is_folder(self, path: str) -> bool:
+        return is_folder(path)
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name, _ in _below(folder)]
+
+    def open(self, path: str) -> LocalFile:
+        return LocalFile(path)
+
+    def file_number(self, path: str) -> Hashable | None:
+        # Network file systems reuse inodes, so an equal device and inode is not enough.
+        status = status_at(path)
+        is_file = status is not None and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+        return (status.st_dev, status.st_ino) if status is not None and is_file else None
+
+    def why_same(self, path: str, other: str) -> str | None:
+        """The real paths must be equal, or the file has several links, and size and modification time are equal."""
+        real = _real_path(path)
+        if real == _real_path(other):
+            return f"both are {real}"
+        first, second = status_at(path), status_at(other)
+        if first is None or second is None or min(first.st_nlink, second.st_nlink) < 2 or stat.S_ISDIR(first.st_mode):
+            return None
+        return "hard links to it" if _version_of(first) == _version_of(second) else None
+
+
+LOCAL: Final[FileSystem] = LocalFileSystem()
+
+
+def _version_of(status: os.stat_result) -> FileVersion:
+    return FileVersion(status.st_size, str(status.st_mtime_ns))
+
+
+def _below(folder: str) -> Iterator[tuple[str, FileVersion]]:
+    """Yield (name, version) of all files below a folder, by name. Hidden files and folders are left out."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    def listed() -> list[str]:
+        names = []
+        for path, folders, files in os.walk(folder, onerror=fail):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            shown = os.path.relpath(path, folder)
+            names += [os.path.normpath(f"{shown}/{name}") for name in files if not name.startswith(".")]
+        return sorted(names)
+
+    for name in tried(folder, "cannot be listed", listed):
+        status = status_at(f"{folder}/{name}")
+        if status is not None and stat.S_ISREG(status.st_mode):
+            yield name, _version_of(status)
+
+
+def _joined(files: dict[str, FileVersion]) -> FileVersion:
+    digest = blake2b(digest_size=16)
+    for name, version in files.items():
+        digest.update(f"{name}\0{version.size} {version.version}\0".encode("utf-8", "surrogateescape"))
+    return FileVersion(sum(version.size for version in files.values()), digest.hexdigest())
+
+
+def _real_path(path: str) -> str:
+    # Strict: otherwise a link that cannot be read for a moment would be taken for a plain folder.
+    return tried(path, "cannot be looked at", lambda: os.path.realpath(path, strict=True))
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:

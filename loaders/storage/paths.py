@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import braceexpand
@@ -39,13 +39,18 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
+Claimed = Callable[[str], list[str] | None]
+"""A path -> its shards, or None if no container of the user's claims it."""
+
+
+def expand_paths(paths: Paths, *, check: bool = True, claimed: Claimed | None = None) -> list[str]:
     """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
     Paths may be `file:` URLs.
 
     Args:
         paths: from the user; a list keeps its order.
         check: check that each shard exists. Without it, only globs touch the file system.
+        claimed: lists the shards of paths that containers of the user's claim, which are asked first.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
@@ -61,24 +66,30 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
     source: dict[str, str] = {}
     for entry in given:
         for pattern in _texts(entry):
-            for path in _expand(pattern, literal=not isinstance(entry, str), check=check):
+            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, claimed=claimed):
                 name = os.path.normpath(path)
                 if name in source:
                     raise ValueError(
                         f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
                     )
                 source[name] = pattern
-                suffix_of(path)
+                if claimed is None or claimed(path) is None:
+                    suffix_of(path, own_too=claimed is not None)
                 shards.append(path)
     return shards
 
 
-def suffix_of(path: str) -> str:
-    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix."""
+def suffix_of(path: str, *, own_too: bool = False) -> str:
+    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix.
+
+    Args:
+        own_too: whether containers of the user's were asked too, for the error.
+    """
     name = path.lower()
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
     if suffix is None:
-        raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}")
+        others = ", and no container of containers= claims it" if own_too else ""
+        raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}{others}")
     return suffix
 
 
@@ -127,7 +138,7 @@ def _text(path: str) -> str:
     return path.removeprefix("file:")
 
 
-def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
+def _expand(pattern: str, *, literal: bool, check: bool, claimed: Claimed | None) -> Iterator[str]:
     if literal or ("{" not in pattern and "\\" not in pattern) or is_there(pattern):
         expanded = [pattern]
     else:
@@ -147,9 +158,14 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
             matches = sorted(_matches(Path(path)))
             if not matches:
                 raise FileNotFoundError(f"no file matches {named}")
-            yield from matches
+            for match in matches:
+                own = None if claimed is None else claimed(match)
+                yield from [match] if own is None else own
             continue
         if check:
+            if claimed is not None and is_there(path) and (own := claimed(path)) is not None:
+                yield from own
+                continue
             if is_folder(path):
                 yield from _shards_of_folder(path, named)
                 continue

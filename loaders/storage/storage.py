@@ -1,8 +1,13 @@
-"""The source of shard bytes: positional reads, safe from many threads. Remote storage can use the same interface."""
+"""Where shards come from: a file system that names and lists them, and open files with positional reads.
+
+Size, version and name of everything that is kept in the cache come from here. Remote storage can use the same
+interfaces.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
 
 
 class Storage(Protocol):
@@ -40,4 +45,50 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release the resources after running reads have finished."""
+        ...
+
+
+class FileVersion(NamedTuple):
+    """The size and version of a file, without opening it: as `Storage.size` and `Storage.version`."""
+
+    size: int
+    version: str
+
+
+class FileSystem(Protocol):
+    """Names, versions and listings of files. Methods are safe from many threads.
+
+    A failed call raises StorageError after some attempts.
+    """
+
+    def identity(self, path: str) -> str:
+        """Return the name under which what is kept of a file is stored: for local files the absolute path."""
+        ...
+
+    def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
+        """Return the version of a file, or of all files below a folder; None if it does not exist.
+
+        Args:
+            retries: whether to try again after an error.
+        """
+        ...
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether a path is a folder."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all files below a folder, relative to it and sorted; hidden ones are left out."""
+        ...
+
+    def open(self, path: str) -> Storage:
+        """Open a file. Raises StorageError, and ShardError if it is not a regular file."""
+        ...
+
+    def file_number(self, path: str) -> Hashable | None:
+        """Return a number that is equal for two paths of one file or folder, and seldom for two; None for no file."""
+        ...
+
+    def why_same(self, path: str, other: str) -> str | None:
+        """Return why two paths with one `file_number` are the same file, in words; None if they are not."""
         ...

@@ -34,6 +34,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
@@ -88,6 +89,7 @@ class IndexedShards:
         build_id: of the index when the spec was created: a rebuilt one would result in other batches.
         recipe, of_sources: as of `PageSource`.
         seed: of the generators that decoding draws from.
+        containers: of the user's, which open shards; of all sources of a mixture together.
     """
 
     index: Index
@@ -95,6 +97,7 @@ class IndexedShards:
     recipe: Recipe
     of_sources: tuple[Recipe, ...] = ()
     seed: int = 0
+    containers: tuple[Container, ...] = ()
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
@@ -108,7 +111,7 @@ class IndexedShards:
             )
         for recipe in (self.recipe, *self.of_sources):
             load_required(recipe)
-        return OpenShards(limits=self.recipe.limits, cache=CacheFolder())
+        return OpenShards(limits=self.recipe.limits, cache=CacheFolder(), containers=self.containers)
 
     def name_of(self, row: int) -> str:
         return f"{self.index.called(row)} of {self.index.shard_of(row).url}"

@@ -16,7 +16,9 @@ import typer
 from orchdata.cli.options import (
     AllowRecipesOption,
     ColumnsOption,
+    ContainersOption,
     CostOption,
+    DataOptions,
     FilterOption,
     JsonOption,
     MaxFailuresOption,
@@ -25,6 +27,7 @@ from orchdata.cli.options import (
     RecipeOption,
     caps_of,
     columns_of,
+    containers_of,
     load_object,
     ranks_list,
 )
@@ -50,6 +53,7 @@ def index(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    container: ContainersOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
@@ -60,11 +64,10 @@ def index(
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
     from orchdata.dataset.shard_dataset import reading_of
-    from orchdata.loaders.storage.paths import expand_paths
 
     start = time.perf_counter()
-    reading = reading_of(media_root, columns_of(column))
-    built, scanned = _build(expand_paths(paths), recipe_named(recipe), reading, force=force)
+    reading = reading_of(media_root, columns_of(column), containers_of(container))
+    built, scanned = _build(reading.expand(paths), recipe_named(recipe), reading, force=force)
     report = index_report(built, scanned, time.perf_counter() - start)
     if as_json:
         print_json(report)
@@ -80,6 +83,7 @@ def profile(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    container: ContainersOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
@@ -124,9 +128,8 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    dataset, built = indexed(
-        paths, recipe_named(recipe), media_root, expression, columns_of(column), allow_recipes=allow_recipes
-    )
+    given = DataOptions(media_root, columns_of(column), containers_of(container))
+    dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
         dataset=dataset,
@@ -155,6 +158,7 @@ def verify(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    container: ContainersOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
@@ -168,7 +172,6 @@ def verify(
     command fails if any sample is bad.
     """
     from orchdata.dataset.shard_dataset import reading_of
-    from orchdata.loaders.storage.paths import expand_paths
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
 
@@ -176,10 +179,13 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    built, _ = _build(expand_paths(paths), chosen, reading_of(media_root, columns_of(column)), force=False)
+    reading = reading_of(media_root, columns_of(column), containers_of(container))
+    built, _ = _build(reading.expand(paths), chosen, reading, force=False)
     try:
         with progress_bar("decoding samples") as advance:
-            verification = verify_index(built, chosen, jobs=jobs, timeout=timeout, progress=advance)
+            verification = verify_index(
+                built, chosen, jobs=jobs, timeout=timeout, containers=reading.containers, progress=advance
+            )
     except TypeError as error:  # what does not pickle, named
         raise ValueError(str(error)) from error
     if out is not None:
@@ -208,9 +214,8 @@ def recipe_named(name: str | None) -> Recipe:
 def indexed(
     paths: list[str],
     recipe: Recipe,
-    media_root: str | None,
+    options: DataOptions,
     expression: str | None,
-    columns: Mapping[str, str],
     *,
     allow_recipes: bool,
 ) -> tuple[ShardDataset | Mixture, Index]:
@@ -223,17 +228,19 @@ def indexed(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     if not is_mixture_file(paths):
-        dataset = ShardDataset(paths, recipe, media_root=media_root, columns=columns)
+        dataset = ShardDataset(
+            paths, recipe, media_root=options.media_root, columns=options.columns, containers=options.containers
+        )
         if expression is not None:
             dataset = dataset.filter(expression)  # before anything is indexed: it may be none
         return dataset, _build_of(dataset)
     if expression is not None:
         raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
-    if media_root is not None:
+    if options.media_root is not None:
         raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
-    if columns:
+    if options.columns:
         raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
-    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes)
+    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options.containers)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [_build_of(dataset) for dataset in leaves]
     return mixture, joined_index(mixture, built)

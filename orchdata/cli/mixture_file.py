@@ -21,16 +21,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchdata.cli.options import check_name, load_object
+from orchdata.cli.options import Kind, check_name, load_object
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.shards.reading import used_containers
 from orchdata.yaml_file import read_yaml
 
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "media_root", "columns", "recipe", "filter", "weight", "loss_weight")
+_LEAF = ("paths", "media_root", "columns", "containers", "recipe", "filter", "weight", "loss_weight")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -38,11 +40,14 @@ def is_mixture_file(paths: list[str]) -> bool:
     return len(paths) == 1 and paths[0].lower().endswith(SUFFIXES)
 
 
-def read_mixture(path: str | Path, recipe: Recipe, *, allow_recipes: bool = False) -> Mixture:
+def read_mixture(
+    path: str | Path, recipe: Recipe, *, allow_recipes: bool = False, containers: tuple[Container, ...] = ()
+) -> Mixture:
     """The mixture that a file describes.
 
     Args:
         recipe: of sources that name none.
+        containers: of sources that name none; each source takes those that claim one of its paths.
         allow_recipes: whether modules that the file names may be imported.
 
     Raises:
@@ -53,7 +58,7 @@ def read_mixture(path: str | Path, recipe: Recipe, *, allow_recipes: bool = Fals
     content = read_yaml(file)
     try:
         fields = _fields(content, "the file", _MIXTURE)
-        described = _Described(file.parent, recipe, allow_recipes)
+        described = _Described(file.parent, recipe, allow_recipes, containers)
         sources = _sources(fields.pop("sources", None), "sources", described)
         if isinstance(stages := fields.get("stages"), list):
             fields["stages"] = [tuple(stage) if isinstance(stage, list) else stage for stage in stages]
@@ -68,18 +73,28 @@ class _Described(NamedTuple):
     folder: Path
     recipe: Recipe
     allow_recipes: bool
+    containers: tuple[Container, ...]
 
     def recipe_named(self, name: Any, field: str) -> Recipe:
         """What a source names, or that of the command."""
-        if name is None:
-            return self.recipe
+        return self.recipe if name is None else self._imported(name, Recipe, field, "recipe")
+
+    def containers_named(self, names: Any, field: str, paths: list[str]) -> tuple[Container, ...]:
+        """What a source names, or those of the command that claim one of its paths."""
+        if names is None:
+            return used_containers(self.containers, paths)
+        if not isinstance(names, list):
+            raise ValueError(f"{field} must be a list of MODULE:NAME, got {names!r:.80}")
+        return tuple(self._imported(name, Container, field, "container") for name in names)
+
+    def _imported(self, name: Any, kind: type[Kind], field: str, option: str) -> Kind:
         module = check_name(name, field)
         if not self.allow_recipes:
             raise ValueError(
                 f"{field} {name!r} would import the module {module!r}, which runs its code: give --allow-recipes if "
-                "you trust this file and the module, or take the recipe out of the file and give --recipe"
+                f"you trust this file and the module, or take the {option} out of the file and give --{option}"
             )
-        return load_object(name, Recipe, field)
+        return load_object(name, kind, field)
 
 
 def _sources(content: Any, field: str, described: _Described) -> dict[str, Source]:
@@ -108,7 +123,8 @@ def _source(content: Any, field: str, described: _Described) -> Source:
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"{field}.columns must map old names to new ones, got {columns!r}")
     urls = [_relative_to(folder, each) for each in listed]
-    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns)
+    containers = described.containers_named(fields.pop("containers", None), f"{field}.containers", urls)
+    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns, containers=containers)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from orchdata.loaders.shards.own.shard import Container
 
 Paths = Annotated[
     list[str],
@@ -30,6 +33,12 @@ MediaRootOption = Annotated[
 ColumnsOption = Annotated[
     list[str] | None,
     typer.Option("--column", metavar="OLD=NEW", help="A field to rename, as of ShardDataset(columns=); repeatable."),
+]
+ContainersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--container", metavar="MODULE:NAME", help="An od.Container, as of ShardDataset(containers=); repeatable."
+    ),
 ]
 FilterOption = Annotated[
     str | None,
@@ -70,6 +79,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, 
 Kind = TypeVar("Kind")
 
 
+class DataOptions(NamedTuple):
+    """Options of a data set: how its shards are read."""
+
+    media_root: str | None
+    columns: Mapping[str, str]
+    containers: tuple[Container, ...]
+
+
 def columns_of(given: Sequence[str] | None) -> dict[str, str]:
     """Return old name -> new name. Raises ValueError for text without `=`, or an old name given twice."""
     pairs = [text.partition("=") for text in given or ()]
@@ -80,6 +97,13 @@ def columns_of(given: Sequence[str] | None) -> dict[str, str]:
     if len(columns) < len(pairs):
         raise ValueError("--column renames one field twice")
     return columns
+
+
+def containers_of(given: Sequence[str] | None) -> tuple[Container, ...]:
+    """Return the containers that `--container` names. Raises ValueError as `load_object`."""
+    from orchdata.loaders.shards.own.shard import Container
+
+    return tuple(load_object(name, Container, "--container") for name in given or ())
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:

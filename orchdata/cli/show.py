@@ -14,13 +14,16 @@ from orchdata.cli.data import ignored_words, indexed, recipe_named
 from orchdata.cli.options import (
     AllowRecipesOption,
     ColumnsOption,
+    ContainersOption,
     CostOption,
+    DataOptions,
     FilterOption,
     JsonOption,
     MediaRootOption,
     RecipeOption,
     caps_of,
     columns_of,
+    containers_of,
     load_object,
 )
 from orchdata.cli.output import one_line_errors, print_json
@@ -45,7 +48,7 @@ _OF_A_RUN: Final = (
 """Options that mean nothing without a step."""
 _SAID_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
 _WITH_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
-_OF_THE_DATA: Final = ("recipe", "allow_recipes", "media_root", "column", "expression", "cost")
+_OF_THE_DATA: Final = ("recipe", "allow_recipes", "media_root", "column", "container", "expression", "cost")
 
 
 @one_line_errors
@@ -100,6 +103,7 @@ def show(
     allow_recipes: AllowRecipesOption = False,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    container: ContainersOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
@@ -122,9 +126,8 @@ def show(
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            dataset, index = indexed(
-                paths or [], named, media_root, expression, columns_of(column), allow_recipes=allow_recipes
-            )
+            given = DataOptions(media_root, columns_of(column), containers_of(container))
+            dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
         else:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.shards.open import by_identity
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.order.merge import By, Stage, Stop
 
 Weights = Mapping[str, float]
@@ -114,6 +116,11 @@ class Mixture:
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
+
+    @property
+    def containers(self) -> tuple[Container, ...]:
+        """The containers of the user's of all sources, each once."""
+        return tuple(by_identity(each for leaf in self.leaves for each in leaf.dataset.containers).values())
 
     def quantised(self) -> tuple[Stage, ...]:
         """Return the stages with integer periods of the leaves. Raises ValueError for weights too far apart."""

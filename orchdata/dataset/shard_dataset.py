@@ -10,7 +10,7 @@ import itertools
 import os
 import shlex
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.selection import Filter, Selection, Split, Taken, left_out
+from orchdata.engines.pickling import pickle_container
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index, absolute
@@ -29,10 +30,12 @@ from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.jsonl.media_changes import changed_media
-from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.open import OpenShards, by_identity
+from orchdata.loaders.shards.own.checks import checked_containers
+from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import expand_paths, is_folder
+from orchdata.loaders.storage.paths import is_folder
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
@@ -59,14 +62,18 @@ class ShardDataset:
             of media, where names are relative to that folder. If given, it applies to such tables too.
         columns: old name -> new name of fields (columns, keys of records, members of tars) to rename before anything
             else reads them; part of the identity of the data set.
+        containers: kinds of shards of your own, values of subclasses of `od.Container`. They are asked first which of
+            the paths they read; part of the identity of the data set.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
         ValueError: a suffix that no reader knows, a shard named twice, a media_root that is not a folder, or two
             columns with one new name.
+        ContainerError: a container of yours breaks the rules of containers, or claims none of the paths.
     """
 
     selections: tuple[Selection | Taken, ...] = ()
+    reading: Reading = PLAIN
 
     def __init__(
         self,
@@ -75,12 +82,13 @@ class ShardDataset:
         *,
         media_root: str | PathLike[str] | None = None,
         columns: Mapping[str, str] | None = None,
+        containers: Iterable[Container] = (),
     ) -> None:
         given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
-        self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(given))
+        self.reading = reading_of(media_root, columns, containers)
+        self.urls: tuple[str, ...] = tuple(absolute(url) for url in self.reading.expand(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
-        self.reading = reading_of(media_root, columns)
         self._opened = _Opened()
 
     @property
@@ -92,6 +100,11 @@ class ShardDataset:
     def columns(self) -> tuple[tuple[str, str], ...]:
         """(old name, new name) of each renamed field."""
         return self.reading.columns
+
+    @property
+    def containers(self) -> tuple[Container, ...]:
+        """The containers of the user's."""
+        return self.reading.containers
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
         """Return the data set with only the samples for which an expression over columns of the index is true. A split
@@ -178,7 +191,9 @@ class ShardDataset:
 
         def find() -> list[Any]:
             limits = self.recipe.limits
-            changed, unsure = find_changes(index.shards, limits=limits, cache=CacheFolder())
+            changed, unsure = find_changes(
+                index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(self.containers)
+            )
             changed = list(dict.fromkeys([*changed, *changed_media(index, limits, self.recipe.record)]))
             return [len(changed), *changed[:1], unsure]
 
@@ -254,7 +269,7 @@ class ShardDataset:
         if not -len(rows) <= number < len(rows):
             raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
         row = int(rows[number])  # negative numbers count from the end
-        index, shards = self._opened.index, self._opened.open(self.recipe)
+        index, shards = self._opened.index, self._opened.open(self.recipe, self.containers)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
         try:
@@ -316,7 +331,8 @@ class ShardDataset:
     def _as_arguments(self) -> str:
         shown = " ".join(shlex.quote(path) for path in self._given[:3])
         shown = shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
-        return shown if self.media_root is None else f"{shown} --media-root {shlex.quote(self.media_root)}"
+        shown += "" if self.media_root is None else f" --media-root {shlex.quote(self.media_root)}"
+        return shown + " --container MODULE:NAME" * len(self.containers)
 
     def __repr__(self) -> str:
         shards = f"{len(self.urls):,} shard{'s' * (len(self.urls) != 1)}, first {self.urls[0]!r}"
@@ -357,17 +373,23 @@ class _Opened:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
 
-    def open(self, recipe: Recipe) -> OpenShards:
+    def open(self, recipe: Recipe, containers: tuple[Container, ...]) -> OpenShards:
         with self.lock:
             if self._shards is None:
                 load_required(recipe)
-                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers)
             return self._shards
 
 
-def reading_of(media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None) -> Reading:
+def reading_of(
+    media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None, containers: Iterable[Container] = ()
+) -> Reading:
     """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
-    return Reading(media_root=_checked_media_root(media_root), columns=_checked_columns(columns))
+    root, pairs = _checked_media_root(media_root), _checked_columns(columns)
+    checked = checked_containers(containers)
+    for each in checked:
+        pickle_container(each)  # worker processes get one: find out now
+    return Reading(media_root=root, columns=pairs, containers=checked)
 
 
 def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:

@@ -28,6 +28,7 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import stem
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
@@ -128,7 +129,9 @@ def prepare_shards(
         _warn_better(batches, fixed_length(layout), options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
-    spec = options.build_spec(costs, order, batches, _content(recipes, options, index, costs.phases[:-1]))
+    spec = options.build_spec(
+        costs, order, batches, _content(recipes, dataset.containers, options, index, costs.phases[:-1])
+    )
     return PreparedDataset(
         spec=spec,
         fingerprint={**identity, **batches.describe(), **measure},
@@ -240,12 +243,23 @@ def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> 
         )
 
 
-def _content(recipes: Sequence[Recipe], options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
+def _content(
+    recipes: Sequence[Recipe],
+    containers: tuple[Container, ...],
+    options: LoaderOptions,
+    index: Index,
+    encoders: tuple[str, ...],
+) -> Content:
     if options.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
     shards = IndexedShards(
-        index=index, build_id=index.build_id, recipe=recipes[0], of_sources=of_sources, seed=options.seed
+        index=index,
+        build_id=index.build_id,
+        recipe=recipes[0],
+        of_sources=of_sources,
+        seed=options.seed,
+        containers=containers,
     )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)

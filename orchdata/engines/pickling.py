@@ -9,7 +9,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from orchdata.building.spec import BuildSpec
-from orchdata.loaders.errors import OrchdataError
+from orchdata.loaders.errors import ContainerError, OrchdataError
 
 _MAX_DEPTH = 16
 
@@ -40,6 +40,20 @@ def explain_pickling(value: Any, error: Exception) -> None:
         " at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context="
         "'fork'; or build in this process, inline or with threads, where nothing is pickled"
     ) from error
+
+
+def pickle_container(container: object) -> bytes:
+    """Return a container of the user's as bytes. Raises ContainerError that names the member that does not pickle."""
+    try:
+        return pickle.dumps(container, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        path, member = what_does_not_pickle(container, _pickles)
+        name = f"container {type(container).__qualname__}"
+        what = f"{name}{path} is {described(member)}" if path else name
+        raise ContainerError(
+            f"{what}, which does not pickle, and worker processes get a copy ({error}). Define the class at the top "
+            "level of a module, keep only plain values in it, and open files in open()"
+        ) from error
 
 
 def what_does_not_pickle(value: Any, pickles: Callable[[Any], bool]) -> tuple[str, Any]:

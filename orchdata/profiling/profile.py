@@ -376,11 +376,12 @@ def _read_amplification(index: Index, good: NDArray[np.int64], num_bytes: int) -
     chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
     read = used = 0
     for row in chosen.tolist():
-        if suffix_of(index.shard_of(int(row)).url) == ".tar":
+        shard = index.shard_of(int(row))
+        if not shard.container and suffix_of(shard.url) == ".tar":
             members = index.read_spec(row)
             read += bytes_read_together(members)
             used += sum(size for _, size, _, _ in members)
-    names_files = any(suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
+    names_files = any(shard.container or suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
     return ReadAmplification(
         by_range=read / used if used else None,
         whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),

@@ -26,10 +26,13 @@ from orchdata.showing.shown import ShownGroup, shown_rows
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
     """Return the shards of a data set, to read rows of its index."""
+    containers = dataset.containers
     if isinstance(dataset, ShardDataset):
-        return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
+        return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe, containers=containers)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
-    return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
+    return IndexedShards(
+        index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes, containers=containers
+    )
 
 
 def shards_and_model(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:

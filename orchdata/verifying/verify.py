@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
-from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
@@ -63,6 +64,7 @@ def verify(
     *,
     jobs: int | None = None,
     timeout: float = 120.0,
+    containers: Sequence[Container] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Read and decode every sample, in processes of limited memory and time.
@@ -74,6 +76,7 @@ def verify(
         recipe: must pickle, because other processes decode under it.
         jobs: number of processes; default: one per CPU that this process may use.
         timeout: seconds that one sample may take.
+        containers: of the user's, which open shards of the index.
         progress: called with (samples done, samples in total).
 
     Raises:
@@ -91,7 +94,7 @@ def verify(
     failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}
     num_usable = index.num_samples - len(bad)
     if num_usable:
-        for done, (row, failures) in enumerate(_checked(index, recipe, min(jobs, num_usable), timeout), 1):
+        for done, (row, failures) in enumerate(_checked(index, recipe, min(jobs, num_usable), timeout, containers), 1):
             if failures:
                 failed[row] = failures[0]
             if progress is not None:
@@ -103,7 +106,9 @@ def verify(
     )
 
 
-def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:
+def _checked(
+    index: Index, recipe: Recipe, jobs: int, timeout: float, containers: Sequence[Container]
+) -> Iterator[tuple[int, list[DataError]]]:
     """Yield each usable sample, by its first row, and its failures, as processes finish it."""
     balance = Balance(scope="none")
     Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
@@ -114,7 +119,7 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
         balance=balance,
         num_ranks=1,
     )
-    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe)
+    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe, containers=tuple(containers))
     options = WorkerOptions(
         num_workers=jobs,
         num_threads=0,
@@ -132,28 +137,34 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
         persistent=False,
     )
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
-    with closing(ProcessEngine(spec, workers)) as engine, closing(_stretches(index, recipe, jobs)) as stretches:
+    with (
+        closing(ProcessEngine(spec, workers)) as engine,
+        closing(_stretches(index, recipe, jobs, containers)) as stretches,
+    ):
         for row, built in _built(engine, jobs, stretches):
             yield row, [_worded(failure) for failure in built.failures]
 
 
-def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.int64], None, None]:
+def _stretches(
+    index: Index, recipe: Recipe, jobs: int, containers: Sequence[Container]
+) -> Generator[NDArray[np.int64], None, None]:
     """Yield first rows of usable samples, some of one shard at a time, after a comparison of the shard's checksum."""
     rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
     with ThreadPoolExecutor(jobs) as pool:
-        compared = pool.map(lambda number: compare_shard(index, recipe, number), used)
+        compared = pool.map(lambda number: compare_shard(index, recipe, number, containers), used)
         with closing(compared):  # type: ignore[type-var]  # a generator, which cancels the rest
             for number, _ in zip(used, compared, strict=True):
                 for start in range(bounds[number], bounds[number + 1], _ROWS_AT_ONCE):
                     yield rows[start : min(start + _ROWS_AT_ONCE, bounds[number + 1])]
 
 
-def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
+def compare_shard(index: Index, recipe: Recipe, number: int, containers: Sequence[Container] = ()) -> None:
     """Compare a shard with its checksum in the index. Raises StaleIndexError, StorageError."""
     info = index.shards[number]
-    with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder())) as shard:
+    rules = rules_of(info, by_identity(containers))
+    with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder(), rules=rules)) as shard:
         if shard.checksum() != info.checksum:
             raise StaleIndexError(
                 info.url, "has another checksum than when it was indexed: run `orchdata index --force`"

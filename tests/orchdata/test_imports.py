@@ -58,6 +58,7 @@ orchdata: delivery
 orchdata: loop
 orchdata: trainers repeatable
 orchdata: dataset
+orchdata: testing
 orchdata: runtime
 orchdata: copies steps
 orchdata: dataloader profiling post_balancing verifying showing
@@ -173,13 +174,14 @@ def test_datasets_folder_holds_no_python() -> None:
 def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     users = [name for name, path in MODULES.items() if folder in _imports(path)]
     # The user's own objects go to his own workers, and what his own functions make there comes back from them. What a
-    # benchmark measures goes to a child of its own, and its figures come back.
+    # benchmark measures goes to a child of its own, and its figures come back. So does a container that is tested.
     ours = [
         *(f"orchdata.bench.throughput.{name}" for name in ("child", "processes")),
         *(
             f"orchdata.engines.{name}"
             for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
         ),
+        "orchdata.testing",
     ]
     assert users == (ours if folder == "pickle" else [])
     assert "pickle.load" not in MODULES["orchdata.engines.pickling"].read_text().replace(

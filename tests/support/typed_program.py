@@ -20,6 +20,25 @@ class Points(od.Modality):
     fields = ("points",)
 
 
+class Lines(od.Shard):
+    def __init__(self, source: od.ShardSource) -> None:
+        self.lines = source.read(0, source.size).splitlines()
+
+    def keys(self) -> list[str]:
+        return [str(number) for number in range(len(self.lines))]
+
+    def sample(self, number: int) -> dict[str, Any]:
+        return {"text": self.lines[number], "jpg": od.ByteRange(0, 4)}
+
+
+class LineFiles(od.Container):
+    def claims(self, path: str) -> bool:
+        return path.endswith(".lines")
+
+    def open(self, source: od.ShardSource, context: od.OpenContext) -> Lines:
+        return Lines(source)
+
+
 def collate(samples: list[od.Sample], step: od.StepInfo) -> dict[str, Any]:
     return {"keys": [sample.key for sample in samples], "scale": step.loss_scale}
 
@@ -48,7 +67,8 @@ recipe = od.Recipe(
     points=Points(),
 )
 array, size, slot = od.ArraySpec, od.PartSize, od.Slot
-dataset = od.ShardDataset("train.tar", recipe=recipe)
+dataset = od.ShardDataset("train.tar", recipe=recipe, containers=[LineFiles()])
+od.check_container(LineFiles(), "a.lines")
 mixture = od.Mixture({"web": od.Source(dataset, weight=0.7)})
 cost = od.CostModel(
     image=od.PhaseCost(linear=1),
@@ -95,6 +115,7 @@ def failing() -> None:
     except (
         od.DamagedIndexError,
         od.DataError,
+        od.ContainerError,
         od.FunctionError,
         od.MissingIndexError,
         od.PackageError,

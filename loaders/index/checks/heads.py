@@ -59,7 +59,9 @@ def check_index(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of an index is malformed."""
     if type(shards := values.get("shards")) is list:
         longest = len(_SHARD)
-        _check_renamed([shard[longest:] for shard in shards if type(shard) is list and len(shard) > longest], "shards")
+        more = [shard[longest:] for shard in shards if type(shard) is list and len(shard) > longest]
+        _check_renamed([each[:1] for each in more], "shards")
+        _check_containers([each[1:] for each in more if each[1:]], "shards")
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(values, "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
@@ -90,3 +92,4 @@ def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
 _check_met = check_of({str: COUNT})
 _check_facts, _check_costs, _check_index = map(check_of, (_FACTS, _COSTS, _INDEX))
 _check_renamed = check_of([([(str, str)],)])
+_check_containers = check_of([(str,)])

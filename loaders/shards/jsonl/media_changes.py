@@ -50,7 +50,7 @@ def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = 
 
     Raises StorageError if a file cannot be checked now.
     """
-    numbers = [number for number, shard in enumerate(index.shards) if shard.media_root]
+    numbers = [number for number, shard in enumerate(index.shards) if shard.media_root and not shard.container]
     if not numbers:
         return []
     missing = {url: names for url, names in _missing(index, numbers) if names}

@@ -143,11 +143,11 @@ class JsonLinesShard:
             contents.append(data)
         return contents
 
-    def is_text(self, field: str) -> bool:
+    def is_text(self, field: str, encoding: int) -> bool:
         """Members are bytes."""
         return False
 
-    def is_json(self, field: str) -> bool:
+    def is_json(self, field: str, encoding: int) -> bool:
         """Members are bytes."""
         return False
 

@@ -342,11 +342,11 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
     if is_text(item) and not listed:
         return Column(name, "text", False, TEXT)
     if _is_binary(item):
-        return Column(name, "binary", listed, _declared_kind(name, feature))
+        return Column(name, "binary", listed, declared_kind(name, feature))
     if pa.types.is_struct(item):
         fields = {item.field(i).name: item.field(i).type for i in range(item.num_fields)}
         if "bytes" in fields and _is_binary(fields["bytes"]):
-            return Column(name, "struct", listed, _declared_kind(name, feature))
+            return Column(name, "struct", listed, declared_kind(name, feature))
     if (listed or pa.types.is_struct(type_)) and is_chat_context(name):  # tools of a chat: read to see if they are used
         return Column(name, "chat", False, TEXT)
     if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
@@ -370,7 +370,7 @@ def _holds_words(name: str, type_: pa.DataType) -> bool:
     return any(map(names_words, named)) or {"user", "assistant"} <= texts
 
 
-def _declared_kind(name: str, feature: object) -> int:
+def declared_kind(name: str, feature: object) -> int:
     """Return the modality by Hugging Face's metadata, by the suffix, or by a word of the name."""
     declared = json.dumps(feature)
     for feature_name, code in _FEATURES.items():

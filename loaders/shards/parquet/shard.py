@@ -132,11 +132,11 @@ class ParquetShard:
         """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
 
-    def is_text(self, field: str) -> bool:
+    def is_text(self, field: str, encoding: int) -> bool:
         """Return whether the column of a field has text, and not bytes."""
         return is_text_field(self._open().columns, field)
 
-    def is_json(self, field: str) -> bool:
+    def is_json(self, field: str, encoding: int) -> bool:
         """Return whether the cells of a field are JSON."""
         return is_json_field(self._open().columns, field)
 

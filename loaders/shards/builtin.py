@@ -1,0 +1,144 @@
+"""The containers of the library, as values of the protocol of a user's: which paths each claims, how it opens them.
+
+A path --claims--> one container --open--> a Shard. Containers of the user's are asked first, see `open.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from orchdata.loaders.shards.arrow.shard import ArrowShard
+from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.field_rules import FieldRules
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.own.shard import OpenContext
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.storage.counted import CountedFile
+from orchdata.loaders.storage.paths import (
+    ARROW_SUFFIXES,
+    PARQUET_SUFFIXES,
+    RECORD_SUFFIXES,
+    TAR_SUFFIXES,
+    expand_paths,
+    is_compressed,
+    media_root_of,
+    suffix_of,
+)
+from orchdata.loaders.storage.storage import FileSystem, Storage
+
+
+class Builtin(Protocol):
+    """A container of the library: as `own.shard.Container`, with shards that read by position themselves."""
+
+    def claims(self, path: str) -> bool:
+        """Return whether it reads a path."""
+
+    def shards(self, storage: FileSystem, path: str) -> list[str]:
+        """Return the shards of a path that it claims."""
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+        """Open a shard. Raises ShardError."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what its samples depend on, JSON-safe."""
+
+
+@dataclass(frozen=True)
+class _BySuffix:
+    """A container that claims files by suffix. Which of the suffixes a path has is decided by the longest one."""
+
+    suffixes: tuple[str, ...]
+
+    def claims(self, path: str) -> bool:
+        try:
+            return suffix_of(path) in self.suffixes
+        except ValueError:
+            return False
+
+    def shards(self, storage: FileSystem, path: str) -> list[str]:
+        return expand_paths(path)
+
+    def describe(self) -> dict[str, Any]:
+        return {"suffixes": list(self.suffixes)}
+
+
+@dataclass(frozen=True)
+class TarContainer(_BySuffix):
+    """Tars, plain or compressed."""
+
+    suffixes: tuple[str, ...] = TAR_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+        # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
+        size, version = source.size, source.version
+        content = _decompressed(source, context)
+        return TarShard(source.url, content, limits=context.limits, names=rules.columns, size=size, version=version)
+
+
+@dataclass(frozen=True)
+class ParquetContainer(_BySuffix):
+    """Parquet files."""
+
+    suffixes: tuple[str, ...] = PARQUET_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns)
+
+
+@dataclass(frozen=True)
+class ArrowContainer(_BySuffix):
+    """Arrow files, as Hugging Face's `datasets` saves them."""
+
+    suffixes: tuple[str, ...] = ARROW_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+        return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
+
+
+@dataclass(frozen=True)
+class RecordContainer(_BySuffix):
+    """JSON Lines, JSON arrays, CSV, TSV and plain text, plain or compressed."""
+
+    suffixes: tuple[str, ...] = RECORD_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+        size, version = source.size, source.version
+        content = _decompressed(source, context) if is_compressed(source.url) else source
+        return JsonLinesShard(
+            source.url,
+            content,
+            limits=context.limits,
+            media_root=media_root_of(source.url, context.media_root),
+            rules=rules,
+            reads=context.reads,
+            size=size,
+            version=version,
+        )
+
+
+BUILTIN_CONTAINERS: Final[tuple[Builtin, ...]] = (
+    TarContainer(),
+    ParquetContainer(),
+    ArrowContainer(),
+    RecordContainer(),
+)
+
+
+def builtin_of(path: str) -> Builtin:
+    """Return the container that claims a path. Raises ValueError for an unknown suffix."""
+    suffix_of(path)
+    return next(each for each in BUILTIN_CONTAINERS if each.claims(path))
+
+
+def _decompressed(file: Storage, context: OpenContext) -> Storage:
+    """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
+    if compression(file.read(0, 4)) is None:
+        return file
+    try:
+        content: Storage = open_decompressed(file, limits=context.limits, cache=context.cache)
+    finally:
+        file.close()
+    return content if context.reads is None else CountedFile(content, context.reads.cache)

@@ -1,0 +1,370 @@
+"""Containers of the user's: the same samples over engines, ranks and resume; kept facts; one clear error for misuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_containers import Arrays, Blobs, Broken, Folders, Sqlites, Zips, values_of, written, zip_file
+from shard_factory import RECIPE, jpeg, omni_samples, write_shard
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.shards.builtin import BUILTIN_CONTAINERS
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.testing import check_any
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+Given = dict[od.Container, Path]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    return written(tmp_path_factory.mktemp("containers"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def steps(dataset: od.ShardDataset | od.Mixture, **options: Any) -> list[Any]:
+    loader = od.DataLoader(dataset, batch_size=2, shuffle=True, seed=3, **options)
+    return [contents(batch) for batch in loader]
+
+
+def contents(batch: od.Batch) -> tuple[Any, ...]:
+    images = batch.media["image"].arrays["patches"].float().sum().item() if "image" in batch.media else 0
+    return batch.sample_ids, batch.llm.input_ids.tolist(), images
+
+
+@pytest.mark.parametrize("kind", [Zips, Arrays, Sqlites, Blobs, Folders])
+def test_containers_keep_the_contract(given: Given, kind: type[od.Container]) -> None:
+    container = next(each for each in given if type(each) is kind)
+    checked = od.check_container(container, given[container], other_process=kind is Zips)
+    assert checked.shards == (2 if kind is Folders else 1)
+    assert checked.samples == {Zips: 12, Arrays: 9, Sqlites: 7, Blobs: 8, Folders: 3}[kind]
+
+
+def test_containers_of_the_library_keep_the_contract(tmp_path: Path) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tar = Path(write_shard(tmp_path / "a.tar", omni_samples(3)))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    table = pa.table({"text": ["one", "two"], "image": [jpeg(32, 32), jpeg(40, 32)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"words {n}"}) + "\n" for n in range(4)))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,text\n1,one\n2,two\n"))
+    for name in ("a.tar", "a.tar.gz", "a.parquet", "a.arrow", "a.jsonl", "a.csv.gz"):
+        path = str(tmp_path / name)
+        (container,) = [each for each in BUILTIN_CONTAINERS if each.claims(path)]
+        assert check_any(container, path, other_process=name == "a.tar").samples >= 2
+
+
+def test_samples_are_equal_over_engines_ranks_and_resume(given: Given) -> None:
+    for container, path in given.items():
+        dataset = od.ShardDataset(path, RECIPE, containers=[container])
+        inline = steps(dataset)
+        assert inline == steps(dataset, num_threads=2)
+        if isinstance(container, Zips | Sqlites | Folders):
+            assert inline == steps(dataset, num_workers=1)
+
+        # Two ranks get the same samples, each once.
+        parts = [steps(dataset, dp=(rank, 2)) for rank in range(2)]
+        keys = sorted(key for part in parts for ids, *_ in part for key in ids)
+        assert len(set(keys)) == len(dataset)
+
+        # Resume after the first step, in another loader.
+        first = od.DataLoader(dataset, batch_size=2, shuffle=True, seed=3)
+        batches = iter(first)
+        next(batches)
+        again = od.DataLoader(pickle.loads(pickle.dumps(dataset)), batch_size=2, shuffle=True, seed=3)
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [contents(batch) for batch in again] == inline[1:]
+
+
+def test_a_second_start_scans_nothing_and_a_change_is_noticed(tmp_path: Path) -> None:
+    paths = [str(zip_file(tmp_path / f"{number}.zip", 4)) for number in range(3)]
+    measured: list[bool] = []
+
+    def build(container: od.Container) -> list[bool]:
+        measured.clear()
+        reading = od.ShardDataset(paths, RECIPE, containers=[container]).reading
+
+        def note(done: BuildProgress) -> None:
+            measured.append(done.measured)
+
+        build_index(paths, RECIPE, reading=reading, progress=note)
+        return sorted(measured)
+
+    assert build(Zips()) == [True] * 3
+    assert build(Zips()) == [False] * 3
+    dataset = od.ShardDataset(paths, RECIPE, containers=[Zips()])
+    assert len(dataset) == 12
+    zip_file(Path(paths[1]), 6)
+    os.utime(paths[1], ns=(1, 1))
+    with pytest.warns(UserWarning, match=r"1\.zip changed since the index was built"):
+        assert len(od.ShardDataset(paths, RECIPE, containers=[Zips()])) == 14
+    assert build(Zips()) == [False] * 3
+    assert build(OtherZips()) == [True] * 3  # another description
+
+
+@dataclass(frozen=True)
+class OtherZips(Zips):
+    version = 2
+
+
+def test_a_changed_folder_is_noticed(tmp_path: Path) -> None:
+    for name in ("photos/cat/1.jpg", "photos/cat/2.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg(32, 32))
+    assert len(od.ShardDataset(tmp_path / "photos", RECIPE, containers=[Folders()])) == 2
+    assert len(od.ShardDataset(tmp_path / "photos", RECIPE, containers=[Folders()])) == 2
+    (tmp_path / "photos/cat/3.jpg").write_bytes(jpeg(40, 32))
+    with pytest.warns(UserWarning, match="changed since the index was built"):
+        assert len(od.ShardDataset(tmp_path / "photos", RECIPE, containers=[Folders()])) == 3
+
+
+def test_an_index_is_of_its_containers(tmp_path: Path) -> None:
+    path = str(zip_file(tmp_path / "a.zip", 3))
+    one, other = (od.ShardDataset(path, RECIPE, containers=[each]).index() for each in (Zips(), OtherZips()))
+    assert one.path != other.path
+    assert one.fingerprint != other.fingerprint
+    info = one.shards[0]
+    assert info.container
+    assert ShardInfo.of_list(json.loads(json.dumps(info.as_list()))) == info
+    plain = ShardInfo("a.tar", 1, "x")
+    assert plain.as_list() == ["a.tar", 1, "x", "", 0, 0, ""]  # as before there were containers
+    with pytest.raises(od.ContainerError, match="indexed with a container of yours: pass the same containers="):
+        from orchdata.loaders.shards.open import OpenShards
+
+        OpenShards(limits=od.Limits(), cache=None).get(path, info)  # type: ignore[arg-type]
+
+
+def test_users_functions_get_what_a_container_gives(given: Given) -> None:
+    path = next(path for container, path in given.items() if isinstance(container, Arrays))
+    recipe = od.Recipe(record=values_of, record_id="1")
+    dataset = od.ShardDataset(path, recipe, containers=[Arrays()])
+    (text,) = dataset[3].parts
+    assert bytes(text.token_ids.tolist()) == b"words of row 3 scores 1.5 and None"
+
+    renamed = od.ShardDataset(path, columns={"text": "caption", "score": "text"}, containers=[Arrays()])
+    assert dict(renamed.columns) == {"text": "caption", "score": "text"}
+    with pytest.raises(ValueError, match="columns renames 'absent', and no sample has a field"):
+        od.ShardDataset(path, columns={"absent": "other"}, containers=[Arrays()]).index()
+
+    kept = od.ShardDataset(path, od.Recipe(keep=("score", "text")), containers=[Arrays()])
+    assert kept[2].fields == {"score": b"1.0", "text": b"words of row 2"}
+
+
+def test_a_mixture_reads_one_suffix_with_two_containers(tmp_path: Path) -> None:
+    paths = [zip_file(tmp_path / f"{name}.zip", 4, prefix=name) for name in "ab"]
+    sources = {
+        path.stem: od.Source(od.ShardDataset(path, RECIPE, containers=[container]), weight=1)
+        for path, container in zip(paths, (Zips(), OtherZips()), strict=True)
+    }
+    mixture = od.Mixture(sources, by="samples")
+    assert mixture.containers == (Zips(), OtherZips())
+    assert steps(mixture) == steps(mixture, num_threads=2)
+
+
+def test_commands_take_containers(given: Given, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_data.py").write_text("from own_containers import Zips\nzips = Zips()\n")
+    path = next(str(path) for container, path in given.items() if isinstance(container, Zips))
+    named = ["--container", "my_data:zips"]
+    for command in (["index", "--json"], ["profile", "--json", "--ranks", "2"], ["show", "--json"]):
+        done = CliRunner().invoke(app, [command[0], path, *named, *command[1:]])
+        assert done.exit_code == 0, done.output
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(f'sources:\n  a: {{paths: ["{path}"], weight: 1, containers: ["my_data:zips"]}}\n')
+    refused = CliRunner().invoke(app, ["profile", str(mixture)])
+    assert "take the container out of the file and give --container" in " ".join(refused.output.split())
+    for options in (["--allow-recipes"], []):
+        if not options:
+            mixture.write_text(f'sources:\n  a: {{paths: ["{path}"], weight: 1}}\n')
+        done = CliRunner().invoke(app, ["profile", str(mixture), *options, *([] if options else named), "--json"])
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+def test_verify_takes_containers(given: Given) -> None:
+    from orchdata.verifying.verify import verify
+
+    path = next(path for container, path in given.items() if isinstance(container, Zips))
+    index = od.ShardDataset(path, RECIPE, containers=[Zips()]).index()
+    assert verify(index, RECIPE, jobs=1, containers=[Zips()]).failures == ()
+
+
+@dataclass(frozen=True)
+class Held(od.Container):
+    value: Any = None
+
+    def claims(self, path: str) -> bool:
+        return path.endswith(".lines")
+
+    def describe(self) -> dict[str, Any]:
+        return {"class": "Held"}
+
+
+@dataclass(frozen=True)
+class Described(od.Container):
+    value: Any = field(default=len)
+
+
+class Hidden(od.Container):
+    def __init__(self) -> None:
+        self.secret = 3
+
+
+def lines(folder: Path, text: str = "one bad two") -> str:
+    path = folder / "a.lines"
+    path.write_text(text)
+    return str(path)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not a list": (Zips(), "containers is a list of od.Container"),
+    "a class": ([Zips], "give a value of it, Zips()"),
+    "something else": ([3], "has a int: give values of subclasses of od.Container"),
+    "a lambda": (
+        [Held(lambda: 0)],
+        "container Held.value is a lambda in line .* which does not pickle, and worker processes get a copy",
+    ),
+    "a lock": (
+        [Held(threading.Lock())],
+        "container Held.value is an object of type lock, which does not pickle",
+    ),
+    "a function": (
+        [Described()],
+        "Described.value is a builtin_function_or_method, which the identity of the data set",
+    ),
+    "no dataclass": (
+        [Hidden()],
+        "Hidden is no dataclass, so that the identity of the data set would not see its secret",
+    ),
+    "describe": ([Broken("describe")], "describe() returned .* a dict that JSON gives back unchanged"),
+    "describe raises": ([Broken("describe raises")], "describe() returned None"),
+    "claims": ([Broken("claims")], "a.lines: container Broken: claims() returned 'yes': return True or False"),
+    "claims nothing": ([Broken("claims nothing")], "no container of containers= claims it"),
+    "unused": ([Broken(), Zips()], "container Zips claims none of the 1 paths"),
+    "two": ([Broken(), Held()], "a.lines: container Broken and container Held both claim it"),
+    "shards": ([Broken("shards")], "a.lines: container Broken: shards() returned None: return a list"),
+    "other shards": ([Broken("other shards")], "shards() returned '/somewhere/else.tar', which its claims() does not"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_container_that_is_no_value_is_refused(tmp_path: Path, what: str) -> None:
+    containers, message = REFUSED[what]
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises((ValueError, TypeError), match=pattern) as raised:
+        od.ShardDataset(lines(tmp_path), containers=containers)
+    if what not in ("not a list", "a class", "something else", "claims nothing"):
+        assert isinstance(raised.value, od.ContainerError)
+
+
+OF_THE_DATA = {
+    "open": "a.lines: container Broken: open() raised RuntimeError: no key for this file (line",
+    "keys": "a.lines: container Broken: keys() returned a str: return the keys of all samples",
+    "numbers": "a.lines: container Broken: keys() gave 0 for sample 0: keys are strings",
+    "no keys": "a.lines: no samples: container Broken: keys() gives none",
+    "same keys": "container Broken: samples 0 and 1 both have the key 'line0'",
+    "sample": "sample 'line1', field '*': container Broken: sample(1) raised ZeroDivisionError",
+    "type": "sample 'line1', field 'text': a object cannot be a field",
+    "range": "sample 'line1', field 'txt': od.ByteRange(10, 1099511627776) ends after the 11 bytes of the shard",
+    "name": "sample(1) returned a field with the name 7: names are strings",
+}
+
+
+@pytest.mark.parametrize("how", OF_THE_DATA)
+def test_what_fails_for_a_shard_or_sample_is_a_data_error(tmp_path: Path, how: str) -> None:
+    dataset = od.ShardDataset(lines(tmp_path), containers=[Broken(how)])
+    index = dataset.index()
+    failures = [index.failure(row) for row in index.bad_rows().tolist()]
+    assert failures, how
+    assert OF_THE_DATA[how] in str(failures[0])
+    with pytest.raises(od.DataError):
+        od.DataLoader(dataset, batch_size=1)
+    if how in ("sample", "type", "range", "name"):
+        assert len(failures) == 1
+        with pytest.warns(UserWarning):
+            loader = od.DataLoader(dataset, batch_size=1, on_error="skip")
+        assert [key for batch in loader for _, key in batch.sample_ids] == ["line0", "line2"]
+
+
+def test_open_that_returns_something_else_ends_the_build(tmp_path: Path) -> None:
+    with pytest.raises(od.ContainerError, match=r"a\.lines: container Broken: open\(\) returned a bytes"):
+        od.ShardDataset(lines(tmp_path), containers=[Broken("open returns")]).index()
+    with pytest.raises(od.ContainerError, match=r"Held must define open\(\)"):
+        od.ShardDataset(lines(tmp_path), containers=[Held()]).index()
+
+
+COUNTED = {"calls": 0}
+
+
+@dataclass(frozen=True)
+class Moody(Broken):
+    """Its samples differ each time."""
+
+    def open(self, source: od.ShardSource, context: od.OpenContext) -> Any:
+        shard = super().open(source, context)
+        shard._make = lambda line: COUNTED.update(calls=COUNTED["calls"] + 1) or {"text": line * COUNTED["calls"]}
+        return shard
+
+
+def test_a_container_that_changes_its_mind_is_found(tmp_path: Path) -> None:
+    with pytest.raises(od.ContainerError, match=r"has another size: keys\(\) and sample\(\) must give the same each"):
+        od.check_container(Moody(), lines(tmp_path))
+    dataset = od.ShardDataset(lines(tmp_path), containers=[Moody()])
+    with pytest.raises(od.DataError, match=r"must return the same each time"):
+        list(od.DataLoader(dataset, batch_size=1))
+
+
+def test_what_is_kept_is_named_by_the_storage() -> None:
+    calls = re.compile(r"os\.(stat|lstat)\(|abspath\(|getsize\(|getmtime\(|\.absolute\(\)|\.resolve\(\)|\.stat\(\)")
+    modules = [
+        *(REPOSITORY / "loaders/index").rglob("*.py"),
+        *(path for path in (REPOSITORY / "loaders/shards").rglob("*.py") if path.name != "media_files.py"),
+    ]
+    found = {path.name for path in modules if calls.search(path.read_text())}
+    assert found <= {"build.py"}  # the age of leftover files of the cache folder itself
+
+
+def test_the_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = (REPOSITORY / "docs/containers.md").read_text()
+    zips, check, folders = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "data").mkdir()
+    zip_file(tmp_path / "data/a.zip", 3)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.jpg").write_bytes(jpeg(32, 32))
+    # Pickling needs a module.
+    (tmp_path / "module_of_the_docs.py").write_text(f"{zips}\n{folders}")
+    import module_of_the_docs as example
+
+    assert len(example.dataset) == 3
+    exec(compile(check.replace(")  #", ", other_process=False)  #"), "docs", "exec"), {**vars(example)})
+    photos = od.ShardDataset("photos", containers=[example.Folders()])
+    assert [bytes(part.token_ids.tolist()) for part in photos[0].parts if hasattr(part, "token_ids")] == [
+        b"a photo of a cat"
+    ]
