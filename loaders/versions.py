@@ -6,6 +6,9 @@ FACTS_FORMAT = 3
 TABLE_FORMAT = 4
 """Layout of cost tables and of the merged index."""
 
+FIELDS_FORMAT = 1
+"""Layout of files with the user's own columns of a shard, and of a data set."""
+
 RULES = 9
 """How samples are judged: increased by each change after which the same shard, under the same recipe, has other facts,
 costs or errors. It is stored in every file, and in the identity of a dataset in states."""

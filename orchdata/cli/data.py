@@ -20,6 +20,7 @@ from orchdata.cli.options import (
     CostOption,
     DataOptions,
     FilterOption,
+    IndexFieldsOption,
     JsonOption,
     MaxFailuresOption,
     MediaRootOption,
@@ -54,6 +55,7 @@ def index(
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
     container: ContainersOption = None,
+    index_field: IndexFieldsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
@@ -63,12 +65,14 @@ def index(
     Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
-    from orchdata.dataset.shard_dataset import reading_of
+    from orchdata.dataset.shard_dataset import ShardDataset
 
     start = time.perf_counter()
-    reading = reading_of(media_root, columns_of(column), containers_of(container))
-    built, scanned = _build(reading.expand(paths), recipe_named(recipe), reading, force=force)
-    report = index_report(built, scanned, time.perf_counter() - start)
+    given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
+    dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
+    built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force)
+    own = _open_fields(dataset, built, force=force)
+    report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {})
     if as_json:
         print_json(report)
     else:
@@ -84,6 +88,7 @@ def profile(
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
     container: ContainersOption = None,
+    index_field: IndexFieldsOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
@@ -128,7 +133,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions(media_root, columns_of(column), containers_of(container))
+    given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -228,9 +233,7 @@ def indexed(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     if not is_mixture_file(paths):
-        dataset = ShardDataset(
-            paths, recipe, media_root=options.media_root, columns=options.columns, containers=options.containers
-        )
+        dataset = ShardDataset(paths, recipe, **options.arguments)
         if expression is not None:
             dataset = dataset.filter(expression)  # before anything is indexed: it may be none
         return dataset, _build_of(dataset)
@@ -240,6 +243,8 @@ def indexed(
         raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
     if options.columns:
         raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
+    if options.index_fields:
+        raise ValueError(f"--index-field is of one data set: give the sources in {paths[0]} `index_fields:` each")
     mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options.containers)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [_build_of(dataset) for dataset in leaves]
@@ -247,7 +252,18 @@ def indexed(
 
 
 def _build_of(dataset: ShardDataset) -> Index:
-    return _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
+    index = _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
+    _open_fields(dataset, index, force=False)
+    return index
+
+
+def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[str, dict[str, Any]]:
+    """Have the index keep the data set's `index_fields`, and return what it keeps, JSON-safe."""
+    if not dataset.index_fields:
+        return {}
+    with progress_bar("reading index fields") as advance:
+        fields = dataset.open_fields(index, force=force, progress=advance).fields
+    return {name: {"type": kind, "nulls": nulls} for name, (kind, nulls) in fields.items()}
 
 
 def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool) -> tuple[Index, int]:
@@ -350,6 +366,8 @@ def _print_index(report: dict[str, Any]) -> None:
         typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
     if ignored:
         typer.echo(f"  not read: {ignored_words(ignored)}")
+    for name, field in report.get("index_fields", {}).items():
+        typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
     _print_bad(report)
     for failure in report["failed_shards"]:
         typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)

@@ -32,7 +32,7 @@ from orchdata.yaml_file import read_yaml
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "media_root", "columns", "containers", "recipe", "filter", "weight", "loss_weight")
+_LEAF = ("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", "weight", "loss_weight")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -122,9 +122,12 @@ def _source(content: Any, field: str, described: _Described) -> Source:
     columns = fields.pop("columns", None)
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"{field}.columns must map old names to new ones, got {columns!r}")
+    own = fields.pop("index_fields", ())
+    if not isinstance(own, list | tuple) or not all(isinstance(name, str) for name in own):
+        raise ValueError(f"{field}.index_fields must be a list of names, got {own!r}")
     urls = [_relative_to(folder, each) for each in listed]
     containers = described.containers_named(fields.pop("containers", None), f"{field}.containers", urls)
-    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns, containers=containers)
+    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns, containers=containers, index_fields=own)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -39,6 +39,10 @@ ContainersOption = Annotated[
     typer.Option(
         "--container", metavar="MODULE:NAME", help="An od.Container, as of ShardDataset(containers=); repeatable."
     ),
+]
+IndexFieldsOption = Annotated[
+    list[str] | None,
+    typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
 ]
 FilterOption = Annotated[
     str | None,
@@ -85,6 +89,12 @@ class DataOptions(NamedTuple):
     media_root: str | None
     columns: Mapping[str, str]
     containers: tuple[Container, ...]
+    index_fields: tuple[str, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return them as keywords of ShardDataset."""
+        return self._asdict()
 
 
 def columns_of(given: Sequence[str] | None) -> dict[str, str]:

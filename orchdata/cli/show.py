@@ -18,6 +18,7 @@ from orchdata.cli.options import (
     CostOption,
     DataOptions,
     FilterOption,
+    IndexFieldsOption,
     JsonOption,
     MediaRootOption,
     RecipeOption,
@@ -48,7 +49,16 @@ _OF_A_RUN: Final = (
 """Options that mean nothing without a step."""
 _SAID_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
 _WITH_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
-_OF_THE_DATA: Final = ("recipe", "allow_recipes", "media_root", "column", "container", "expression", "cost")
+_OF_THE_DATA: Final = (
+    "recipe",
+    "allow_recipes",
+    "media_root",
+    "column",
+    "container",
+    "index_field",
+    "expression",
+    "cost",
+)
 
 
 @one_line_errors
@@ -104,6 +114,7 @@ def show(
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
     container: ContainersOption = None,
+    index_field: IndexFieldsOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
@@ -126,7 +137,7 @@ def show(
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            given = DataOptions(media_root, columns_of(column), containers_of(container))
+            given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
             dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)

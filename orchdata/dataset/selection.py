@@ -14,8 +14,9 @@ import functools
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -33,6 +34,15 @@ _EXPRESSION_CHARACTERS: Final = 10_000
 _ROW: Final = "__row__"
 _HASH_BITS: Final = 53
 _PARTS: Final = ("train", "test")
+_WORD: Final = re.compile(r"[^\W\d]\w*")
+_COUNTS: Final = ("tokens", "loss_tokens", "text_tokens", "bytes", "bad", "key", "shard")
+
+
+Column = Callable[[int, int], Any]
+"""A function of (start, stop) that returns the values of these rows."""
+
+OwnColumns = Mapping[str, Column]
+NO_COLUMNS: Final[OwnColumns] = MappingProxyType({})
 
 
 class Selection(Protocol):
@@ -42,9 +52,12 @@ class Selection(Protocol):
         """Return a JSON-safe description, equal for equal selections."""
         ...
 
-    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+    def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
         """Return which of the rows [start, stop), of whole samples, are chosen: bool (stop - start,), equal for all
         pieces of a sample.
+
+        Args:
+            own: the user's own columns.
         """
         ...
 
@@ -76,18 +89,22 @@ class Filter:
     def describe(self) -> dict[str, Any]:
         return {"filter": self.text} | ({"digest": self.digest} if self.digest else {})
 
-    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+    def names(self) -> frozenset[str]:
+        """Return the words of the expression: names of columns, and more."""
+        return frozenset(_WORD.findall(self.text))
+
+    def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
         import pyarrow as pa
 
-        makers = columns_of(index)
-        names = [name for name in makers if re.search(rf"\b{re.escape(name)}\b", self.text)]
+        makers = {**columns_of(index), **own}
+        words = self.names()
+        names = [name for name in makers if name in words]
         columns = {name: makers[name](start, stop) for name in names}
         table = pa.table({**columns, _ROW: np.arange(stop - start)})
         try:
             kept = table.filter(self.expression).column(_ROW).to_numpy()
         except (pa.ArrowException, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"filter {self.text!r}: {reason}; the columns are {', '.join(makers)}") from None
+            raise ValueError(f"filter {self.text!r}: {_why(error)}; the columns are {', '.join(makers)}") from None
         mask = np.zeros(stop - start, bool)
         mask[kept] = True
         return mask
@@ -119,7 +136,7 @@ class Split:
     def describe(self) -> dict[str, Any]:
         return {"split": self.part, "fraction": self.fraction, "seed": self.seed}
 
-    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+    def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
         offsets, data = index.keys(start, stop)
         hashes = np.empty(stop - start, np.uint64)
         hash_keys(np.ascontiguousarray(offsets), np.array(data), np.uint64(self.seed), hashes)
@@ -182,8 +199,12 @@ class Taken:
         return inside if step == 1 else inside & is_good & ((numbers - start) % step == 0)
 
 
-def left_out(index: Index, selections: Sequence[Selection | Taken]) -> Rows:
-    """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do."""
+def left_out(index: Index, selections: Sequence[Selection | Taken], own: OwnColumns = NO_COLUMNS) -> Rows:
+    """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do.
+
+    Args:
+        own: the user's own columns.
+    """
     if not selections:
         return np.zeros(0, np.int64)
     rows: list[Rows] = []
@@ -192,7 +213,7 @@ def left_out(index: Index, selections: Sequence[Selection | Taken]) -> Rows:
         kept = np.ones(stop - start, bool)
         for at, selection in enumerate(selections):
             if not isinstance(selection, Taken):
-                kept &= selection.keeps(index, start, stop)
+                kept &= selection.keeps(index, start, stop, own)
                 continue
             is_good = kept & ~_is_bad(index, start, stop)
             ends = counted[at] + np.cumsum(is_good & (index.piece[start:stop] == 0))
@@ -217,7 +238,24 @@ def stretches(index: Index) -> Iterator[tuple[int, int]]:
         yield 0, 0  # a selection is also checked if there are no rows
 
 
-def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
+def names_of_counts(modalities: Iterable[str]) -> list[str]:
+    """Return the names of the columns that every index under modalities has."""
+    return [*_COUNTS, *(f"{name}_{what}" for name in modalities for what in ("tokens", "positions", "parts"))]
+
+
+def _why(error: Exception) -> str:
+    """Return why a filter fails; for an unknown column, how to have it."""
+    reason = " ".join(str(error).split())[:200]
+    unknown = re.match(r"No match for FieldRef\.Name\((.*?)\) in", reason)
+    if unknown is None:
+        return reason
+    return (
+        f"there is no column {unknown[1]!r}; if it is a field of your samples, index_fields=({unknown[1]!r},) of the "
+        "ShardDataset (on the command line --index-field) has the index keep it"
+    )
+
+
+def columns_of(index: Index) -> dict[str, Column]:
     """Return the columns for filters: name -> a function of (start, stop) that computes the column of these rows, which
     are of whole samples. Each row has the value of its sample: the sum over its pieces.
 
@@ -225,7 +263,7 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
     component); for each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
     """
 
-    def part_sum(column: NDArray[Any] | None, code: int | None) -> Callable[[int, int], Any]:
+    def part_sum(column: NDArray[Any] | None, code: int | None) -> Column:
         def summed(start: int, stop: int) -> NDArray[np.int64]:
             offsets = index.part_offsets[start : stop + 1]
             parts = slice(int(offsets[0]), int(offsets[-1]))
@@ -265,7 +303,7 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
 
     media_tokens = part_sum(index.part_tokens, None)
     tokens = over_pieces(index.llm_tokens)
-    columns: dict[str, Callable[[int, int], Any]] = {
+    columns: dict[str, Column] = {
         "tokens": tokens,
         "loss_tokens": over_pieces(index.loss_tokens),
         "text_tokens": lambda start, stop: tokens(start, stop) - media_tokens(start, stop),
@@ -342,6 +380,8 @@ class _Parser:
         raise self._not_understood(node)
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr) -> Any:
+        import pyarrow.compute as pc
+
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._not_understood(node)
@@ -351,8 +391,12 @@ class _Parser:
                 raise self._not_understood(node)
             for value in values:
                 self._of(ast.Constant(value))
-            is_in = self._of(left).isin(values)
+            column = self._of(left)
+            is_in = pc.if_else(column.is_valid(), column.isin(values), pc.scalar(None).cast("bool"))
             return ~is_in if isinstance(op, ast.NotIn) else is_in
+        if isinstance(op, ast.Is | ast.IsNot) and isinstance(right, ast.Constant) and right.value is None:
+            column = self._of(left)
+            return column.is_null() if isinstance(op, ast.Is) else column.is_valid()
         one, other = self._of(left), self._of(right)
         if type(op) not in _COMPARISONS:
             raise self._not_understood(node)
@@ -371,7 +415,7 @@ class _Parser:
     def _not_understood(self, node: ast.expr) -> ValueError:
         return ValueError(
             f"filter {self._text!r}: {ast.unparse(node)[:60]!r} is not understood; known are columns, numbers, "
-            "strings, comparisons, + - * /, and, or, not, in (...)"
+            "strings, comparisons, + - * /, and, or, not, in (...), is None, is not None"
         )
 
 

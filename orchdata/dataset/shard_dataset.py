@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import copy
 import itertools
+import keyword
 import os
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.selection import Filter, Selection, Split, Taken, left_out
+from orchdata.dataset.selection import (
+    Filter,
+    OwnColumns,
+    Selection,
+    Split,
+    Taken,
+    left_out,
+    names_of_counts,
+)
 from orchdata.engines.pickling import pickle_container
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.fields.build import open_fields
+from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
@@ -64,11 +76,13 @@ class ShardDataset:
             else reads them; part of the identity of the data set.
         containers: kinds of shards of your own, values of subclasses of `od.Container`. They are asked first which of
             the paths they read; part of the identity of the data set.
+        index_fields: fields of yours (columns, keys of records, members of tars) with numbers, short strings or
+            booleans, which the index keeps for `filter`; names after `columns`.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
         ValueError: a suffix that no reader knows, a shard named twice, a media_root that is not a folder, or two
-            columns with one new name.
+            columns with one new name; a name of index_fields that is no identifier, or a column that every index has.
         ContainerError: a container of yours breaks the rules of containers, or claims none of the paths.
     """
 
@@ -83,12 +97,14 @@ class ShardDataset:
         media_root: str | PathLike[str] | None = None,
         columns: Mapping[str, str] | None = None,
         containers: Iterable[Container] = (),
+        index_fields: Sequence[str] = (),
     ) -> None:
         given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
         self.reading = reading_of(media_root, columns, containers)
         self.urls: tuple[str, ...] = tuple(absolute(url) for url in self.reading.expand(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
+        self.index_fields = checked_fields(index_fields, self.recipe)
         self._opened = _Opened()
 
     @property
@@ -111,7 +127,8 @@ class ShardDataset:
         sample counts as a whole.
 
         Columns are `tokens` (of the LLM), `loss_tokens`, `text_tokens`, `bytes`, `bad`, `key`, `shard`, and for each
-        modality `<name>_tokens`, `<name>_positions` and `<name>_parts`. States and ranks compare the filter.
+        modality `<name>_tokens`, `<name>_positions` and `<name>_parts`, and your own of `index_fields`: a comparison
+        with a missing value is false, and `score is None` finds it. States and ranks compare the filter.
 
         Args:
             expression: a string such as "image_tokens < 4096 and not bad", or a pyarrow expression.
@@ -184,7 +201,45 @@ class ShardDataset:
         if not rebuild and check and builds and self._has_changed(index, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
         self._opened.note(index)
+        if self.index_fields:
+            self.open_fields(index, num_ranks=num_ranks, rank=rank, progress=progress)
         return index
+
+    def open_fields(
+        self,
+        index: Index,
+        *,
+        num_ranks: int = 1,
+        rank: int | None = None,
+        force: bool = False,
+        progress: Callable[[float, int], None] | None = None,
+    ) -> IndexFields:
+        """Return the columns of `index_fields`, memory-mapped. Arguments are those of `index`; `force` reads all shards
+        again.
+
+        Raises:
+            ValueError: a value that the index does not keep, columns of several types, or a name that no sample has.
+            MissingIndexError: as `index`.
+        """
+        if self._opened.fields is None or self._opened.fields[0] != index.build_id or force:
+            share = rank or 0, num_ranks
+            may_build = num_ranks == 1 or rank is not None
+            names, recipe = self.index_fields, self.recipe
+            try:
+                fields = open_fields(
+                    index,
+                    names,
+                    recipe,
+                    containers=self.containers,
+                    may_build=may_build,
+                    force=force,
+                    share=share,
+                    progress=progress,
+                )
+            except MissingIndexError as error:
+                raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
+            self._opened.fields = index.build_id, fields
+        return self._opened.fields[1]
 
     def _has_changed(self, index: Index, *, warns: bool) -> bool:
         """Return whether local shards must be measured again, and warn about them."""
@@ -223,11 +278,7 @@ class ShardDataset:
             if is_outdated(self.urls, self.recipe, reading=self.reading):
                 problem = f"the index of these {len(self.urls)} shards has an earlier format"
             if num_ranks > 1 and rank is None:
-                raise MissingIndexError(
-                    f"{problem}, and {num_ranks} ranks need one; let them build it together (index='build' under "
-                    "torch.distributed), or build it once before training: "
-                    f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
-                )
+                raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {self._how_to_index()}")
         return build_index(
             self.urls,
             self.recipe,
@@ -238,7 +289,15 @@ class ShardDataset:
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
-        return left_out(index, self.selections)
+        return left_out(index, self.selections, self._own_columns(index))
+
+    def _own_columns(self, index: Index) -> OwnColumns:
+        """Return the columns of `index_fields`; they are opened when a filter uses one."""
+
+        def column(name: str, start: int, stop: int) -> Any:
+            return self.open_fields(index).column(name, start, stop)
+
+        return {name: partial(column, name) for name in self.index_fields}
 
     @property
     def num_rows(self) -> int:
@@ -332,7 +391,14 @@ class ShardDataset:
         shown = " ".join(shlex.quote(path) for path in self._given[:3])
         shown = shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
         shown += "" if self.media_root is None else f" --media-root {shlex.quote(self.media_root)}"
-        return shown + " --container MODULE:NAME" * len(self.containers)
+        shown += " --container MODULE:NAME" * len(self.containers)
+        return shown + "".join(f" --index-field {name}" for name in self.index_fields)
+
+    def _how_to_index(self) -> str:
+        return (
+            "let them build it together (index='build' under torch.distributed), or build it once before training: "
+            f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
+        )
 
     def __repr__(self) -> str:
         shards = f"{len(self.urls):,} shard{'s' * (len(self.urls) != 1)}, first {self.urls[0]!r}"
@@ -359,12 +425,14 @@ class _Opened:
     Attributes:
         index: the index, once it was requested.
         chosen: the rows of its samples.
+        fields: the user's own columns, and the build id of their index.
     """
 
     def __init__(self, index: Index | None = None) -> None:
         self.lock = threading.RLock()
         self.index = index
         self.chosen: _Chosen | None = None
+        self.fields: tuple[str, IndexFields] | None = None
         self._shards: OpenShards | None = None
 
     def note(self, index: Index) -> None:
@@ -415,3 +483,23 @@ def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
     if not is_folder(root):
         raise ValueError(f"media_root {root!r} is not a folder")
     return root
+
+
+def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
+    """Return names of `index_fields`, in order. Raises TypeError and ValueError for names that no filter could have."""
+    names = names if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"index_fields is a tuple of names, such as ('score',), got {names!r}")
+    counts = names_of_counts(recipe.modalities)
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(
+                f"index_fields: {name!r} is no name that a filter can have: give the field another name with "
+                f"columns={{{name!r}: 'my_name'}}"
+            )
+        if name in counts:
+            raise ValueError(
+                f"index_fields: every index has a column {name!r} of its own: give the field another name with "
+                f"columns={{{name!r}: 'my_{name}'}}"
+            )
+    return tuple(sorted(set(names)))

@@ -30,6 +30,7 @@ from orchdata.loaders.shards.parquet.cells import (
     read_cell,
     renamed,
 )
+from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.shard import facts_of
@@ -169,6 +170,17 @@ class ArrowShard:
     def is_json(self, field: str, encoding: int) -> bool:
         """Return whether the cells of a field are JSON."""
         return is_json_field(self._open().columns, field)
+
+    def columns(self, names: Sequence[str]) -> ColumnValues:
+        """Read whole columns. Raises ShardError."""
+        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
+        with as_failure(partial(ShardError, self.url), "not a readable Arrow stream"):
+            reader = ArrowReader(self._file, self._limits, rules)
+            if not reader.columns:
+                return ColumnValues([], {}, {}, tuple(reader.schema.names))
+            columns = read_columns(reader, scan(reader, self._limits)[0])
+            self._file.check_unchanged()
+            return columns
 
     def close(self) -> None:
         self._file.close()

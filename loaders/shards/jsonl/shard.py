@@ -151,6 +151,15 @@ class JsonLinesShard:
         """Members are bytes."""
         return False
 
+    def value(self, offset: int, size: int) -> Any:
+        """Return the value of the record at this position, with the new names of its fields, before a function of the
+        user's. Raises DecodeError.
+        """
+        data = self._file.read(offset, size)
+        value = self._reader.value(data)
+        self._file.check_unchanged()
+        return value
+
     def close(self) -> None:
         self._file.close()
 

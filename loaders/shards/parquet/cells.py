@@ -155,9 +155,11 @@ class Columns(list[Column]):
 
     Attributes:
         names: of all columns of the file.
+        are_whole: whether they are read as a whole: the facts of the file then have its keys alone.
     """
 
     names: frozenset[str] = frozenset()
+    are_whole: bool = False
 
     @cached_property
     def by_name(self) -> Mapping[str, Column]:
@@ -257,7 +259,11 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
     used = Columns()
     used.names = names
     if rules.only:
-        used += [Column(name, "value", False, OTHER) for name in dict.fromkeys(schema.names) if name in rules.only]
+        used.are_whole = True
+        for field in schema:
+            if field.name in rules.only:
+                labels = _labels(features.get(field.name)) if pa.types.is_integer(field.type) else ()
+                used.append(Column(field.name, "value", False, OTHER, labels))
         return used, [], key
     ignored: list[str] = []
     for field in schema:

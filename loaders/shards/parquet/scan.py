@@ -68,8 +68,8 @@ class _Scan:
 
     def run(self) -> FactsTable:
         reader, key = self._reader, self._reader.key
-        columns = reader.columns
-        names = list(dict.fromkeys([*(column.name for column in columns), *([] if key is None else [key])]))
+        names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
+        columns = [] if reader.columns.are_whole else reader.columns
         number = 0
         current = here()
         for group in range(len(reader.starts) - 1):

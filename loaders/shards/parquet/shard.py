@@ -21,6 +21,7 @@ from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
+from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -139,6 +140,20 @@ class ParquetShard:
     def is_json(self, field: str, encoding: int) -> bool:
         """Return whether the cells of a field are JSON."""
         return is_json_field(self._open().columns, field)
+
+    def columns(self, names: Sequence[str]) -> ColumnValues:
+        """Read whole columns. A child process measures them first. Raises ShardError, and as `facts`."""
+        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
+        with as_failure(partial(ShardError, self.url), "not a readable Parquet file"):
+            reader = ParquetReader(self._file, self._limits, rules)
+            if not reader.columns:
+                return ColumnValues([], {}, {}, tuple(reader.schema.names))
+            measured = measure(self._file, self._limits, rules)
+            if measured.failed:
+                raise ShardError(self.url, measured.table.errors[0])
+            columns = read_columns(reader, measured.table)
+            self._file.check_unchanged()
+            return columns
 
     def close(self) -> None:
         with self._lock:
