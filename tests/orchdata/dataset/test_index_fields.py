@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.fields import build, merged
 from orchdata.loaders.index.fields.merged import FieldInfo
+from orchdata.loaders.index.fields.reading import read_fields
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -130,7 +133,7 @@ def test_values_are_read_once(shards: dict[str, str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "read_fields", None)  # must not be called
     dataset = od.ShardDataset(paths, index_fields=FIELDS[::-1])
     assert keys_of(dataset.filter("score > 2")) == expected
-    # Another order of shards joins them anew.
+    # Another order of shards joins them again.
     other = od.ShardDataset(paths[::-1], index_fields=FIELDS).filter("score > 2")
     assert sorted(keys_of(other)) == sorted(expected)
 
@@ -289,3 +292,28 @@ def test_an_index_without_fields_has_no_files_of_them(tmp_path: Path, monkeypatc
     assert len(dataset.filter("tokens > 0")) == 1
     assert "fields" not in os.listdir(tmp_path / "cache")
     assert merged.open_merged(dataset.index(), ("score",), CacheFolder()) is None
+
+
+def test_builds_at_the_same_time_read_each_shard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    paths = [
+        write_shard(tmp_path / f"{number}.tar", [{"__key__": f"k{number}", "txt": b"x", "score": b"%d" % number}])
+        for number in range(6)
+    ]
+    od.ShardDataset(paths).index()
+    together, read = threading.Barrier(2), []
+
+    def counted(shard: Any, *given: Any) -> Any:
+        read.append(shard.url)
+        return read_fields(shard, *given)
+
+    def build_one(rank: int) -> list[Any]:
+        index = od.ShardDataset(paths).index()
+        together.wait()
+        dataset = od.ShardDataset(paths, index_fields=("score",))
+        return list(dataset.open_fields(index, num_ranks=2, rank=rank).column("score", 0, 6).to_pylist())
+
+    monkeypatch.setattr(build, "read_fields", counted)
+    with ThreadPoolExecutor(2) as pool:
+        built = list(pool.map(build_one, range(2)))
+    assert built == [[0, 1, 2, 3, 4, 5]] * 2 and sorted(read) == sorted(paths)
