@@ -67,8 +67,8 @@ class UserFunction:
         if id is not None and (not isinstance(id, str) or not id):
             raise TypeError(f"{argument}_id must be a string that is not empty, got {id!r}")
         source = _source(function)
-        digest = "" if source is None else _digest([_without_comments(source)])
-        return cls(argument, function, _id_from_source(argument, function, source) if id is None else id, digest)
+        id = _id_from_source(argument, function, source) if id is None else id
+        return cls(argument, function, id, source_digest(function))
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class UserFunction:
             pass_shortage(error)
             pass_trouble(error)
             said = " ".join(str(error).split())[:200]
-            where = self._at(_line_in(error, self.function))
+            where = self._at(line_in(error, self.function))
             raise DecodeError(f"{where}: {type(error).__name__}{f': {said}' if said else ''}") from error
 
     def wrong(self, reason: str) -> DecodeError:
@@ -112,6 +112,12 @@ def _id_from_source(argument: str, function: Any, source: str | None) -> str:
         )
     assert source is not None
     return "source:" + _digest([source, *(f"{name}={each}" for name, each in _modules(function))])
+
+
+def source_digest(function: Any) -> str:
+    """Return a digest of a function's source text without comments; "" if the text is not available."""
+    source = _source(function)
+    return "" if source is None else _digest([_without_comments(source)])
 
 
 def _digest(texts: list[str]) -> str:
@@ -210,7 +216,7 @@ def _is_installed(module: str) -> bool:
     return any(place is not None and folders & {*Path(place).resolve().parents} for place in places)
 
 
-def _line_in(error: BaseException, function: Any) -> int | None:
+def line_in(error: BaseException, function: Any) -> int | None:
     """Return the line of a function at which an exception left it."""
     code = getattr(function, "__code__", None)
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]

@@ -98,7 +98,10 @@ class DataLoader(Generic[T_co]):
             batches depends on data set, exclusions, shuffle, seed, epoch and global batch size only, never on ranks or
             workers.
         cost: for shards a CostModel, with the phases of the model (None: every phase of the data costs its positions);
-            for map-style data a callable sample -> int, or one integer per sample.
+            for map-style data a callable sample -> int, or one integer per sample. A callable is called for every
+            sample when the loader is made, in `num_workers` processes.
+        cost_id: a name for the costs that a callable computes: they are kept in the cache folder under it, and read
+            again by the next loader, and by other ranks. Change it when the data or the function change.
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
             of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
@@ -147,6 +150,7 @@ class DataLoader(Generic[T_co]):
         global_batch_tokens: int | Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         cost: CostModel | Callable[[Any], int] | Sequence[int] | None = None,
+        cost_id: str | None = None,
         balance: str | Balance = "global",
         dp: Any = None,
         on_error: str | ErrorPolicy = "raise",

@@ -19,8 +19,8 @@ def progress_bar(title: str) -> Iterator[Advance]:
     the output of a notebook, a line is written when half a minute has passed since the last one.
     """
     if type(sys.stderr).__module__.startswith("ipykernel."):
-        with _rewritten(title) as write:
-            yield write
+        with _rewritten(title) as rewrite:
+            yield rewrite
         return
     if not sys.stderr.isatty():
         yield _lines(title)

@@ -12,7 +12,7 @@ from typing import Any
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
-from orchdata.dataset.arguments import Arguments, check_combination, check_workers
+from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.mixed import restore
 from orchdata.dataset.options import (
@@ -76,6 +76,7 @@ class Runtime:
         # Check all arguments before the data set is read.
         check_workers(arguments.num_workers, arguments.timeout, arguments.multiprocessing_context)
         check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
+        check_cost_id(arguments)
         listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
         if not arguments.in_shards:
             check_combination(arguments)

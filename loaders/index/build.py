@@ -509,7 +509,7 @@ def _remove_leftovers(cache: CacheFolder) -> None:
 
     Best effort: other users' files stay.
     """
-    for kind in ("facts", "costs", "index", "fields", "shards"):
+    for kind in ("facts", "costs", "index", "fields", "item_costs", "shards"):
         with contextlib.suppress(OSError):
             for name in names_in(cache.root / kind):
                 if name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):

@@ -64,6 +64,7 @@ class Arguments:
     global_batch_tokens: int | Sequence[tuple[int, int]] | None
     seed: int | None
     cost: CostModel | Callable[[Any], int] | Sequence[int] | None
+    cost_id: str | None
     balance: str | Balance
     dp: Any
     on_error: str | ErrorPolicy
@@ -130,6 +131,17 @@ def check_combination(arguments: Arguments) -> None:
             "batch_size=None option disables auto-batching and is mutually exclusive with drop_last: there is no "
             "remainder to drop"
         )
+
+
+def check_cost_id(arguments: Arguments) -> None:
+    """Raise TypeError for a name that is no string, and ValueError for a name of costs that no function computes."""
+    name = arguments.cost_id
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"cost_id must be a string that is not empty, got {name!r}")
+    if arguments.in_shards or isinstance(arguments.dataset, IterableDataset) or not callable(arguments.cost):
+        raise ValueError("cost_id names the costs of a map-style data set that a function given as cost= computes")
 
 
 def check_workers(num_workers: Any, timeout: Any, multiprocessing_context: Any) -> None:

@@ -21,8 +21,10 @@ from torch.utils.data import (
 )
 
 from orchdata.balancers import CostModel
-from orchdata.building.collate import map_loader, takes_step
+from orchdata.building.collate import takes_step
 from orchdata.building.spec import MapContent
+from orchdata.dataset.item_costs.kept import costs_of_items
+from orchdata.dataset.item_costs.measure import ItemCosts, Workers
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.unusable import Unusable, refuse_above_budget
@@ -33,6 +35,7 @@ from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, 
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
 from orchdata.planning.layout import layout_of
+from orchdata.progress import progress_bar
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]
@@ -53,13 +56,26 @@ def _refuse_parts_of_shards(dataset: Any) -> None:
         )
 
 
-def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, batch_sampler: Any) -> PreparedDataset:
-    """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents."""
+def prepare_map_style(
+    dataset: Any,
+    options: LoaderOptions,
+    *,
+    sampler: Any,
+    batch_sampler: Any,
+    workers: Workers = Workers(),  # noqa: B008 - a frozen value
+    cost_id: str | None = None,
+) -> PreparedDataset:
+    """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents.
+
+    Args:
+        workers: compute the costs.
+        cost_id: name of the costs in the cache folder.
+    """
     _refuse_parts_of_shards(dataset)
     _check(dataset, options, sampler, batch_sampler)
     skip_errors = options.policy.action == "skip"
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
-    values, failures = _map_costs(dataset, options.cost, skip_errors=skip_errors)
+    values, failures = _map_costs(dataset, options, workers, cost_id)
     refuse_above_budget([Unusable(failures, 0, num_indexed)], options.policy)
     usable: Ints | None = None
     if failures and sampler is None and batch_sampler is None:
@@ -206,33 +222,26 @@ def _source(sampler: Any, batch_sampler: Any, dataset: Any, rank: Rank) -> tuple
     return AllRanksSampler(sampler), size
 
 
-def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints | None, list[DataError]]:
+def _map_costs(
+    dataset: Any, options: LoaderOptions, workers: Workers, cost_id: str | None
+) -> tuple[Ints | None, list[DataError]]:
     """Return one integer per sample, None if all are equal. A callable is called once for each loaded sample."""
-    failures: list[DataError] = []
+    cost = options.cost
+    if callable(cost):
+        items = ItemCosts(dataset, cost, options.policy.action == "skip")
+        with progress_bar("costs of items") as bar:
+            return costs_of_items(items, cost_id, workers, bar if options.rank.rank == 0 else None)
     if cost is None:
-        return None, failures
+        return None, []
     num_samples = len(dataset)
-    if not callable(cost):
-        values = np.asarray(cost) if num_samples else np.zeros(0, np.int64)
-    else:
-        load = map_loader(dataset, skip_errors=skip_errors)
-        listed: list[Any] = []
-        for row in range(num_samples):
-            try:
-                listed.append(cost(load(row)))
-            except DataError as failure:
-                if not skip_errors:
-                    raise
-                failures.append(failure)
-                listed.append(0)
-        values = np.asarray(listed if listed else np.zeros(0, np.int64))
+    values = np.asarray(cost) if num_samples else np.zeros(0, np.int64)
     if values.shape != (num_samples,):
         raise ValueError(f"cost must be one integer per sample, {num_samples} of them; got shape {values.shape}")
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"costs are integers, got {values.dtype}; scale and round them")
     if num_samples and int(values.min()) < 0:
         raise ValueError(f"costs are at least 0, sample {int(values.argmin())} has {int(values.min())}")
-    return values.astype(np.int64), failures
+    return values.astype(np.int64), []
 
 
 def _digest(values: Ints) -> str:

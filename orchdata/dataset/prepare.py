@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.utils.data import IterableDataset
 
 from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
@@ -24,7 +25,20 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
         check_layout(options)
         if isinstance(dataset, IterableDataset):
             return prepare_iterable(dataset, options)
-        return prepare_map_style(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
+        workers = Workers(
+            count=arguments.num_workers,
+            context=arguments.multiprocessing_context,
+            init_fn=arguments.worker_init_fn,
+            timeout=arguments.timeout,
+        )
+        return prepare_map_style(
+            dataset,
+            options,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            workers=workers,
+            cost_id=arguments.cost_id,
+        )
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     prepared = prepare_shards(dataset, options, arguments.quarantine)

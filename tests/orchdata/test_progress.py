@@ -23,7 +23,7 @@ def test_a_notebook_gets_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.Monke
     assert not cleared.strip() and len(cleared) == len(second)
 
 
-def test_where_nobody_looks_a_line_is_written_now_and_then(
+def test_without_a_terminal_a_line_is_written_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [100.0]

@@ -1,0 +1,236 @@
+"""Costs of the items of a map-style data set: by workers or here, kept under a name, and never silently old."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import orchdata as od
+from orchdata import notices
+from orchdata.dataset.item_costs.measure import ItemCosts, Workers
+from orchdata.loaders.errors import FunctionError
+
+HERE, TWO = Workers(), Workers(count=2, context="fork")
+
+
+class Items:
+    """Items with a value; some cannot be loaded."""
+
+    def __init__(self, values: list[Any], bad: tuple[int, ...] = ()) -> None:
+        self.values = values
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number in self.bad:
+            raise OSError("disk on fire")
+        return {"value": self.values[number], "pid": os.getpid()}
+
+
+class Counted:
+    """A cost that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, item: dict[str, Any]) -> int:
+        self.calls += 1
+        return int(item["value"])
+
+
+def value_of(item: dict[str, Any]) -> int:
+    return item["value"]  # type: ignore[no-any-return]
+
+
+def loader(values: list[Any], cost: Any, bad: tuple[int, ...] = (), **options: Any) -> od.DataLoader[Any]:
+    return od.DataLoader(Items(values, bad), batch_size=4, cost=cost, **options)
+
+
+def costs_in(made: od.DataLoader[Any]) -> Any:
+    return made.state_dict()["fingerprint"]["dataset"]["costs"]
+
+
+def test_workers_and_this_process_find_the_same() -> None:
+    values = list(range(100))
+    before, seen = torch.get_rng_state(), []
+    for workers in (HERE, TWO):
+        items = ItemCosts(Items(values, bad=(3, 70)), value_of, skip_errors=True)
+        costs, failures = items.measured(np.arange(100), workers, lambda done, total: seen.append((done, total)))
+        assert costs.tolist() == [-1 if number in (3, 70) else number for number in values]
+        assert [failure.key for failure in failures] == ["3", "70"] and "disk on fire" in failures[0].reason
+        assert seen[-1] == (100, 100) and seen == sorted(seen) and len(seen) > 3
+        seen.clear()
+    assert torch.equal(torch.get_rng_state(), before)  # epochs draw from it
+    assert costs_in(loader(values, value_of)) == costs_in(loader(values, value_of, num_workers=2))
+
+
+def test_items_are_loaded_in_the_loaders_workers() -> None:
+    begun = multiprocessing.get_context("fork").Value("i", 0)
+
+    def begin(number: int) -> None:
+        with begun.get_lock():
+            begun.value += 1
+
+    items = ItemCosts(Items([0] * 100), lambda item: item["pid"], skip_errors=False)
+    pids, _ = items.measured(np.arange(100), Workers(count=2, context="fork", init_fn=begin))
+    assert os.getpid() not in pids and 1 <= len(set(pids.tolist())) <= 2 == begun.value
+
+
+@pytest.mark.parametrize("workers", [HERE, TWO], ids=["here", "workers"])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (0.5, "returned 0.5: costs are integers; scale and round them"),
+        (float("nan"), "returned nan: costs are integers"),
+        (torch.tensor(2.0), ".*costs are integers"),
+        (None, "returned None"),
+        (True, "returned True"),
+        (-1, "returned -1: costs are integers from 0"),
+        (2**63, ".*costs are integers from 0"),
+        (ZeroDivisionError, "raised TypeError"),
+    ],
+)
+def test_what_is_no_cost_names_function_and_item(workers: Workers, value: Any, reason: str) -> None:
+    cost: Callable[[Any], Any] = (lambda item: item["value"] + 0) if value is ZeroDivisionError else value_of
+    items = ItemCosts(Items([1] * 40 + [value]), cost, skip_errors=True)
+    with pytest.raises(FunctionError, match=rf"cost: .* of item 40 of Items {reason}"):
+        items.measured(np.arange(41), workers)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("given", [np.int32(3), torch.tensor(3), 3], ids=["numpy", "torch", "int"])
+def test_integers_of_any_kind_are_costs(given: Any) -> None:
+    assert ItemCosts(Items([given]), value_of, skip_errors=False).measured(np.arange(1), HERE)[0].tolist() == [3]
+
+
+def test_a_function_that_cannot_be_sent_to_workers_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_warned", set())
+    spawn = Workers(count=2, context="spawn")
+    with pytest.warns(UserWarning, match="cost= cannot be sent to worker processes .*lambda"):
+        costs, _ = ItemCosts(Items([5] * 80), lambda item: item["pid"], skip_errors=False).measured(
+            np.arange(80), spawn
+        )
+    assert set(costs.tolist()) == {os.getpid()}
+    forked = multiprocessing.get_context("fork")
+    assert spawn.can_get(value_of) and Workers(count=2, context=forked).can_get(lambda item: 1)
+
+
+def test_an_item_that_cannot_be_loaded_raises_its_own_error() -> None:
+    for workers in (HERE, TWO):
+        with pytest.raises(OSError, match="disk on fire"):
+            ItemCosts(Items([1] * 80, bad=(50,)), value_of, skip_errors=False).measured(np.arange(80), workers)
+
+
+def test_ctrl_c_leaves_no_worker() -> None:
+    def interrupt(done: float, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ItemCosts(Items([1] * 500), value_of, skip_errors=False).measured(np.arange(500), TWO, interrupt)
+    assert not multiprocessing.active_children()
+
+
+def test_costs_are_kept_under_a_name_alone() -> None:
+    cost, values = Counted(), list(range(50))
+    for _ in range(2):
+        loader(values, cost)
+    assert cost.calls == 100
+    first = costs_in(loader(values, cost, cost_id="values, 1"))
+    assert cost.calls == 150
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert costs_in(loader(values, cost, cost_id="values, 1")) == first
+    assert cost.calls == 158  # some are compared
+    loader(values, cost, cost_id="values, 2")
+    loader(values[:-1], cost, cost_id="values, 1")
+    assert cost.calls == 158 + 50 + 49
+
+
+def test_old_costs_are_measured_again_with_a_warning() -> None:
+    values = list(range(50))
+    loader(values, value_of, cost_id="old")
+    with pytest.warns(UserWarning, match=r"cost_id='old' are measured again: item \d+ had the cost \d+, and now has"):
+        made = loader([2 * value + 1 for value in values], value_of, cost_id="old")
+    assert costs_in(made) == costs_in(loader([2 * value + 1 for value in values], value_of))
+
+    def other(item: dict[str, Any]) -> int:
+        return int(item["value"]) + 0
+
+    with pytest.warns(UserWarning, match="source text of the function is another one"):
+        loader([2 * value + 1 for value in values], other, cost_id="old")
+
+
+def test_a_data_set_with_another_fingerprint_has_other_costs() -> None:
+    cost, data = Counted(), Items(list(range(20)))
+    for fingerprint in ("a", "b", "a"):
+        data._fingerprint = fingerprint  # type: ignore[attr-defined]
+        od.DataLoader(data, batch_size=4, cost=cost, cost_id="hf")
+    assert cost.calls == 20 + 20 + 8
+
+
+def test_items_that_failed_are_tried_again() -> None:
+    cost, values = Counted(), list(range(1, 51))
+    skip = od.ErrorPolicy("skip", max_failures=None)
+    failed = loader(values, cost, bad=(7, 9), on_error=skip, cost_id="again")
+    assert failed.stats()["failures"]["count"] == 2 and cost.calls == 48
+    repaired = loader(values, cost, on_error=skip, cost_id="again")
+    assert repaired.stats()["failures"]["count"] == 0 and cost.calls == 48 + 8 + 2
+    assert costs_in(repaired) == costs_in(loader(values, value_of))
+    loader(values, cost, on_error="raise", cost_id="again")
+    assert cost.calls == 48 + 8 + 2 + 8  # all are kept now
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
+    cost, values = Counted(), list(range(50))
+    loader(values, cost, cost_id="damaged")
+    (path,) = (tmp_path / "item_costs").iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(8))
+    loader(values, cost, cost_id="damaged")
+    assert cost.calls == 100 and path.read_bytes() == content
+
+
+def test_one_rank_measures_and_the_others_wait_for_it() -> None:
+    cost, entered = Counted(), threading.Event()
+    made: list[Any] = []
+
+    def waiting(item: dict[str, Any]) -> int:
+        entered.set()
+        return cost(item)
+
+    def make(rank: int) -> None:
+        made.append(costs_in(loader(list(range(50)), waiting, cost_id="ranks", dp=(rank, 2))))
+
+    ranks = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    ranks[0].start()
+    assert entered.wait(60)
+    ranks[1].start()
+    for rank in ranks:
+        rank.join()
+    assert made[0] == made[1] and cost.calls == 50 + 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"cost": [1, 2, 3], "cost_id": "a"}, ValueError),
+        ({"cost_id": "a"}, ValueError),
+        ({"cost": value_of, "cost_id": ""}, TypeError),
+        ({"cost": value_of, "cost_id": 5}, TypeError),
+    ],
+)
+def test_a_name_without_a_function_is_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="cost_id"):
+        od.DataLoader(Items([1, 2, 3]), **options)
