@@ -423,7 +423,9 @@ def probe_id(modality: Modality) -> str:
 
 
 def qualified(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return the name of a class with its module: equal in a script and in the worker processes that it starts."""
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def dataclass_values(value: object, identity: str, method: str) -> dict[str, Any]:

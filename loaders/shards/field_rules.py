@@ -46,8 +46,9 @@ class FieldRules(NamedTuple):
 
     def kept_in(self, url: str) -> list[Any]:
         """Return the names by which more columns of a shard are read, JSON-safe."""
-        is_table = bool(self.keep) and suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
-        return [["kept", *self.keep]] if is_table else []
+        if not self.keep or self.container is not None:
+            return []
+        return [["kept", *self.keep]] if suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES) else []
 
 
 NO_RULES = FieldRules()

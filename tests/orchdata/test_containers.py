@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_containers import Arrays, Blobs, Broken, Folders, Sqlites, Zips, values_of, written, zip_file
+from own_containers import Arrays, Blobs, Broken, Folders, Lists, Sqlites, Zips, values_of, written, zip_file
 from shard_factory import RECIPE, jpeg, omni_samples, write_shard
 from typer.testing import CliRunner
 
@@ -20,6 +20,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.shards.builtin import BUILTIN_CONTAINERS
+from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.testing import check_any
 
@@ -171,7 +172,7 @@ def test_users_functions_get_what_a_container_gives(given: Given) -> None:
         od.ShardDataset(path, columns={"absent": "other"}, containers=[Arrays()]).index()
 
     kept = od.ShardDataset(path, od.Recipe(keep=("score", "text")), containers=[Arrays()])
-    assert kept[2].fields == {"score": b"1.0", "text": b"words of row 2"}
+    assert kept[2].fields == {"score": 1.0, "text": b"words of row 2"}
 
 
 def test_a_mixture_reads_one_suffix_with_two_containers(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_what_fails_for_a_shard_or_sample_is_a_data_error(tmp_path: Path, how: s
     if how in ("sample", "type", "range", "name"):
         assert len(failures) == 1
         with pytest.warns(UserWarning):
-            loader = od.DataLoader(dataset, batch_size=1, on_error="skip")
+            loader = od.DataLoader(dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
         assert [key for batch in loader for _, key in batch.sample_ids] == ["line0", "line2"]
 
 
@@ -368,3 +369,33 @@ def test_the_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monke
     assert [bytes(part.token_ids.tolist()) for part in photos[0].parts if hasattr(part, "token_ids")] == [
         b"a photo of a cat"
     ]
+
+
+@pytest.mark.parametrize("uses_record", [False, True])
+def test_kept_and_indexed_fields_have_the_types_that_a_container_gives(tmp_path: Path, uses_record: bool) -> None:
+    values = [
+        {"score": None if n % 3 == 0 else n / 2, "lang": "de" if n % 2 else "en", "tags": ["a", n]} for n in range(9)
+    ]
+    path = tmp_path / "a.list"
+    path.write_text(json.dumps([(f"k{n}", {"text": "x" * (n + 1), **each}) for n, each in enumerate(values)]))
+    made: Any = (
+        {"record": lambda record: {"text": f"{record['text']} {record['score']}"}, "record_id": "1"}
+        if uses_record
+        else {}
+    )
+    recipe = od.Recipe(image=None, audio=None, keep=("score", "lang", "tags"), **made)
+    data = od.ShardDataset(path, recipe, containers=[Lists()], index_fields=("score", "lang"))
+
+    (batch,) = od.DataLoader(data, batch_size=9)
+    assert batch.fields == {name: [each[name] for each in values] for name in values[0]}
+    chosen = data.filter('score >= 1 and lang == "en"')
+    (batch,) = od.DataLoader(chosen, batch_size=9)
+    assert [key for _, key in batch.sample_ids] == ["k2", "k4", "k8"]
+    (samples,) = od.DataLoader(chosen, batch_size=9, collate_fn=list)
+    assert [sample.fields["score"] for sample in samples] == [1, 2, 4]
+
+
+def test_a_container_of_a_script_has_one_identity_in_its_workers() -> None:
+    ours = type("Mine", (Lists,), {"__module__": "__main__"})
+    in_worker = type("Mine", (Lists,), {"__module__": "__mp_main__"})
+    assert identity_of(ours()) == identity_of(in_worker())

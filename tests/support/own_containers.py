@@ -163,6 +163,30 @@ class Folders(od.Container):
         return FolderShard(source)
 
 
+class ListShard(od.Shard):
+    """A JSON list of [key, {field: value}]."""
+
+    parallel = True
+
+    def __init__(self, content: bytes) -> None:
+        self._samples: list[tuple[str, dict[str, Any]]] = json.loads(content)
+
+    def keys(self) -> list[str]:
+        return [key for key, _ in self._samples]
+
+    def sample(self, number: int) -> dict[str, Any]:
+        return self._samples[number][1]
+
+
+@dataclass(frozen=True)
+class Lists(od.Container):
+    def claims(self, path: str) -> bool:
+        return path.endswith(".list")
+
+    def open(self, source: od.ShardSource, context: od.OpenContext) -> ListShard:
+        return ListShard(source.read(0, source.size))
+
+
 class Lines(od.Shard):
     """A sample for each line of a text, made by a function."""
 
