@@ -53,7 +53,8 @@ class DataLoader(Generic[T_co]):
             or an IterableDataset on one rank. With the latter two, each step yields the result of `collate_fn`, all
             ranks get the same number of samples by default, and the user scales the loss.
         batch_size: samples per rank and step, a mean once balanced; 1 if neither size is given. None, for map-style
-            data: one sample per rank and step, converted as torch does or passed to `collate_fn` alone.
+            data: one sample per rank and step, converted as torch does or passed to `collate_fn` alone. Windows, with
+            `od.Packed(concatenate=True)`.
         shuffle: True, False, an `od.Shuffle`, or, for a ShardDataset, your own order: an integer array of rows of its
             index, the same in each epoch. Rows of excluded samples are skipped.
         sampler, batch_sampler: for map-style data sets, as in torch: any iterable. The loader draws from it lazily.
@@ -64,7 +65,8 @@ class DataLoader(Generic[T_co]):
             Face model; or a function of a list of samples. Only one thread calls it at a time. If it has a parameter
             named `step`, it gets an `od.StepInfo` there.
         pin_memory: copy batches to page-locked memory, in a separate thread.
-        drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
+        drop_last: drop the global remainder of an epoch; without it the last global batch is smaller, or, of windows,
+            the remainder is the start of the next epoch.
         timeout: seconds to wait for a step; 0 for no limit. With workers: a process that takes longer is replaced, and
             the step is built again; a sample that takes longer in two processes with no other sample is a failure. With
             threads: RuntimeError, up to 2 s late if a thread hangs. A hung thread does not keep the process from
@@ -88,7 +90,8 @@ class DataLoader(Generic[T_co]):
         worker_memory: bytes that a worker process may allocate beyond what it starts with. A worker that needs more
             counts as lost. Slabs of shared memory, which contain the batches, are not counted.
         global_batch_size: samples of one optimizer step over all ranks; give exactly one of the three sizes. It need
-            not be divisible by the number of ranks; use it if that number may change.
+            not be divisible by the number of ranks; use it if that number may change. Windows, with
+            `od.Packed(concatenate=True)`.
         global_batch_tokens: LLM tokens of one optimizer step over all ranks, for shards. A step has the samples that
             end within its share of the epoch's tokens, so that it is off by less than one sample; the number of samples
             varies. Tokens of a sample are aligned up as `od.Packed(multiple_of=)` does; padding of `od.Padded` is not

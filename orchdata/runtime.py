@@ -340,7 +340,7 @@ def _warming(arguments: Arguments, options: LoaderOptions) -> Warming:
             options.rank.size,
             phases=arguments.phases,
             padded=isinstance(layout, Padded),
-            fixed=getattr(layout, "length", None) is not None,
+            fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
             in_shards=arguments.in_shards,
         )
     )

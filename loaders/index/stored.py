@@ -140,6 +140,18 @@ class StoredSample:
         self._check_counts([span.loss_mask() for span in spans if isinstance(span, TextSpan)], recipe)
         return spans, sizes.by_member
 
+    def token_ids(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> NDArray[np.int32]:
+        """Return the token ids of a row of text alone, (llm_tokens,). Raises FieldError as `spans`, and if the counts
+        differ from the index.
+
+        Args:
+            payloads: from `read`.
+        """
+        sizes = SizesInTurn(self._index.sizes(self.parts, recipe))
+        spans = [span for span in self.spans(recipe, payloads, sizes) if isinstance(span, TextSpan)]
+        self._check_counts([span.loss_mask() for span in spans], recipe)
+        return np.concatenate([np.zeros(0, np.int32), *(span.token_ids for span in spans)])
+
     def _pieces(
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
     ) -> tuple[list[list[Span]], int]:

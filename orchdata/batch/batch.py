@@ -68,6 +68,9 @@ class Batch:
             phase they stay, with their labels masked (see `mask_failed`).
         pieces: number of the piece of its sample, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Id
             and piece together identify a row in an epoch.
+        token_ranges: of windows, `od.Packed(concatenate=True)`: for each entry of `sample_ids` the tokens
+            (first, stop) that the window has of this document. Id, piece and range come once in an epoch. A document
+            that failed stays, with ids 0 and without labels. Empty where samples are whole.
         plan: the whole step's plan.
         step, microbatch, num_microbatches: position of this batch; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
@@ -95,6 +98,7 @@ class Batch:
     loss_tokens: int
     global_loss_tokens: float
     pieces: tuple[int, ...] = ()
+    token_ranges: tuple[tuple[int, int], ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
@@ -138,11 +142,19 @@ class Batch:
 
         It reads `llm.lengths`, for which a GPU is waited for: read it before `to("cuda")` where that matters.
         """
+        if self.token_ranges:
+            stops = self._piece_lengths.cumsum(0).tolist()
+            return tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
         lengths = self.llm.lengths[: len(self.sample_ids)].tolist()
         if self.llm.attention_mask is not None:
             return tuple((row, slice(0, length)) for row, length in enumerate(lengths))
         starts = self.llm.cu_seqlens[: len(lengths)].tolist()
         return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+    @property
+    def _piece_lengths(self) -> Tensor:
+        """Of windows, int64 (num_samples,): the tokens of each document there, one after another."""
+        return torch.tensor([stop - first for first, stop in self.token_ranges], dtype=torch.int64)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -171,6 +183,9 @@ class Batch:
         if self.sources is None or all(weight == 1 for weight in self.plan.loss_weights):
             return None
         labels, of_source = self.llm.labels, torch.tensor([*self.plan.loss_weights, 0.0])
+        if self.token_ranges:
+            weights = torch.repeat_interleave(of_source[self.sources.tolist()], self._piece_lengths)
+            return weights.to(labels.device)
         weights = of_source[[*self.sources.tolist(), *[-1] * (len(self.llm.cu_seqlens) - 1 - len(self.sources))]]
         if self.llm.attention_mask is not None:
             return weights[:, None].expand(labels.shape).to(labels.device)
@@ -182,8 +197,8 @@ class Batch:
         if self.sources is None:
             return {}
         llm, counts = self.llm, {}
-        labels = llm.labels if llm.attention_mask is not None else llm.labels.split(llm.cu_seqlens.diff().tolist())
-        lengths = llm.cu_seqlens.diff().tolist()
+        lengths = (self._piece_lengths if self.token_ranges else llm.cu_seqlens.diff()).tolist()
+        labels = llm.labels if llm.attention_mask is not None else llm.labels.split(lengths)
         for number in self.sources.unique().tolist():
             mine = (self.sources == number).nonzero()[:, 0].tolist()
             counts[self.plan.sources[number]] = {

@@ -149,7 +149,8 @@ def _figure(
 
 @_figure()
 def samples(share: PlannedShare) -> int:
-    """Samples delivered to this rank; the pieces of a split sample count one by one.
+    """Samples delivered to this rank; the pieces of a split sample count one by one, and so do those of a document that
+    windows cut.
 
     Per phase, a sample with failed parts stays, without loss.
     """
@@ -174,6 +175,8 @@ def overflow(share: PlannedShare) -> tuple[int, ...]:
     if index is None or not any(index.totals["overflow"].values()):
         return 0, 0, 0, 0
     rows = share.plan.row[share.mine]
+    if share.plan.ranges is not None:  # a document counts where it begins
+        rows = rows[share.plan.ranges.first[share.mine] == 0]
     cut, piece = index.cut_tokens[rows], index.piece[rows]
     following = rows + 1
     continued = np.zeros(len(rows), np.bool_)

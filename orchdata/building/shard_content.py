@@ -185,7 +185,7 @@ class PackedAssembly:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
-                failures.append(kept(_located(error, sample)))
+                failures.append(kept(located(error, sample)))
                 undo()
 
         pages, number = self._pages, wanted.number
@@ -216,8 +216,9 @@ class PackedAssembly:
         return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
 
 
-def _located(error: Exception, sample: StoredSample) -> DataError:
+def located(error: Exception, sample: StoredSample) -> DataError:
+    """Return the failure of a sample that an exception is, with the exception as its cause."""
     known = isinstance(error, FieldError)
-    located = as_field_error(error, "decoded").at(sample.shard, sample.key)
-    located.__cause__ = error.__cause__ if known else error
-    return located
+    failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
+    failure.__cause__ = error.__cause__ if known else error
+    return failure

@@ -28,6 +28,7 @@ from orchdata.building.media_pages import PageSource, recipe_of
 from orchdata.building.memory import Memory
 from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
+from orchdata.building.windows.assembler import WindowAssembler
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.index.index import Index
@@ -38,7 +39,7 @@ from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
-from orchdata.planning.layout import Layout
+from orchdata.planning.layout import Layout, window_length
 from orchdata.planning.make_plan import PlanSpec
 
 
@@ -119,7 +120,7 @@ class IndexedShards:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Batches of shards, packed or padded.
+    """Batches of shards, packed or padded, or windows of concatenated documents.
 
     Attributes:
         encoders: modalities that every batch has, if necessary as a dummy.
@@ -138,6 +139,8 @@ class ShardContent:
             layout=self.layout,
             encoders=self.encoders,
         )
+        if window_length(self.layout) is not None:
+            return WindowAssembler(source=pages, shards=shards, watch=watch)
         return PackedAssembler(source=pages, shards=shards, watch=watch, seed=self.shards.seed)
 
     def name_of(self, row: int) -> str:

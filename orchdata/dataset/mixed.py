@@ -18,7 +18,7 @@ from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
-from orchdata.loop.state import has_weights, is_of_mixture, load_state
+from orchdata.loop.state import WINDOWS, has_weights, is_of_mixture, load_state
 from orchdata.order.merge import MixedSource, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder, joined_stages
 from orchdata.order.order import Order, Shuffle
@@ -151,6 +151,7 @@ def restore(
 ) -> tuple[PreparedDataset, Position]:
     """Return the data set that continues from a state, and the position. A mixture continues from what the state says
     that its sources have given; if other weights are allowed, with its own weights from the state's position on.
+    Windows of documents keep their weights, so their position is searched for from the start of the run.
 
     Raises:
         StateError: as `load_state`, and if what the state says of the mixture is invalid.
@@ -158,6 +159,8 @@ def restore(
     order = prepared.spec.plan.order
     # The state of another data set raises an error that names the difference.
     if not isinstance(order, MixtureOrder) or not is_of_mixture(state, prepared.fingerprint):
+        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
+    if prepared.has_windows or WINDOWS in state["fingerprint"]:
         return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
     if "given" in state:
         return _restore_given(prepared, order, state, allow, num_workers)

@@ -24,6 +24,7 @@ from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sum
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
+from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
 IndexUse = Literal["build", "require"]
@@ -47,6 +48,10 @@ class TokenBudgets:
     def smallest(self) -> int:
         """The most tokens that a sample may have."""
         return min(tokens for _, tokens in self.budgets)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the argument of a DataLoader that it was built from."""
+        return {"global_batch_tokens": self.budgets}
 
     def over(self, sums: Sums) -> TokenBatches:
         return TokenBatches(sums=sums, budgets=self.budgets, drop_last=self.drop_last)
@@ -150,6 +155,11 @@ class PreparedDataset:
         """Usable samples of the data set."""
         return self.spec.plan.order.num_samples
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether steps are windows of concatenated documents."""
+        return isinstance(self.spec.plan.batches, WindowBatches)
+
     def with_order(self, order: MixtureOrder) -> PreparedDataset:
         """Return the same mixture with another order."""
         batches = self.spec.plan.batches
@@ -161,7 +171,7 @@ class PreparedDataset:
     def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a state with this position stores of the order, besides the fingerprint."""
         order = self.spec.plan.order
-        if not isinstance(order, MixtureOrder):
+        if not isinstance(order, MixtureOrder) or self.has_windows:
             return {}
         return dump_mixture(order, state["epoch"], state["position"])
 

@@ -48,8 +48,10 @@ from orchdata.planning.layout import (
     fixed_length,
     layout_of,
     padded_encoders,
+    window_length,
 )
 from orchdata.planning.sharing.fixed import better_budget
+from orchdata.planning.window_checks import check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
 from orchdata.quarantine import read_quarantine
 
@@ -74,6 +76,8 @@ def prepare_shards(
     recipes = [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in leaves]
     index = _open_index(dataset, options)
     costs = layout_costs(index, options.cost, layout)
+    length = window_length(layout)
+    check_windows(length, options.balance, options.batches.describe(), options.cost, recipes, index)
     options = replace(options, balance=layout_balance(options.balance, layout, recipes[0], costs.phases[:-1]))
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:
@@ -91,13 +95,14 @@ def prepare_shards(
     _warn_of_missing(recipes, index)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
-    if options.balance.caps and options.balance.oversize != "own":
+    if options.balance.caps and options.balance.oversize != "own" and length is None:
         above = oversize_rows(costs, options.balance, excluded)
         excluded = np.union1d(excluded, np.concatenate(list(above.values())))
     # Padding to the longest sample of a microbatch is not known before planning.
-    counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
+    counts = IndexTokens(index, 1 if isinstance(layout, Padded) or length is not None else layout.multiple_of)
     if isinstance(options.batches, TokenBudgets):
         excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
+    check_labels(length, index, excluded)
     # The order, and what a state must agree with.
     order: Order | MixtureOrder
     if options.listed is not None:
@@ -126,7 +131,10 @@ def prepare_shards(
     if isinstance(batches, TokenBudgets):
         batches = batches.over(order if isinstance(order, MixtureOrder) else TokenSums(order, counts))
         measure = {"tokens_multiple_of": counts.multiple_of}
-        _warn_better(batches, fixed_length(layout), options.rank.size)
+        _warn_better(batches, fixed_length(layout), options.rank.size, has_media=len(costs.phases) > 1)
+    elif length is not None:
+        batches = windows_of(batches, length, order, counts, index)
+        warn_of_windows(batches, recipes, options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
     spec = options.build_spec(
@@ -208,7 +216,7 @@ def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
     return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in parts])
 
 
-def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int) -> None:
+def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int, *, has_media: bool) -> None:
     """Warn if the last budget leaves microbatches of a fixed length rather empty."""
     budget = batches.budgets[-1][1]
     better = None if length is None else better_budget(budget, length, num_ranks)
@@ -216,7 +224,8 @@ def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int) -> N
         warn_once(
             "a budget that fills no microbatches",
             f"steps of global_batch_tokens={budget} fill microbatches of length={length} on {num_ranks} ranks badly: "
-            f"global_batch_tokens={better} would fill them",
+            f"global_batch_tokens={better} would fill them"
+            + ("" if has_media else f", and Packed(length={length}, concatenate=True) fills all windows of plain text"),
         )
 
 
@@ -298,7 +307,12 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
 def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:
     """Return the costs of samples in batches of this layout."""
     return IndexCosts(
-        index, model, layout.multiple_of, rectangular=isinstance(layout, Padded), length=fixed_length(layout)
+        index,
+        model,
+        1 if window_length(layout) else layout.multiple_of,
+        rectangular=isinstance(layout, Padded),
+        length=fixed_length(layout),
+        attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
     )
 
 

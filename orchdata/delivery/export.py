@@ -21,6 +21,7 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
+from orchdata.planning.windows import WindowBatches
 
 _PART = {
     "modality": pa.string(),
@@ -63,16 +64,19 @@ def export_plan(
     numbers = _epoch_numbers(of_epochs)
     if steps is not None and not (isinstance(steps, range) and steps.start >= 0 and steps.step > 0):
         raise ValueError(f"steps must be a range of steps of an epoch, as range(0, 100), got {steps!r}")
+    schema = _SCHEMA
+    if isinstance(spec.plan.batches, WindowBatches):
+        schema = schema.append(pa.field("first_token", pa.int64()))
     about = {"orchdata": json.dumps({"num_ranks": spec.plan.num_ranks, "fingerprint": dict(fingerprint)})}
     written = 0
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA.with_metadata(about)) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema.with_metadata(about)) as writer:
         for epoch in numbers:
             wanted = steps if steps is not None else range(steps_of.count(epoch))
             for task in steps_of.tasks(epoch, wanted.start, None, again=False):
                 if task.step >= wanted.stop:
                     break
                 if task.step in wanted:
-                    batch = _of_step(make_plan(spec.plan, task), spec)
+                    batch = _of_step(make_plan(spec.plan, task), spec, schema)
                     writer.write_batch(batch)
                     written += batch.num_rows
     return written
@@ -84,7 +88,7 @@ def _epoch_numbers(given: Any) -> list[int]:
     return [checked_epoch(epoch) for epoch in given]
 
 
-def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
+def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
     assert isinstance(spec.content, ShardContent | SampleContent)
     index, count = spec.content.shards.index, len(plan.row)
     rows, first_rows = plan.row.tolist(), index.first_rows if isinstance(index, JoinedIndex) else np.zeros(1, np.int64)
@@ -101,10 +105,11 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
         plan.rank,
         plan.microbatch,
         plan.llm_positions,
-        spec.plan.costs.loss_tokens(plan.row),
+        spec.plan.costs.loss_tokens(plan.row) if plan.ranges is None else plan.ranges.loss_tokens,
         _parts_of(plan, spec, index),
+        *([] if plan.ranges is None else [plan.ranges.first]),
     ]
-    return pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=_SCHEMA)
+    return pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=schema)
 
 
 def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:

@@ -26,7 +26,7 @@ from orchdata.hf.packing.rope import SwitchingRope, switching_rope
 from orchdata.hf.packing.verdict import Arguments, Verdict, attention_of, verdict_of
 from orchdata.hf.probe import loss_follows
 from orchdata.notices import warn_once
-from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
+from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -56,6 +56,7 @@ class Inputs:
         padded: one row a sample. Default: packed where the model keeps packed samples apart, else padded.
         multiple_of: as `od.Packed` and `od.Padded` have it.
         length: as `od.Packed` has it: rows are (1, length), and padding is a last sequence whose positions restart.
+        concatenate, attention: as `od.Packed` has them, with `length`: windows of concatenated documents.
         empty: as there.
         probe: try on a tiny random model of this configuration whether it keeps packed samples apart (`verdict`): 5
             seconds at most, and milliseconds once the verdict is in the cache folder. With False nothing is tried:
@@ -81,6 +82,8 @@ class Inputs:
     multiple_of: int = 1
     empty: Empty = "dummy"
     length: int | None = None
+    concatenate: bool = False
+    attention: Attention = "document"
     probe: bool = True
     verdict: Verdict = field(init=False, repr=False)
 
@@ -94,6 +97,8 @@ class Inputs:
                 f"od.hf.Inputs(length={self.length}) is of packed rows, and padded=True asks for others: "
                 "Balance(max_tokens=...) caps rows times the longest"
             )
+        if self.length is None and (self.concatenate or self.attention != "document"):
+            raise ValueError("od.hf.Inputs(concatenate=True) cuts documents into windows: pass length=, their tokens")
         object.__setattr__(self, "verdict", self._decide())
         if self.padded is None:
             object.__setattr__(self, "padded", not self.verdict.packs)
@@ -160,7 +165,14 @@ class Inputs:
         positions: Positions = "mrope" if self.family.mrope else "restart"
         if self.padded:
             return Padded(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
-        return Packed(positions=positions, multiple_of=self.multiple_of, empty=self.empty, length=self.length)
+        return Packed(
+            positions=positions,
+            multiple_of=self.multiple_of,
+            empty=self.empty,
+            length=self.length,
+            concatenate=self.concatenate,
+            attention=self.attention,
+        )
 
     @cached_property
     def scales_loss(self) -> bool:

@@ -22,11 +22,12 @@ VERSION = 2
 READ = (1, VERSION)
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
+WINDOWS = "windows"  # of concatenated documents: neither may differ, because windows of all epochs follow each other
 _MOST_BYTES = 8192  # of a mixture's fingerprint; a larger one is stored as digests
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
-    **dict.fromkeys(("epoch", "step", "position", "tokens", "base_seed", "worker"), int),
-    **dict.fromkeys(("fingerprint", "drawn"), Mapping),
+    **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
+    **dict.fromkeys(("fingerprint", "drawn", "document"), Mapping),
     **dict.fromkeys(("left", "workers"), (list, tuple)),
 }
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
@@ -87,14 +88,16 @@ def load_state(
     theirs = _with_present_weights(state.get("fingerprint", {}))
     if _is_small(theirs):
         fingerprint = _digested(fingerprint)
-    differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
-    other_size = _other_size(theirs, fingerprint)
-    if other_size is not None and other_size[0] not in allow:
-        differences.append(other_size[1])
-    other_weights = bool(theirs.keys() & fingerprint.keys() & {WEIGHTS}) and theirs[WEIGHTS] != fingerprint[WEIGHTS]
-    if other_weights and WEIGHTS not in allow:
-        how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
-        differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
+    if WINDOWS in fingerprint or WINDOWS in theirs:
+        differences, other_size, other_weights = _differences_of_windows(theirs, fingerprint), None, False
+    else:
+        differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
+        other_size, other_weights = _other_size(theirs, fingerprint), _other_weights(theirs, fingerprint)
+        if other_size is not None and other_size[0] not in allow:
+            differences.append(other_size[1])
+        if other_weights and WEIGHTS not in allow:
+            how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
+            differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
 
@@ -106,6 +109,17 @@ def load_state(
         if not other_weights and not cut:
             return position
     return _cut_again(state, position, steps)
+
+
+def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return the differences if one of the loaders has windows of concatenated documents."""
+    differences = _differences(theirs, ours, "")
+    if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
+        differences.append(
+            "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
+            "that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
+        )
+    return differences
 
 
 def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
@@ -244,6 +258,11 @@ def _check_location(state: Mapping[str, Any], position: Position, steps: Steps) 
             raise StateError(
                 f"step {step} of epoch {epoch} begins after {state[name]} {unit} in the state and {here[name]} here"
             )
+    for name in ("document", "token"):
+        if name in here and state.get(name) != here[name]:
+            raise StateError(
+                f"step {step} of epoch {epoch} begins at {name} {state.get(name)} in the state and {here[name]} here"
+            )
 
 
 def _cut_again(state: Mapping[str, Any], position: Position, steps: Steps) -> Position:
@@ -288,6 +307,10 @@ def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
         return name, f"{name} is {there[name]} in the state and {here[name]} here ({how})"
     sizes = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
     return name, f"a step has {sizes[0]} in the state and {sizes[1]} here ({how})"
+
+
+def _other_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    return bool(theirs.keys() & ours.keys() & {WEIGHTS}) and theirs[WEIGHTS] != ours[WEIGHTS]
 
 
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:

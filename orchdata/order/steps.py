@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -174,6 +174,14 @@ def _check_step(step: int, first: int, count: int) -> None:
         )
 
 
+@runtime_checkable
+class LocatesSteps(Protocol):
+    """Batches that say themselves where a step begins."""
+
+    def location(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return where a step begins, for a state: see `Steps.location`."""
+
+
 class Steps(Protocol):
     """The steps of each epoch."""
 
@@ -186,8 +194,9 @@ class Steps(Protocol):
         None if its samples depend on nothing random.
         """
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
-        """Return where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise.
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, Any]:
+        """Return where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise;
+        of windows of documents also the "document" and its "token".
 
         `step` may be the number of steps, for the end of the epoch. Empty if samples cannot be counted.
         """
@@ -227,7 +236,9 @@ class OrderedSteps:
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length(epoch), epoch, _begin_of(draw))
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, Any]:
+        if isinstance(self.batches, LocatesSteps):
+            return self.batches.location(epoch, step)
         begin = _begin_of(draw)
         first, position = begin or _START
         if step > first:

@@ -15,11 +15,13 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
+from orchdata.planning.layout import Attention
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.fixed import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.padded import PaddedCost
 from orchdata.planning.sharing.shares import Padding
+from orchdata.planning.sharing.windows import WindowCost
 
 Ints = NDArray[np.int64]
 
@@ -36,6 +38,7 @@ class IndexCosts:
         multiple_of: LLM sequences are padded to a multiple of this; `llm` costs and positions count the padding.
         rectangular: LLM batches are padded to their longest sample; a cost is then of a row as long as the sample.
         length: of every LLM microbatch; None where lengths vary.
+        attention: of windows of concatenated documents; None where documents are not concatenated.
     """
 
     index: Index
@@ -43,6 +46,7 @@ class IndexCosts:
     multiple_of: int = 1
     rectangular: bool = False
     length: int | None = None
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         known = (*self.index.modalities[1:], "llm")
@@ -57,11 +61,15 @@ class IndexCosts:
 
     @property
     def balanced(self) -> tuple[str, ...]:
+        if self.attention is not None:
+            return self.phases
         return self.model.phases if self.model is not None else self.phases
 
     @property
     def padded(self) -> Padding:
         """How `llm` microbatches are padded, and what that costs."""
+        if self.length is not None and self.attention is not None:
+            return WindowCost(self.length, self._coefficients("llm"), self.attention)
         if self.length is not None:
             return FixedCost(self.length, self._coefficients("llm"))
         if not self.rectangular:
@@ -71,6 +79,8 @@ class IndexCosts:
 
     @property
     def phases(self) -> tuple[str, ...]:
+        if self.attention is not None:  # windows are of text alone
+            return ("llm",)
         totals = self.index.totals["modalities"]
         named = () if self.model is None else self.model.phases
         encoders = [name for name in self.index.modalities[1:] if name in named or totals[name]["parts"]]

@@ -14,6 +14,7 @@ from orchdata.balancers.checks import checked_count
 Positions = Literal["restart", "mrope"]
 Empty = Literal["dummy", "zero"]
 Encoders = Literal["packed", "padded"]
+Attention = Literal["document", "window"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,11 @@ class Packed:
         encoder_lengths: modality -> positions, ascending: the input of its encoder is padded with a last sequence of
             zeros to the smallest of these lengths that is long enough; the largest is the phase's cap. The modality
             must define `Modality.padding`.
+        concatenate: for pretraining on text. The documents of an epoch are joined in its order and cut into windows of
+            `length` tokens. Every window is full, and each microbatch is one window. `batch_size` and
+            `global_batch_size` count windows.
+        attention: of windows. "document": each document in a window, or the part of it there, is a sequence of its own
+            in `cu_seqlens`, with positions from 0. "window": the window is one sequence, with positions from 0.
     """
 
     positions: Positions = "restart"
@@ -42,6 +48,8 @@ class Packed:
     multiple_of: int = 1
     length: int | None = None
     encoder_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    concatenate: bool = False
+    attention: Attention = "document"
 
     def __post_init__(self) -> None:
         _check(self)
@@ -59,6 +67,7 @@ class Packed:
         # Ranks compare it: a plain dict of tuples.
         plain = {name: tuple(lengths) for name, lengths in self.encoder_lengths.items()}
         object.__setattr__(self, "encoder_lengths", plain)
+        _check_windows(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +116,11 @@ def fixed_length(layout: Layout) -> int | None:
     return layout.length if isinstance(layout, Packed) else None
 
 
+def window_length(layout: Layout) -> int | None:
+    """Return the tokens of a window of concatenated documents; None where documents are not concatenated."""
+    return layout.length if isinstance(layout, Packed) and layout.concatenate else None
+
+
 def encoder_lengths(layout: Layout, name: str) -> Sequence[int]:
     """Return the lengths to which the input of an encoder is padded; empty where it is not."""
     return layout.encoder_lengths.get(name, ()) if isinstance(layout, Packed) else ()
@@ -127,3 +141,31 @@ def _check(layout: Layout) -> None:
     if layout.empty not in get_args(Empty):
         raise ValueError(f"{name}.empty must be 'dummy' or 'zero', got {layout.empty!r}")
     checked_count(layout.multiple_of, f"{name}.multiple_of")
+
+
+def _check_windows(layout: Packed) -> None:
+    if not isinstance(layout.concatenate, bool):
+        raise ValueError(f"Packed.concatenate must be True or False, got {layout.concatenate!r}")
+    if layout.attention not in get_args(Attention):
+        raise ValueError(f"Packed.attention must be 'document' or 'window', got {layout.attention!r}")
+    if not layout.concatenate:
+        if layout.attention != "document":
+            raise ValueError(
+                f"Packed.attention={layout.attention!r} is of windows of concatenated documents: pass length= and "
+                "concatenate=True too"
+            )
+        return
+    if layout.length is None:
+        raise ValueError("Packed(concatenate=True) cuts documents into windows: pass length=, the tokens of a window")
+    if layout.length < 2:
+        raise ValueError(
+            f"Packed(length={layout.length}, concatenate=True): the first token of a window has no label, so a window "
+            "needs at least 2 tokens"
+        )
+    if layout.encoder_lengths:
+        raise ValueError("Packed(concatenate=True) is for text alone, so encoder_lengths= has no meaning: leave it out")
+    if layout.multiple_of > 1 and layout.attention == "document":
+        raise ValueError(
+            f"Packed.multiple_of={layout.multiple_of} pads each document, and windows of concatenated documents have "
+            "no padding: leave it out, or use attention='window', with one sequence a window"
+        )

@@ -24,6 +24,8 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples
+from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
 
 Ints = NDArray[np.int64]
 
@@ -106,6 +108,8 @@ class PlanSpec:
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
+    if isinstance(spec.batches, WindowBatches):
+        return _plan_of_windows(spec, spec.batches, task)
     # The samples: the order computes them, or a torch sampler drew them.
     if task.rows is None:
         start, stop = spec.steps.bounds(task)
@@ -139,12 +143,46 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         group_size=spec.balance.group_size,
         ranks_per_node=spec.ranks_per_node,
         parts=parts,
-        **_of_sources(spec.order, task, start, source, loss_tokens),
+        **_of_sources(spec.order, source, _passes(spec.order, task, start, stop), loss_tokens),
     )
 
 
+def _plan_of_windows(spec: PlanSpec, batches: WindowBatches, task: StepTask) -> Plan:
+    """Return the plan of a step of windows: its samples are pieces of documents."""
+    spec.steps.bounds(task)
+    pieces = batches.pieces(task.epoch, task.step)
+    padded = spec.costs.padded
+    assert isinstance(padded, WindowCost)
+    costs, positions = {"llm": padded.of_pieces(pieces.tokens)}, {"llm": pieces.tokens}
+    loss_tokens = piece_labels(pieces.tokens, spec.costs.loss_tokens(pieces.row))
+    stream_rank = stream_ranks(pieces.stream, spec.num_ranks)
+    shares = _GlobalBatch(spec, pieces.row, costs, positions, stream_rank).share_out()
+    return Plan(
+        epoch=task.epoch,
+        step=task.step,
+        num_ranks=spec.num_ranks,
+        num_microbatches=shares.num_microbatches,
+        source=pieces.source,
+        row=pieces.row,
+        rank=shares.rank,
+        microbatch=shares.microbatch,
+        costs=costs,
+        llm_positions=pieces.tokens,
+        padded=padded,
+        loss_tokens=int(loss_tokens.sum()),
+        stream_rank=stream_rank,
+        group_size=spec.balance.group_size,
+        ranges=TokenRanges(pieces.first, pieces.epoch, loss_tokens),
+        **_of_sources(spec.order, pieces.source, pieces.passes, loss_tokens),
+    )
+
+
+def _passes(order: SampleOrder, task: StepTask, start: int, stop: int) -> NDArray[np.int32] | None:
+    return order.passes(task.epoch, start, stop) if isinstance(order, MixtureOrder) else None
+
+
 def _of_sources(
-    order: SampleOrder, task: StepTask, start: int, source: NDArray[np.int32], loss_tokens: Ints
+    order: SampleOrder, source: NDArray[np.int32], passes: NDArray[np.int32] | None, loss_tokens: Ints
 ) -> dict[str, Any]:
     """Return the attributes of a plan that describe the sources of a mixture."""
     if not isinstance(order, MixtureOrder):
@@ -153,7 +191,7 @@ def _of_sources(
     np.add.at(by_source, source, loss_tokens)
     return {
         "sources": tuple(source.name for source in order.sources),
-        "passes": order.passes(task.epoch, start, start + len(source)),
+        "passes": passes,
         "source_loss_tokens": by_source,
         # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
         "loss_weights": tuple(float(np.float32(source.loss_weight)) for source in order.sources),

@@ -18,6 +18,7 @@ from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding, Shares
+from orchdata.planning.windows import TokenRanges
 
 Ints = NDArray[np.int64]
 
@@ -45,6 +46,8 @@ class Plan:
         loss_weights: weight of a loss token of each source.
         parts: encoder phase -> its parts and the ranks that encode them, where phases are assigned separately; empty
             where each rank encodes its own samples.
+        ranges: of windows of concatenated documents: what each sample, a piece of the document `row`, has of it. None
+            where samples are whole.
     """
 
     epoch: int
@@ -67,6 +70,7 @@ class Plan:
     source_loss_tokens: Ints | None = None
     loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
+    ranges: TokenRanges | None = None
     _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -227,6 +231,8 @@ class Plan:
         sizes = (self.epoch, self.step, self.num_ranks, self.num_microbatches, self.loss_tokens)
         digest.update(np.array(sizes, "<i8").tobytes())
         columns: list[NDArray[Any]] = [self.source, self.row, self.rank, self.microbatch]
+        if self.ranges is not None:
+            columns += [self.ranges.first, self.llm_positions]
         for column in [*columns, *(parts.rank for parts in self.parts.values())]:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()

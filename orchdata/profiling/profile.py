@@ -40,7 +40,7 @@ from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts, IndexTokens
-from orchdata.planning.layout import Layout, Packed, Padded, fixed_length
+from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.scales import Scale, make_scale
 
@@ -264,6 +264,11 @@ def profile(
         raise ValueError(
             f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
             'out, and use objective="sum" if ranks wait only at the end of the step'
+        )
+    if window_length(layout) is not None:
+        raise ValueError(
+            "Packed(concatenate=True) is not profiled: every window is full, and ranks have the same number of them in "
+            "each step; profile Packed(length=...) to compare with whole samples"
         )
     check_layout(balance, layout)
     if (length := fixed_length(layout)) is not None:

@@ -17,11 +17,17 @@ from orchdata.loaders.errors import StateError
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loop.state import SIZES
+from orchdata.loop.state import SIZES, WINDOWS
 from orchdata.order.order import Shuffle
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import Plan
+from orchdata.planning.windows import WindowBatches
 from orchdata.showing.shown import ShownGroup, shown_rows
+
+_WHOLE = (
+    "orchdata show shows whole samples, and this loader has windows of concatenated documents, "
+    "od.Packed(concatenate=True): its step_at gives any step, and batch.token_ranges says what each window has"
+)
 
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
@@ -39,6 +45,8 @@ def shards_and_model(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
     """Return the shards of a loader, and its cost model. Raises ValueError if it does not read shards."""
     if not isinstance(spec.content, ShardContent | SampleContent):
         raise ValueError("orchdata show reads shards, and this DataLoader reads none: call its step_at for any step")
+    if isinstance(spec.plan.batches, WindowBatches):
+        raise ValueError(_WHOLE)
     model = spec.plan.costs.model if isinstance(spec.plan.costs, IndexCosts) else None
     return spec.content.shards, model
 
@@ -60,6 +68,8 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
     if not orders:
         raise StateError("this is not a state of a DataLoader of shards: it does not have their order")
     assert isinstance(fingerprint, Mapping)
+    if WINDOWS in fingerprint:
+        raise StateError(_WHOLE)
     arguments: dict[str, Any] = {name: fingerprint[name] for name in SIZES if name in fingerprint}
     size = fingerprint.get("global_batch_tokens")
     if isinstance(size, list):

@@ -30,6 +30,8 @@ from orchdata.planning.route import Route
 from orchdata.planning.sharing.fixed import FixedCost
 from orchdata.planning.sharing.packed import NoPadding
 from orchdata.planning.sharing.padded import PaddedCost
+from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.windows import TokenRanges
 from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
 
 Bytes = NDArray[np.uint8]
@@ -39,7 +41,7 @@ _PLAN = "the step's"
 _DICT = "dict"  # a dict that has the mark as a key itself, such as a kept value
 _BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
-    kind.__name__: kind for kind in (Plan, Parts, NoPadding, PaddedCost, FixedCost, PhaseCost)
+    kind.__name__: kind for kind in (Plan, Parts, TokenRanges, NoPadding, PaddedCost, FixedCost, WindowCost, PhaseCost)
 }
 _NAMES = {kind: name for name, kind in _STEPS.items()}
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, torch.Tensor})

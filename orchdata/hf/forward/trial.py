@@ -204,7 +204,8 @@ class _Trial:
 
     def _own(self, model: Sized, padded: bool | None) -> Inputs:
         """Inputs of a tiny model's configuration."""
-        return replace(self.inputs, config=model.config, probe=False, length=None, padded=padded)
+        whole: dict[str, Any] = {"length": None, "concatenate": False, "attention": "document"}
+        return replace(self.inputs, config=model.config, probe=False, padded=padded, **whole)
 
     def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
         """Return a kind that fails, and what would help."""

@@ -52,6 +52,32 @@ def only_batch(dataset: od.ShardDataset, inputs: od.hf.Inputs, **options: Any) -
     return batch
 
 
+@pytest.mark.parametrize("attention", ["document", "window"])
+def test_windows_of_documents_are_rows_with_the_loss_of_their_parts(
+    dataset: od.ShardDataset, model: Any, attention: Any
+) -> None:
+    inputs = od.hf.Inputs(model.config, length=20, concatenate=True, attention=attention)
+    windows = list(od.DataLoader(dataset, global_batch_size=3, collate_fn=inputs, num_threads=0, dp=(0, 1)))
+    ids = torch.tensor(list("".join(TEXTS).encode()[:60]))
+    assert torch.equal(torch.cat([batch.llm.input_ids for batch in windows]), ids)
+    assert windows[0].loss_scale == 1 / sum(batch.loss_tokens for batch in windows)
+    for batch in windows:
+        losses = []
+        parts = batch.samples if attention == "document" else [slice(0, 20)]
+        for part in parts:
+            own, labels = batch.llm.input_ids[part][None], batch.llm.labels[part]
+            logits = model(own).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100))
+        outputs = model(**batch.model_inputs())
+        assert outputs.logits.shape[:2] == (1, 20)
+        assert torch.allclose(od.hf.loss(outputs, batch), torch.stack(losses).sum() * batch.loss_scale, rtol=1e-12)
+
+
+def test_windows_need_a_length() -> None:
+    with pytest.raises(ValueError, match="pass length="):
+        od.hf.Inputs(llama(), concatenate=True, probe=False)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"padded": True}, {"multiple_of": 8}, {"padded": True, "multiple_of": 64}, {"length": 128}]
 )

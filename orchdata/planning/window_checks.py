@@ -1,0 +1,180 @@
+"""What windows of concatenated documents can be made of: checks of a loader's arguments and of its index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import CostModel
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.notices import warn_once
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Order
+from orchdata.order.steps import Batches, GlobalBatches
+from orchdata.order.token_sums import TokenCounts, TokenSums
+from orchdata.planning.balance import Balance
+from orchdata.planning.windows import WindowBatches
+
+Ints = NDArray[np.int64]
+
+_CHUNK_ROWS = 1 << 20
+_WHOLE = "or keep samples whole, by od.Packed(length=...) without concatenate"
+
+
+def check_windows(
+    length: int | None,
+    balance: Balance,
+    size: Mapping[str, Any],
+    cost: CostModel | None,
+    recipes: Sequence[Recipe],
+    index: Index,
+) -> None:
+    """Raise ValueError if a loader's arguments and data do not fit windows of `length` tokens; None for no windows.
+
+    Args:
+        size: the argument that says how large a step is.
+    """
+    if length is None:
+        return
+    _check_size(size, length)
+    _check_balance(balance)
+    _check_text_alone(recipes, index)
+    if cost is not None and cost.phases != ("llm",):
+        raise ValueError(
+            f"the cost model names the phases {', '.join(cost.phases)}, and Packed(concatenate=True) is of text alone: "
+            f"give it llm only, {_WHOLE}"
+        )
+
+
+def _check_balance(balance: Balance) -> None:
+    if balance.assignment == "per_phase":
+        raise ValueError(
+            "Balance.assignment='per_phase' spreads media over ranks, and Packed(concatenate=True) has none: leave it "
+            "out"
+        )
+    if balance.max_samples is not None:
+        raise ValueError(
+            f"Balance.max_samples={balance.max_samples} caps samples, and the microbatches of Packed(concatenate=True) "
+            "are windows, one each: leave it out"
+        )
+    if others := [phase for phase in balance.caps if phase != "llm"]:
+        raise ValueError(
+            f"Balance.max_tokens caps {', '.join(others)}, and Packed(concatenate=True) is of text alone: leave it out"
+        )
+
+
+def _check_size(size: Mapping[str, Any], length: int) -> None:
+    """Raise ValueError if the size of a step is not given in windows."""
+    budgets = size.get("global_batch_tokens")
+    if budgets is None:
+        return
+    if len(budgets) > 1:
+        raise ValueError(
+            "global_batch_tokens=[...] is a ramp, and the steps of Packed(concatenate=True) all have the same number "
+            "of windows: pass global_batch_size, the windows of a step"
+        )
+    tokens = budgets[0][1]
+    near = max(1, round(tokens / length))
+    raise ValueError(
+        f"global_batch_tokens={tokens}: the steps of Packed(concatenate=True) are counted in windows of "
+        f"length={length}; pass global_batch_size={near}, which is {near * length} tokens"
+    )
+
+
+def _check_text_alone(recipes: Sequence[Recipe], index: Index) -> None:
+    totals = index.totals["modalities"]
+    out = f"leave media out, by od.Recipe(image=None, audio=None, text=...), {_WHOLE}"
+    for name in index.modalities[1:]:
+        if count := totals[name]["parts"]:
+            raise ValueError(
+                f"Packed(concatenate=True) cuts documents of text, and the data set has {count:,} parts of {name}, "
+                f"which cannot be cut: {out}"
+            )
+    usual = Recipe().modalities
+    for recipe in recipes:
+        for name, modality in recipe.modalities.items():
+            if name not in usual or modality != usual[name]:
+                raise ValueError(
+                    f"Packed(concatenate=True) cuts documents of text, and the recipe says how {name} is prepared: "
+                    f"{out}"
+                )
+
+
+def windows_of(
+    batches: Batches, length: int, order: Order | MixtureOrder, counts: TokenCounts, index: Index
+) -> WindowBatches:
+    """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step.
+
+    Args:
+        batches: their size is in windows.
+    """
+    assert isinstance(batches, GlobalBatches)
+    windows = WindowBatches(
+        size=batches.size,
+        length=length,
+        drop_last=batches.drop_last,
+        order=order,
+        sums=order if isinstance(order, MixtureOrder) else TokenSums(order, counts),
+        counts=counts,
+        index=index,
+    )
+    tokens = windows.sums.of_epoch(0)
+    if not tokens:
+        raise ValueError("the data set has no usable document, and Packed(concatenate=True) fills every window")
+    if tokens < windows.step_tokens:
+        most = tokens // length
+        raise ValueError(
+            f"the documents of an epoch have {tokens:,} tokens, and a step of {windows.size:,} windows of "
+            f"length={length} has {windows.step_tokens:,}: use {f'at most {most:,} windows a step, ' if most else ''}"
+            "a smaller length, or more data"
+        )
+    return windows
+
+
+def warn_of_windows(batches: WindowBatches, recipes: Sequence[Recipe], num_ranks: int) -> None:
+    """Warn once about microbatches that stay empty, and about texts that are split without need."""
+    micro_steps = -(-batches.size // num_ranks)
+    empty = micro_steps * num_ranks - batches.size
+    if empty:
+        warn_once(
+            "windows that ranks cannot share",
+            f"global_batch_size={batches.size} windows on {num_ranks} ranks: each rank has {micro_steps} microbatches "
+            f"a step, and {empty} of these {micro_steps * num_ranks} have no window and are padding. "
+            f"{micro_steps * num_ranks} windows would fill them",
+        )
+    if any(recipe.text.overflow == "split" for recipe in recipes):
+        warn_once(
+            "split texts are concatenated",
+            "TextPreprocessor(overflow='split') makes documents of the pieces of a long text, which are shuffled one "
+            "by one. Packed(concatenate=True) cuts long texts itself: leave max_tokens and overflow out",
+        )
+
+
+def check_labels(length: int | None, index: Index, excluded: Ints) -> None:
+    """Raise ValueError if some tokens of a document have no label: a cut document's labels are then not known.
+
+    Args:
+        length: tokens of a window; None for no windows, which checks nothing.
+        excluded: rows that are left out, ascending.
+    """
+    count, first = 0, -1
+    if length is None:
+        return
+    for start in range(0, index.num_rows, _CHUNK_ROWS):
+        row = np.arange(start, min(start + _CHUNK_ROWS, index.num_rows))
+        tokens, loss = index.llm_tokens[row].astype(np.int64), index.loss_tokens[row]
+        partial = row[(loss > 0) & (loss < tokens - 1)]
+        partial = partial[~np.isin(partial, excluded)]
+        first = int(partial[0]) if first < 0 and len(partial) else first
+        count += len(partial)
+    if count:
+        raise ValueError(
+            f"{count:,} of {index.num_rows:,} documents have tokens without a label, such as the prompts of a chat; "
+            f"the first is {index.called(first)} of {index.shard_of(first).url}. Packed(concatenate=True) cuts "
+            "documents, and which side of a cut has how many labels is not in the index. Give the model all of it as "
+            f"plain text, by Recipe(record=...), a function of yours that returns a string, {_WHOLE}"
+        )

@@ -1,0 +1,199 @@
+"""Windows of concatenated documents: which tokens of which documents each step has.
+
+    order, tokens of documents --one sequence of tokens--> steps of `size` windows --cut--> pieces of documents
+
+The documents of all epochs follow each other in their orders. A step has the next `size * length` tokens, and a piece
+is what one window has of one document. So the first step of an epoch begins with the rest of the epoch before, and
+every step is full. With `drop_last` each epoch begins with its first document, and its rest is left out. Where a step
+begins is computed from sums of tokens, for any epoch and step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.index import Index, basename
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import SampleOrder
+from orchdata.order.steps import Begin, Sums
+from orchdata.order.token_sums import TokenCounts
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRanges:
+    """The tokens that the n pieces of a step have of their documents. Their numbers are `Plan.llm_positions`.
+
+    Attributes:
+        first: int64 (n,), the first token of the piece in its document.
+        epoch: int64 (n,), the epoch whose pass through the documents the piece belongs to: that of the step, or the one
+            before for its rest.
+        loss_tokens: int64 (n,), labels other than -100.
+    """
+
+    first: Ints
+    epoch: Ints
+    loss_tokens: Ints
+
+
+class Pieces(NamedTuple):
+    """The pieces of a step, in the order of their windows; all arrays have n items.
+
+    Attributes:
+        source, row: the document, as `SampleOrder.rows` gives it.
+        stream: the stream that the document is drawn from.
+        passes: of a mixture, the pass through its source; else None.
+        tokens: number of tokens, at least 1.
+        first, epoch: see `TokenRanges`.
+    """
+
+    source: NDArray[np.int32]
+    row: Ints
+    stream: Ints
+    passes: NDArray[np.int32] | None
+    tokens: Ints
+    first: Ints
+    epoch: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowBatches:
+    """An order cut into global batches of windows. It pickles.
+
+    Attributes:
+        size: windows of a global batch, over all ranks.
+        length: tokens of a window.
+        drop_last: whether an epoch begins with its first document, and its rest is left out.
+        order: of the documents.
+        sums: tokens along the order.
+        counts: tokens of documents.
+        index: names documents for states.
+    """
+
+    size: int
+    length: int
+    order: SampleOrder
+    sums: Sums
+    counts: TokenCounts
+    index: Index
+    drop_last: bool = False
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.size * self.length
+
+    def count(self, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> int:
+        if self.drop_last:
+            return self.sums.of_epoch(epoch) // self.step_tokens
+        until = self.sums.of_epochs_before(epoch) + self.sums.of_epoch(epoch)
+        return until // self.step_tokens - self._steps_before(epoch)
+
+    def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
+        """Return the positions of the epoch whose documents the step has tokens of. Its rest of the epoch before is not
+        among them. Raises IndexError outside the epoch.
+        """
+        if not 0 <= step < (count := self.count(num_positions, epoch)):
+            raise IndexError(f"step {step} is outside the epoch of {count} steps")
+        start, stop = self._tokens(epoch, step)
+        return self.sums.position(epoch, max(0, start)), self.sums.position(epoch, stop - 1) + 1
+
+    def describe(self) -> dict[str, Any]:
+        return {"global_batch_size": self.size, "windows": {"length": self.length, "drop_last": self.drop_last}}
+
+    def pieces(self, epoch: int, step: int) -> Pieces:
+        """Return the pieces of a step, which `bounds` has checked."""
+        parts = [self._documents(*part) for part in self._parts(epoch, *self._tokens(epoch, step))]
+        tokens = np.concatenate([part.tokens for part in parts])
+        if int(tokens.sum()) != self.step_tokens:
+            raise self.index.damaged(f"the documents of step {step} have {tokens.sum()} tokens, not {self.step_tokens}")
+        # Documents are cut where a window begins.
+        begins = np.cumsum(tokens) - tokens
+        cuts = np.union1d(begins, np.arange(self.size, dtype=np.int64) * self.length)
+        of = np.searchsorted(begins, cuts, side="right") - 1
+        first = np.concatenate([part.first for part in parts])
+        passes = [part.passes for part in parts if part.passes is not None]
+        return Pieces(
+            source=np.concatenate([part.source for part in parts])[of],
+            row=np.concatenate([part.row for part in parts])[of],
+            stream=np.concatenate([part.stream for part in parts])[of],
+            passes=np.concatenate(passes)[of] if passes else None,
+            tokens=np.diff(cuts, append=self.step_tokens),
+            first=first[of] + cuts - begins[of],
+            epoch=np.concatenate([part.epoch for part in parts])[of],
+        )
+
+    def location(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return where a step begins, for a state, JSON-safe: "document" and its first "token" that is not delivered;
+        "position", the documents of this epoch that were delivered to their end; "tokens" of this epoch before it.
+        """
+        start = self._tokens(epoch, step)[0]
+        (epoch_of, token, _), *_ = self._parts(epoch, start, start + 1)
+        position = self.sums.position(epoch_of, token)
+        row = int(self.order.rows(epoch_of, position, position + 1)[1][0])
+        return {
+            "position": position if epoch_of == epoch else 0 if epoch_of < epoch else self.order.length(epoch),
+            "tokens": max(0, start),
+            "document": {"epoch": epoch_of, "position": position, **self._name_of(row)},
+            "token": token - self.sums.before(epoch_of, position),
+        }
+
+    def _name_of(self, row: int) -> dict[str, Any]:
+        piece = int(self.index.piece[np.array([row])][0])
+        name = {"shard": basename(self.index.shard_of(row).url), "key": self.index.key(row)}
+        return name | ({"piece": piece} if self.index.is_split else {})
+
+    def _steps_before(self, epoch: int) -> int:
+        return self.sums.of_epochs_before(epoch) // self.step_tokens
+
+    def _tokens(self, epoch: int, step: int) -> tuple[int, int]:
+        """Return the tokens of a step, counted from the start of the epoch: negative for those of the epoch before."""
+        if self.drop_last:
+            return step * self.step_tokens, (step + 1) * self.step_tokens
+        start = (self._steps_before(epoch) + step) * self.step_tokens - self.sums.of_epochs_before(epoch)
+        return start, start + self.step_tokens
+
+    def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return tokens [start, stop), counted from the start of an epoch, as (epoch, start, stop) of their epochs."""
+        while start < 0:
+            epoch -= 1
+            start, stop = start + (tokens := self.sums.of_epoch(epoch)), stop + tokens
+        parts = []
+        while start < stop:
+            tokens = self.sums.of_epoch(epoch)
+            if start < tokens:
+                parts.append((epoch, start, min(stop, tokens)))
+            epoch, start, stop = epoch + 1, max(0, start - tokens), stop - tokens
+        return parts
+
+    def _documents(self, epoch: int, start: int, stop: int) -> Pieces:
+        """Return the documents that have tokens [start, stop) of an epoch, each with its tokens there."""
+        position, end = self.sums.position(epoch, start), self.sums.position(epoch, stop - 1) + 1
+        source, row = self.order.rows(epoch, position, end)
+        tokens = self.counts(row)
+        begins = self.sums.before(epoch, position) + np.cumsum(tokens) - tokens
+        first = np.maximum(start - begins, 0)
+        return Pieces(
+            source=source,
+            row=row,
+            stream=self.order.drawn_from(epoch, position, end),
+            passes=self.order.passes(epoch, position, end) if isinstance(self.order, MixtureOrder) else None,
+            tokens=np.minimum(begins + tokens, stop) - begins - first,
+            first=first,
+            epoch=np.full(len(row), epoch, np.int64),
+        )
+
+
+def piece_labels(tokens: Ints, document_labels: Ints) -> Ints:
+    """Return the labels of pieces, int64 (n,): of all tokens but the first, or of none (see `check_labels`).
+
+    Args:
+        tokens: int64 (n,), of the pieces.
+        document_labels: int64 (n,), labels of their whole documents.
+    """
+    return np.where(document_labels > 0, tokens - 1, 0)
