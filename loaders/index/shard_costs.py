@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error, pass_trouble
+from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_costs
 from orchdata.loaders.index.probed import Probes, with_inner
@@ -510,7 +511,7 @@ class _Rows:
 
     def add_bad(self, sample: _Sample, field: str, reason: str) -> None:
         for member in sample.members:
-            if member.kind == OTHER and member.error is None:
+            if member.kind == OTHER and member.error is None and not member.field.endswith(VALUE):
                 self.ignored[member.field] += 1
         self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)

@@ -171,11 +171,11 @@ def _warn_of_missing(recipes: Sequence[Recipe], index: Index | JoinedIndex) -> N
     if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
         others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))
         records = sum(each.num_records for each in found)
-        where = f" ({records:,} of its records were looked at for keys)" if records else ""
+        where = f", no key of {records:,} of its records," if records else ""
         warn_once(
             f"no kept fields of {index.fingerprint}",
             f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field"
-            f"{where}, but {others}",
+            f"{where or ','} but {others}",
         )
 
 

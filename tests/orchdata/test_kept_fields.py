@@ -293,7 +293,9 @@ def test_a_value_that_is_nested_too_deeply_fails_its_sample(tmp_path: Path) -> N
 
 
 def test_a_key_that_no_record_has_is_warned_of(typed: dict[str, str]) -> None:
-    with pytest.warns(UserWarning, match=r"names 'scor', and no sample .* \(3 of its records were looked at .*'Score'"):
+    with pytest.warns(
+        UserWarning, match="names 'scor', and no sample .* field, no key of 3 of its records, but .*'Score'"
+    ):
         batches_of(typed["jsonl"], ("scor", "label"))
 
 

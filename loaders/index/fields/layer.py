@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.fields.reading import ShardFields
-from orchdata.loaders.index.fields.types import TYPES, Piece
+from orchdata.loaders.index.fields.types import TYPES, Piece, kind_of
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.shard import ShardInfo
@@ -37,20 +37,22 @@ def layer_path(info: ShardInfo, names: Sequence[str], rules: FieldRules, limits:
 def write_layer(path: str, info: ShardInfo, fields: ShardFields, access: Access) -> None:
     """Write the columns of a shard. Raises StorageError."""
     keys = [key.encode("utf-8", "backslashreplace") for key in fields.keys]
-    columns = {_KEY: pa.array(keys, pa.large_binary())}
-    for number, piece in enumerate(fields.columns.values()):
-        columns[str(number)] = piece.values
-    batch = pa.RecordBatch.from_arrays([*columns.values()], names=[*columns])
+    kinds = [kind_of(piece.values.type) for piece in fields.columns.values()]
+    columns = [pa.array(keys, pa.large_binary()), *(piece.values for piece in fields.columns.values())]
+    batch = pa.RecordBatch.from_arrays(columns, schema=_schema(kinds))
     values = {
         "shard": [info.url, info.size, info.version, info.checksum],
         "names": list(fields.columns),
+        "kinds": kinds,
         "texts": [name for name, piece in fields.columns.items() if piece.is_text],
         "seen": [str(name) for name in fields.seen],
     }
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    write_whole(path, seal(KIND, FIELDS_FORMAT, values, [sink.getvalue()])[0], access)
+    write_whole(path, seal(KIND, FIELDS_FORMAT, values, [batch.serialize()])[0], access)
+
+
+def _schema(kinds: Iterable[str]) -> pa.Schema:
+    columns = [pa.field(str(number), TYPES[kind]) for number, kind in enumerate(kinds)]
+    return pa.schema([pa.field(_KEY, pa.large_binary(), nullable=False), *columns])
 
 
 def read_layer(path: str, info: ShardInfo, access: Access) -> tuple[pa.Array, ShardFields] | None:
@@ -60,18 +62,15 @@ def read_layer(path: str, info: ShardInfo, access: Access) -> tuple[pa.Array, Sh
         head, body = read_sealed(path, KIND, FIELDS_FORMAT)
         if head.values.get("shard") != [info.url, info.size, info.version, info.checksum]:
             return None
-        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
-            (batch,) = stream
+        names, texts = head.values["names"], set(head.values["texts"])
+        batch = pa.ipc.read_record_batch(pa.py_buffer(body), _schema(head.values["kinds"]))
         batch.validate(full=True)
-        names, texts = list(map(str, head.values["names"])), set(head.values["texts"])
         keys, *columns = batch.columns
-        if keys.type != pa.large_binary() or len(columns) != len(names) or keys.null_count:
-            raise Damaged("it has other columns than it names")
-        if any(column.type not in TYPES.values() for column in columns):
-            raise Damaged("it has columns of another type")
+        if keys.null_count:
+            raise Damaged("it has samples without a key")
         pieces = {name: Piece(info.url, column, name in texts) for name, column in zip(names, columns, strict=True)}
         return keys, ShardFields((), pieces, list(map(str, head.values["seen"])))
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return None  # absent, damaged or of another version
 
 

@@ -91,16 +91,18 @@ def _mapped(path: Path, index: Index, names: Sequence[str]) -> IndexFields:
         if not noted:
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
-        with pa.ipc.open_stream(pa.py_buffer(mapped[head.start :])) as stream:
-            (batch,) = stream
-        if batch.num_rows != index.num_rows or batch.schema.names != list(names):
-            raise Damaged("it has other rows or columns than the index")
-        if any(column.type not in TYPES.values() for column in batch.columns):
-            raise Damaged("it has columns of another type")
+        schema = _schema(names, head.values["kinds"])
+        batch = pa.ipc.read_record_batch(pa.py_buffer(mapped[head.start :]), schema)
+        if batch.num_rows != index.num_rows:
+            raise Damaged("it has other rows than the index")
         if not noted:
             batch.validate(full=True)
             note(path, status)
         return IndexFields(batch)
+
+
+def _schema(names: Sequence[str], kinds: Sequence[str]) -> pa.Schema:
+    return pa.schema([pa.field(name, TYPES[kind]) for name, kind in zip(names, kinds, strict=True)])
 
 
 def write_merged(
@@ -127,12 +129,9 @@ def write_merged(
             for array, mine in zip(arrays, rows, strict=True)
         ]
         columns.append(pa.concat_arrays(taken))
-    batch = pa.RecordBatch.from_arrays(columns, names=list(names))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    body = sink.getvalue()
-    values: dict[str, Any] = {"build_id": index.build_id, "names": list(names)}
+    kinds = [kind_of(column.type) for column in columns]
+    body = pa.RecordBatch.from_arrays(columns, schema=_schema(names, kinds)).serialize()
+    values: dict[str, Any] = {"build_id": index.build_id, "kinds": kinds}
     start = body_start(values, body.size)
     with replaced(fields_path(index, names, cache), access) as fd:
         write_at(fd, memoryview(body), start)
