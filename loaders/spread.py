@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ class Spread:
         """Wait for the threads to end."""
         self._pool.shutdown()
 
-    def in_order(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    def in_order(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
         """Yield `function(item)` for each item, in order; the error of an item is raised in its place.
 
         Items are taken in this thread, and at most one more than there are threads are under way.

@@ -104,7 +104,7 @@ class DataLoader(Generic[T_co]):
             for map-style data a callable sample -> int, or one integer per sample. A callable is called for every
             sample when the loader is made, in `num_workers` processes.
         cost_id: a name for the costs that a callable computes: they are kept in the cache folder under it, and read
-            again by the next loader, and by other ranks. Change it when the data or the function change.
+            again by the next loader, also in another run. Change it when the data or the function change.
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
             of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel

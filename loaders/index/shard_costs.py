@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,9 +251,11 @@ def cost_shard(
         return replace(chunk, texts={}), outcomes
 
     chunks = _read_chunks(facts, shard, recipe, probes)
-    for chunk, outcomes in map(measured, chunks) if spread is None else spread.in_order(measured, chunks):
-        for sample, outcome in zip(chunk.samples, outcomes, strict=True):
-            rows.put(sample, outcome)
+    alone = (measured(chunk) for chunk in chunks)
+    with closing(alone if spread is None else spread.in_order(measured, chunks)) as results:
+        for chunk, outcomes in results:
+            for sample, outcome in zip(chunk.samples, outcomes, strict=True):
+                rows.put(sample, outcome)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})

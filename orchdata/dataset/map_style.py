@@ -230,7 +230,9 @@ def _map_costs(
     if callable(cost):
         items = ItemCosts(dataset, cost, options.policy.action == "skip")
         with progress_bar("costs of items") as bar:
-            return costs_of_items(items, cost_id, workers, bar if options.rank.rank == 0 else None)
+            rank = options.rank
+            progress = bar if rank.rank == 0 else None
+            return costs_of_items(items, cost_id, workers, progress, is_shared=rank.size > 1)
     if cost is None:
         return None, []
     num_samples = len(dataset)

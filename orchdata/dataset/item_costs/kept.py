@@ -2,20 +2,25 @@
 
 name --> file of the cache folder --some items are tried again--> costs, if they are the same; else all are measured
 
-Nothing identifies a map-style data set and a function safely, so without a name nothing is kept. Of several processes
-with one cache folder, such as the ranks of a job, one measures, and the others wait for its file.
+Nothing identifies a map-style data set and a function safely, so without a name nothing is kept for another run. Of
+several processes with one cache folder, one measures, and the others wait for its file. The ranks of a job agree on a
+name of their own if none is given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from orchdata.dataset.item_costs.measure import FAILED, ItemCosts, Workers
@@ -25,13 +30,19 @@ from orchdata.loaders.functions import source_digest
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.storage.shared.files import names_in
 from orchdata.notices import warn_user
+from orchdata.ranks.first_comer import done_by_first
 
 Ints = NDArray[np.int64]
 KIND: Final = b"item"
 FORMAT: Final = 1
 _CHECKED: Final = 8
 """Items whose costs are compared when they are read."""
+_JOB_PREFIX: Final = "job-"
+"""Of files that only the ranks of one job read."""
+_KEEP_SECONDS: Final = 24 * 3600
+_made_in_job: Counter[str] = Counter()
 
 
 def costs_of_items(
@@ -39,32 +50,49 @@ def costs_of_items(
     cost_id: str | None,
     workers: Workers,
     progress: Callable[[float, int], None] | None = None,
+    *,
+    is_shared: bool = False,
 ) -> tuple[Ints, list[DataError]]:
     """Return the cost of each item, 0 for those that cannot be loaded, and their failures. Raises as `measured`.
 
     Args:
-        cost_id: names the data set's content and the function; None: nothing is kept.
+        cost_id: names the data set's content and the function; None: nothing is kept for another run.
+        is_shared: whether other ranks of this job make a loader of the same data set.
     """
-    rows = np.arange(len(items.dataset))
-    if cost_id is None:
-        costs, failures = items.measured(rows, workers, progress)
+    name, prefix = cost_id, ""
+    if name is None and is_shared and (name := _name_in_job(items)) is not None:
+        prefix = _JOB_PREFIX
+    if name is None:
+        costs, failures = items.measured(np.arange(len(items.dataset)), workers, progress)
     else:
-        costs, failures = _kept(items, cost_id, workers, progress)
+        costs, failures = _kept(items, name, prefix, workers, progress)
     return np.maximum(costs, 0), failures
 
 
+def _name_in_job(items: ItemCosts) -> str | None:
+    """Return a new name that all ranks of this job have for these costs; None without a process group.
+
+    Their order distinguishes loaders that look alike. It may differ between ranks: items are compared as always.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    alike = _digest([*_identity(items, "").values(), source_digest(items.cost)])
+    _made_in_job[alike] += 1
+    return str(done_by_first(f"item costs/{alike}/{_made_in_job[alike]}", lambda: secrets.token_hex(16)))
+
+
 def _kept(
-    items: ItemCosts, cost_id: str, workers: Workers, progress: Callable[[float, int], None] | None
+    items: ItemCosts, cost_id: str, prefix: str, workers: Workers, progress: Callable[[float, int], None] | None
 ) -> tuple[Ints, list[DataError]]:
     cache = CacheFolder()
     identity = _identity(items, cost_id)
-    name = hashlib.blake2b("\0".join(identity.values()).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    name = prefix + _digest(list(identity.values()))
     path = cache.file("item_costs", f"{name}.costs")
     function = source_digest(items.cost)
     with closing(Claims(cache.file("locks", "item_costs"))) as claims, claims.claim(name, lambda: True):
         costs = _read(path, identity, len(items.dataset))
         if costs is not None and (problem := _problem(items, *costs, function)):
-            warn_user(f"costs that were kept as cost_id={cost_id!r} are measured again: {problem}")
+            warn_user(f"costs that were kept as {cost_id!r} (cost_id) are measured again: {problem}")
             costs = None
         values = np.full(len(items.dataset), FAILED, np.int64) if costs is None else costs[0]
         # Items that could not be loaded are tried again: it may have had to do with the machine.
@@ -73,7 +101,21 @@ def _kept(
         if costs is None or (len(left) and len(failures) < len(left)):
             head = {"identity": identity, "function": function}
             write_whole(path, seal(KIND, FORMAT, head, [np.ascontiguousarray(values, "<i8").tobytes()])[0])
+            if prefix:
+                _remove_old(path.parent)
     return values, failures
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove day-old files of jobs, which no other run reads. Best effort."""
+    with contextlib.suppress(OSError):
+        for name in names_in(folder):
+            if name.startswith(_JOB_PREFIX) and time.time() - (folder / name).lstat().st_mtime > _KEEP_SECONDS:
+                (folder / name).unlink()
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _identity(items: ItemCosts, cost_id: str) -> dict[str, str]:

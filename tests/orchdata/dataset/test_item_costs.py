@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 
 import orchdata as od
 from orchdata import notices
+from orchdata.dataset.item_costs import kept
 from orchdata.dataset.item_costs.measure import ItemCosts, Workers
 from orchdata.loaders.errors import FunctionError
 
@@ -160,7 +163,9 @@ def test_costs_are_kept_under_a_name_alone() -> None:
 def test_old_costs_are_measured_again_with_a_warning() -> None:
     values = list(range(50))
     loader(values, value_of, cost_id="old")
-    with pytest.warns(UserWarning, match=r"cost_id='old' are measured again: item \d+ had the cost \d+, and now has"):
+    with pytest.warns(
+        UserWarning, match=r"'old' \(cost_id\) are measured again: item \d+ had the cost \d+, and now has"
+    ):
         made = loader([2 * value + 1 for value in values], value_of, cost_id="old")
     assert costs_in(made) == costs_in(loader([2 * value + 1 for value in values], value_of))
 
@@ -220,6 +225,28 @@ def test_one_rank_measures_and_the_others_wait_for_it() -> None:
     for rank in ranks:
         rank.join()
     assert made[0] == made[1] and cost.calls == 50 + 8
+
+
+def test_ranks_of_a_job_need_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
+    asked: dict[str, str] = {}
+    job = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
+    monkeypatch.setattr(kept, "dist", job)
+    monkeypatch.setattr(kept, "done_by_first", lambda name, work: asked.setdefault(name, work()))
+    cost = Counted()
+    for _ in range(2):  # of each rank: loaders of training and evaluation data
+        monkeypatch.setattr(kept, "_made_in_job", Counter())
+        for values in (list(range(50)), list(range(7, 57))):
+            costs, _ = kept.costs_of_items(ItemCosts(Items(values), cost, False), None, HERE, is_shared=True)
+            assert costs.tolist() == values
+    assert len(asked) == 2 and cost.calls == 2 * (50 + 8)
+    files = list((tmp_path / "item_costs").iterdir())
+    assert len(files) == 2 and all(path.name.startswith("job-") for path in files)
+    os.utime(files[0], (0, 0))
+    kept.costs_of_items(ItemCosts(Items([1]), cost, False), None, HERE, is_shared=True)
+    assert not files[0].exists() and files[1].exists()
+    kept.costs_of_items(ItemCosts(Items([1, 2]), cost, False), None, HERE)  # a loader of this rank alone
+    assert len(list((tmp_path / "item_costs").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
