@@ -6,7 +6,7 @@ A path --claims--> one container --open--> a Shard. Containers of the user's are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypedDict
 
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.compressed import compression, open_decompressed
@@ -73,9 +73,8 @@ class TarContainer(_BySuffix):
 
     def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
         # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-        size, version = source.size, source.version
-        content = _decompressed(source, context)
-        return TarShard(source.url, content, limits=context.limits, names=rules.columns, size=size, version=version)
+        content, stored = _decompressed(source, context)
+        return TarShard(source.url, content, limits=context.limits, names=rules.columns, **stored)
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,9 @@ class RecordContainer(_BySuffix):
     suffixes: tuple[str, ...] = RECORD_SUFFIXES
 
     def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
-        size, version = source.size, source.version
-        content = _decompressed(source, context) if is_compressed(source.url) else source
+        content, stored = source, _Stored(size=source.size, version=source.version, is_new=False)
+        if is_compressed(source.url):
+            content, stored = _decompressed(source, context)
         return JsonLinesShard(
             source.url,
             content,
@@ -114,8 +114,7 @@ class RecordContainer(_BySuffix):
             media_root=media_root_of(source.url, context.media_root),
             rules=rules,
             reads=context.reads,
-            size=size,
-            version=version,
+            **stored,
         )
 
 
@@ -133,12 +132,22 @@ def builtin_of(path: str) -> Builtin:
     return next(each for each in BUILTIN_CONTAINERS if each.claims(path))
 
 
-def _decompressed(file: Storage, context: OpenContext) -> Storage:
+class _Stored(TypedDict):
+    """The shard as stored, if it is read from a decompressed copy: arguments of its reader."""
+
+    size: int
+    version: str
+    is_new: bool
+
+
+def _decompressed(file: Storage, context: OpenContext) -> tuple[Storage, _Stored]:
     """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
+    stored = _Stored(size=file.size, version=file.version, is_new=False)
     if compression(file.read(0, 4)) is None:
-        return file
+        return file, stored
     try:
-        content: Storage = open_decompressed(file, limits=context.limits, cache=context.cache)
+        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache)
     finally:
         file.close()
-    return content if context.reads is None else CountedFile(content, context.reads.cache)
+    counted = content if context.reads is None else CountedFile(content, context.reads.cache)
+    return counted, stored | _Stored(size=stored["size"], version=stored["version"], is_new=is_new)

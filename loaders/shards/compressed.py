@@ -9,7 +9,7 @@ import errno
 import hashlib
 import zlib
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, NamedTuple
 
 import zstandard
 
@@ -43,10 +43,18 @@ def compression(head: bytes) -> str | None:
     return "zstd" if head.startswith(_ZSTD_MAGIC) or skippable else None
 
 
-def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> LocalFile:
+class Decompressed(NamedTuple):
+    """The decompressed content of a shard, and whether it was decompressed now."""
+
+    file: LocalFile
+    is_new: bool
+
+
+def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
     """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
 
-    The entry belongs to (url, size, version): a shard that changes is decompressed again.
+    The entry belongs to (url, size, version), and must not be older than the shard: one that changes is decompressed
+    again, also if it keeps size and modification time.
 
     Raises:
         ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
@@ -54,12 +62,14 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
-    identity = "\0".join((LOCAL.identity(file.url), str(file.size), file.version))
-    name = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    name = copy_name(file.url, file.size, file.version)
     pieces_of = _gunzip if compression(file.read(0, 4)) == "gzip" else _unzstd
 
+    is_new = False
+
     def make(out: IO[bytes], cap: int) -> None:
-        written = 0
+        nonlocal is_new
+        written, is_new = 0, True
         try:
             for consumed, piece in pieces_of(file):
                 written += len(piece)
@@ -71,12 +81,18 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
             file.check_unchanged()  # a change of the file can look like damage
 
     while True:
-        path = cache.entry(name, make, access_of(file.url))
+        path = cache.entry(name, make, access_of(file.url), changed_ns=file.changed_ns)
         try:
-            return LocalFile(path, url=file.url, follow=False)
+            return Decompressed(LocalFile(path, url=file.url, follow=False), is_new)
         except StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):  # these: evicted just now, or replaced by a link
                 raise
+
+
+def copy_name(url: str, size: int, version: str) -> str:
+    """Return the name of a shard's decompressed copy in the cache folder."""
+    identity = "\0".join((LOCAL.identity(url), str(size), version))
+    return hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:

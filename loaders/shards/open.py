@@ -13,6 +13,7 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
 from orchdata.loaders.shards.builtin import builtin_of
+from orchdata.loaders.shards.compressed import copy_name
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.own.opened import OpenedShard
 from orchdata.loaders.shards.own.shard import Container, OpenContext, identity_of
@@ -79,6 +80,8 @@ def open_indexed(
     try:
         difference = describe_change(shard, indexed)
         if difference is not None:
+            if getattr(shard, "is_new", False):  # the next process must compare its content too
+                cache.remove_entry(copy_name(url, shard.size, shard.version))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
         shard.close()
@@ -104,7 +107,8 @@ class OpenShards:
     A dropped shard closes when the last thread that reads it is done.
 
     Args:
-        limits, cache, containers: for opening.
+        limits, cache: for opening.
+        containers: of the user's, by identity: a class of the main program has another name in worker processes.
         capacity: the number of shards that stay open.
 
     Attributes:
@@ -113,7 +117,12 @@ class OpenShards:
     """
 
     def __init__(
-        self, *, limits: Limits, cache: CacheFolder, containers: Iterable[Container] = (), capacity: int = 64
+        self,
+        *,
+        limits: Limits,
+        cache: CacheFolder,
+        containers: Mapping[str, Container] = NO_CONTAINERS,
+        capacity: int = 64,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -121,7 +130,7 @@ class OpenShards:
         self.texts: Recent[Any] = Recent(_TEXT_BYTES)
         self._limits = limits
         self._cache = cache
-        self._containers = by_identity(containers)
+        self._containers = containers
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[_Key, Shard] = OrderedDict()
@@ -184,6 +193,8 @@ def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
     # A copy of the same data has another modification time; equal headers show that it is a copy. For Parquet all bytes
     # are compared: a damaged page can crash the library that decodes it.
-    if shard.version != indexed.version and shard.checksum() != indexed.checksum:
-        return "was rewritten since it was indexed, with the same size and other content"
+    is_unsure = shard.version != indexed.version or getattr(shard, "is_new", False)
+    if is_unsure and shard.checksum() != indexed.checksum:
+        kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"
+        return f"was rewritten since it was indexed, with the same size{kept} and other content"
     return None

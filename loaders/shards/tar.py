@@ -51,6 +51,7 @@ class TarShard:
         file: the readable archive.
         limits: applied by `facts` and `read`.
         size, version: of the shard as stored, if that is another file (a compressed one).
+        is_new: whether that file was decompressed now, so that no one has compared its content with an index.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class TarShard:
         names: Sequence[tuple[str, str]] = (),
         size: int | None = None,
         version: str | None = None,
+        is_new: bool = False,
     ) -> None:
         self.url = url
         self.size = file.size if size is None else size
         self.version = file.version if version is None else version
+        self.is_new = is_new
         self._file = file
         self._limits = limits
         self._names = dict(names)

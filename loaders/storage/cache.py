@@ -76,7 +76,14 @@ class CacheFolder:
         """Return the path of a file of one kind, and create its folder. Raises as `make`."""
         return self.make(kind) / name
 
-    def entry(self, name: str, make: Callable[[IO[bytes], int], None], access: Access | None = None) -> Path:
+    def entry(
+        self,
+        name: str,
+        make: Callable[[IO[bytes], int], None],
+        access: Access | None = None,
+        *,
+        changed_ns: int = 0,
+    ) -> Path:
         """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing. It is never a link.
 
         Another process may evict the entry before it is opened: then call again. An existing entry is only read, so a
@@ -84,21 +91,29 @@ class CacheFolder:
 
         Errors of `make` are passed on, and nothing stays in the cache; after a failed system call it is called again
         from the start. `limit` is the cap on the size, `access` the most that the permissions may allow: the shard's.
+        An entry that is older than `changed_ns`, as `Storage.changed_ns`, is made again.
 
         Raises StorageError if the cache cannot be written.
         """
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
-        if not tried(str(path), "cannot be read", lambda: _is_whole(path)):
+        if not tried(str(path), "cannot be read", lambda: _is_whole(path, changed_ns)):
             self.make("shards")
-            tried(str(path), "cannot be written", lambda: self._make(name, path, make, access))
+            tried(str(path), "cannot be written", lambda: self._make(name, path, make, access, changed_ns))
         elif access is not None:
             restrict(path, access)
         self._mark_used(path)
         return path
 
-    def _make(self, name: str, path: Path, make: Callable[[IO[bytes], int], None], access: Access | None) -> None:
+    def remove_entry(self, name: str) -> None:
+        """Remove a decompressed shard; best effort. Processes that have it open can still read it."""
+        for suffix in (_ENTRY_SUFFIX, _USED_SUFFIX, _SUM_SUFFIX):
+            remove(self.root / "shards" / (name + suffix))
+
+    def _make(
+        self, name: str, path: Path, make: Callable[[IO[bytes], int], None], access: Access | None, changed_ns: int
+    ) -> None:
         with self._lock(name):
-            if _is_whole(path):  # written while this process waited
+            if _is_whole(path, changed_ns):  # written while this process waited
                 return
             self._remove_partials(path.parent)
             descriptor, partial = create_temporary(path, _PARTIAL_SUFFIX, access)
@@ -111,7 +126,7 @@ class CacheFolder:
                     os.fsync(file.fileno())
                     status = os.fstat(file.fileno())
                     self._evict(path.parent, status.st_size)
-                    kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns)
+                    kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns, changed_ns)
                     write_once(path.with_suffix(_SUM_SUFFIX), kept.encoded())
                     move(partial, path)
                     note(path, os.fstat(file.fileno()))
@@ -170,11 +185,12 @@ class CacheFolder:
 
 
 class _Sum(NamedTuple):
-    """Size, checksum and mtime of an entry when it was written; stored next to it."""
+    """Size, checksum and mtime of an entry when it was written, and `changed_ns` of its source; stored next to it."""
 
     size: int
     crc32: int
     mtime_ns: int
+    changed_ns: int = 0
 
     def encoded(self) -> bytes:
         return " ".join(map(str, self)).encode()
@@ -192,10 +208,16 @@ class _Summed:
         return self._file.write(data)
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether an entry exists, and has not changed. Its bytes are read once per machine, see `verified`."""
+def _is_whole(path: Path, changed_ns: int) -> bool:
+    """Return whether an entry exists, has not changed, and is not older than its source.
+
+    Its bytes are read once per machine, see `verified`.
+    """
     try:
         kept = _Sum(*map(int, read_small(path.with_suffix(_SUM_SUFFIX), _SUM_BYTES).split()))
+        # A file system may have another clock: then the entry is not newer than its source even when it was just made.
+        if changed_ns > max(kept.mtime_ns, kept.changed_ns) and os.access(path.parent, os.W_OK):
+            return False
         with opened(path) as file:
             status = os.fstat(file)
             if status.st_size != kept.size or is_noted(path, status):

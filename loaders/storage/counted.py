@@ -58,6 +58,10 @@ class CountedFile:
         self._file = file
         self._count = count
 
+    @property
+    def changed_ns(self) -> int:
+        return self._file.changed_ns
+
     def read(self, offset: int, size: int) -> bytes:
         data = self._file.read(offset, size)
         self._count.add(len(data))

@@ -49,6 +49,7 @@ class LocalFile:
             raise ShardError(self.url, "cannot be opened: not a regular file")
         self.size = status.st_size
         self.version = str(status.st_mtime_ns)
+        self.changed_ns = status.st_ctime_ns
         self._opened = status
         self._lock = threading.Lock()
         self._readers = 0
@@ -149,6 +150,8 @@ class LocalFolder:
         size: bytes of all files together.
         version: changes with the name, size or modification time of any of them.
     """
+
+    changed_ns: Final = 0
 
     def __init__(self, path: str) -> None:
         self.url = path

@@ -19,6 +19,8 @@ class Storage(Protocol):
         url: the name in errors.
         size: bytes in it.
         version: changes with the content: for files the mtime in ns; a remote storage may use an etag.
+        changed_ns: time of the last change, also of one that keeps size and version, in ns; for files the ctime; 0 if
+            it is not known.
     """
 
     @property
@@ -27,6 +29,8 @@ class Storage(Protocol):
     def size(self) -> int: ...
     @property
     def version(self) -> str: ...
+    @property
+    def changed_ns(self) -> int: ...
 
     def read(self, offset: int, size: int) -> bytes:
         """Read `size` bytes from `offset`; fewer only at the end of the file."""

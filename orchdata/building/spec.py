@@ -7,8 +7,8 @@ Open resources (shards, memory, locks, counters) are in a Builder: one per proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.utils.data import default_collate, default_convert
@@ -90,7 +90,7 @@ class IndexedShards:
         build_id: of the index when the spec was created: a rebuilt one would result in other batches.
         recipe, of_sources: as of `PageSource`.
         seed: of the generators that decoding draws from.
-        containers: of the user's, which open shards; of all sources of a mixture together.
+        containers: of the user's, which open shards, by identity; of all sources of a mixture together.
     """
 
     index: Index
@@ -98,7 +98,7 @@ class IndexedShards:
     recipe: Recipe
     of_sources: tuple[Recipe, ...] = ()
     seed: int = 0
-    containers: tuple[Container, ...] = ()
+    containers: Mapping[str, Container] = field(default_factory=dict)
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""

@@ -441,11 +441,11 @@ class _Opened:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
 
-    def open(self, recipe: Recipe, containers: tuple[Container, ...]) -> OpenShards:
+    def open(self, recipe: Recipe, containers: Sequence[Container]) -> OpenShards:
         with self.lock:
             if self._shards is None:
                 load_required(recipe)
-                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers)
+                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=by_identity(containers))
             return self._shards
 
 

@@ -28,6 +28,7 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import stem
+from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
@@ -254,7 +255,7 @@ def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> 
 
 def _content(
     recipes: Sequence[Recipe],
-    containers: tuple[Container, ...],
+    containers: Sequence[Container],
     options: LoaderOptions,
     index: Index,
     encoders: tuple[str, ...],
@@ -268,7 +269,7 @@ def _content(
         recipe=recipes[0],
         of_sources=of_sources,
         seed=options.seed,
-        containers=containers,
+        containers=by_identity(containers),
     )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)

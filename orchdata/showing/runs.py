@@ -17,6 +17,7 @@ from orchdata.loaders.errors import StateError
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.shards.open import by_identity
 from orchdata.loop.state import SIZES, WINDOWS
 from orchdata.order.order import Shuffle
 from orchdata.planning.costs import IndexCosts
@@ -32,7 +33,7 @@ _WHOLE = (
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
     """Return the shards of a data set, to read rows of its index."""
-    containers = dataset.containers
+    containers = by_identity(dataset.containers)
     if isinstance(dataset, ShardDataset):
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe, containers=containers)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)

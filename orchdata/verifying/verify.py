@@ -119,7 +119,7 @@ def _checked(
         balance=balance,
         num_ranks=1,
     )
-    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe, containers=tuple(containers))
+    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers))
     options = WorkerOptions(
         num_workers=jobs,
         num_threads=0,

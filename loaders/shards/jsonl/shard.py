@@ -44,6 +44,7 @@ class JsonLinesShard:
         rules: names of fields, and the function that makes records.
         reads: its `storage` counts the bytes read from other files.
         size, version: of the file as stored, if `file` is its decompressed content.
+        is_new: whether that content was decompressed now, so that no one has compared it with an index.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class JsonLinesShard:
         reads: ReadBytes | None = None,
         size: int | None = None,
         version: str | None = None,
+        is_new: bool = False,
     ) -> None:
         self.url = url
         self.size = file.size if size is None else size
         self.version = file.version if version is None else version
+        self.is_new = is_new
         self._file = file
         self._limits = limits
         self._reads = reads

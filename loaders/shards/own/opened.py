@@ -34,6 +34,7 @@ from orchdata.loaders.slow import SCANNING, here
 
 _END: Final = object()
 _HEAD_BYTES: Final = 16
+_REMEMBERED_BYTES: Final = 1 << 20
 _INT_BOUND: Final = 1 << 62
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class OpenedShard:
             raise
         # Without `parallel`, one thread at a time is in the user's code.
         self._turn: Any = nullcontext() if self._shard.parallel else threading.Lock()
+        self._last: tuple[int, list[Cell]] | None = None
         self._lock = threading.Lock()
         self._readers = 0
         self._closing = False
@@ -178,10 +180,17 @@ class OpenedShard:
         return contents
 
     def _cells_at(self, number: int, field: str) -> list[Cell]:
+        """Return the fields of a sample. Small ones are remembered: text and media are read in turn."""
+        last = self._last
+        if last is not None and last[0] == number:
+            return last[1]
         try:
-            return self.cells(number)
+            cells = self.cells(number)
         except DecodeError as error:
             raise error.at(field) from error.__cause__
+        if sum(len(cell.value) for cell in cells) <= _REMEMBERED_BYTES:
+            self._last = number, cells
+        return cells
 
     def _same(self, cell: Cell | None, number: int, size: int, field: str) -> bytes:
         """Return the bytes of a field, which must have the size that it had."""

@@ -36,6 +36,10 @@ class ShardSource:
     def is_folder(self) -> bool:
         return self._folder is not None
 
+    @property
+    def changed_ns(self) -> int:
+        return self._storage.changed_ns
+
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; fewer only at the end of the file."""
         return self._storage.read(offset, size)

@@ -128,7 +128,7 @@ def _serialized(table: pa.Table) -> pa.Buffer:
 class _ParentFile:
     """A Storage that requests its bytes from the parent."""
 
-    url, version = "", ""
+    url, version, changed_ns = "", "", 0
 
     def __init__(self, size: int, replies: int, shared: mmap.mmap) -> None:
         self.size = size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from orchdata.loaders.errors import ShardError, StorageError
+from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.open import open_indexed, open_shard
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
@@ -85,6 +87,32 @@ def test_a_shard_is_decompressed_once_and_again_when_it_changes(tmp_path: Path) 
     path.write_bytes(gzip.compress(archive(20)))
     open_shard(str(path), limits=Limits(), cache=cache).close()
     assert len(list((cache.root / "shards").glob("*.tar"))) == 2
+
+
+def test_a_compressed_file_that_keeps_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.jsonl.gz", CacheFolder(tmp_path / "cache")
+    path.write_bytes(gzip.compress(b'{"text": "some words"}', mtime=0))
+    before = path.stat()
+    shard = open_shard(str(path), limits=Limits(), cache=cache)
+    meta = shard.facts().meta
+    shard.close()
+    indexed = ShardInfo(str(path), meta.size, meta.checksum, meta.version)
+    open_indexed(str(path), indexed, limits=Limits(), cache=cache).close()
+    copied = next((cache.root / "shards").glob("*.tar")).stat().st_mtime_ns
+    os.chmod(path, 0o600)  # a later change of its status: the content is compared, and is the same
+    open_indexed(str(path), indexed, limits=Limits(), cache=cache).close()
+
+    path.write_bytes(gzip.compress(b'{"text": "some birds"}', mtime=0))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert after.st_ctime_ns > copied
+    for _ in range(2):  # the second process finds it too
+        with pytest.raises(StaleIndexError, match=r"same size and modification time \(use `orchdata index --force`\)"):
+            open_indexed(str(path), indexed, limits=Limits(), cache=cache)
+    shard = open_shard(str(path), limits=Limits(), cache=cache)
+    assert shard.facts().meta.checksum != meta.checksum
+    shard.close()
 
 
 BOMBS = {
