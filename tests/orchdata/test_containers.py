@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -393,6 +394,25 @@ def test_kept_and_indexed_fields_have_the_types_that_a_container_gives(tmp_path:
     assert [key for _, key in batch.sample_ids] == ["k2", "k4", "k8"]
     (samples,) = od.DataLoader(chosen, batch_size=9, collate_fn=list)
     assert [sample.fields["score"] for sample in samples] == [1, 2, 4]
+
+
+def test_text_files_are_one_document_each(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("first line\n\nthird line\n")
+    (tmp_path / "two.TXT").write_text("ä")
+    (tmp_path / "three.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "four.txt").write_bytes(b"\xff")
+    recipe = od.Recipe(image=None, audio=None)
+    data = od.ShardDataset([f"{tmp_path}/*.[tT]*"], recipe, containers=[od.TextFiles()])
+    skips = od.ErrorPolicy("skip", max_failures=None)
+    with pytest.warns(UserWarning, match=r"1 of 4 samples are left out .*UTF-8"):
+        (batch,) = od.DataLoader(data, batch_size=4, on_error=skips)
+    texts = dict(zip((key for _, key in batch.sample_ids), batch.samples, strict=True))
+    found = {key: bytes(batch.llm.input_ids[where].tolist()).decode() for key, where in texts.items()}
+    assert found == {"one": "first line\n\nthird line\n", "two": "ä", "three": "packed"}
+    od.check_container(od.TextFiles(), tmp_path / "one.txt")
+    for wrong in ((), "txt", ("txt",)):
+        with pytest.raises(ValueError, match="suffix"):
+            od.TextFiles(wrong)  # type: ignore[arg-type]
 
 
 def test_a_container_of_a_script_has_one_identity_in_its_workers() -> None:
