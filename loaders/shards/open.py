@@ -80,7 +80,7 @@ def open_indexed(
     try:
         difference = describe_change(shard, indexed)
         if difference is not None:
-            if getattr(shard, "is_new", False):  # the next process must compare its content too
+            if shard.is_new:  # the next process must compare its content too
                 cache.remove_entry(copy_name(url, shard.size, shard.version))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
@@ -193,7 +193,7 @@ def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
     # A copy of the same data has another modification time; equal headers show that it is a copy. For Parquet all bytes
     # are compared: a damaged page can crash the library that decodes it.
-    is_unsure = shard.version != indexed.version or getattr(shard, "is_new", False)
+    is_unsure = shard.version != indexed.version or shard.is_new
     if is_unsure and shard.checksum() != indexed.checksum:
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"

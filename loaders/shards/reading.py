@@ -11,7 +11,7 @@ from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.own.checks import container_of, shards_of
 from orchdata.loaders.shards.own.shard import Container, identity_of, name_of
 from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.paths import Paths, expand_paths, media_root_of
+from orchdata.loaders.storage.paths import Claiming, Paths, expand_paths, media_root_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,10 @@ def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Co
 
 
 def _expanded(paths: Paths, containers: tuple[Container, ...]) -> list[str]:
-    return expand_paths(paths, claimed=lambda path: shards_of(containers, LOCAL, path))
+    def claims(path: str) -> bool:
+        return container_of(containers, LOCAL.identity(path)) is not None
+
+    return expand_paths(paths, own=Claiming(claims, lambda path: shards_of(containers, LOCAL, path)))
 
 
 def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:

@@ -57,11 +57,13 @@ class Shard(Protocol):
         url: as the user gave it.
         size: bytes as stored.
         version: of the content as stored, as `Storage.version`.
+        is_new: whether it is read from a copy that was decompressed now, which no one has compared with an index.
     """
 
     url: str
     size: int
     version: str
+    is_new: bool
 
     def facts(self) -> Facts:
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""

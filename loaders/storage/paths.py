@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import braceexpand
 
@@ -39,18 +40,26 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-Claimed = Callable[[str], list[str] | None]
-"""A path -> its shards, or None if no container of the user's claims it."""
+class Claiming(NamedTuple):
+    """What containers of the user's say of paths.
+
+    Attributes:
+        claims: whether one of them claims a path.
+        shards: the shards of a path; None if none of them claims it.
+    """
+
+    claims: Callable[[str], bool]
+    shards: Callable[[str], list[str] | None]
 
 
-def expand_paths(paths: Paths, *, check: bool = True, claimed: Claimed | None = None) -> list[str]:
+def expand_paths(paths: Paths, *, check: bool = True, own: Claiming | None = None) -> list[str]:
     """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
     Paths may be `file:` URLs.
 
     Args:
         paths: from the user; a list keeps its order.
         check: check that each shard exists. Without it, only globs touch the file system.
-        claimed: lists the shards of paths that containers of the user's claim, which are asked first.
+        own: containers of the user's, which are asked first.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
@@ -66,15 +75,15 @@ def expand_paths(paths: Paths, *, check: bool = True, claimed: Claimed | None = 
     source: dict[str, str] = {}
     for entry in given:
         for pattern in _texts(entry):
-            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, claimed=claimed):
+            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, own=own):
                 name = os.path.normpath(path)
                 if name in source:
                     raise ValueError(
                         f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
                     )
                 source[name] = pattern
-                if claimed is None or claimed(path) is None:
-                    suffix_of(path, own_too=claimed is not None)
+                if own is None or not own.claims(path):
+                    suffix_of(path, own_too=own is not None)
                 shards.append(path)
     return shards
 
@@ -138,7 +147,7 @@ def _text(path: str) -> str:
     return path.removeprefix("file:")
 
 
-def _expand(pattern: str, *, literal: bool, check: bool, claimed: Claimed | None) -> Iterator[str]:
+def _expand(pattern: str, *, literal: bool, check: bool, own: Claiming | None) -> Iterator[str]:
     if literal or ("{" not in pattern and "\\" not in pattern) or is_there(pattern):
         expanded = [pattern]
     else:
@@ -159,12 +168,12 @@ def _expand(pattern: str, *, literal: bool, check: bool, claimed: Claimed | None
             if not matches:
                 raise FileNotFoundError(f"no file matches {named}")
             for match in matches:
-                own = None if claimed is None else claimed(match)
-                yield from [match] if own is None else own
+                shards = None if own is None else own.shards(match)
+                yield from [match] if shards is None else shards
             continue
         if check:
-            if claimed is not None and is_there(path) and (own := claimed(path)) is not None:
-                yield from own
+            if own is not None and is_there(path) and (shards := own.shards(path)) is not None:
+                yield from shards
                 continue
             if is_folder(path):
                 yield from _shards_of_folder(path, named)

@@ -47,6 +47,7 @@ from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import is_folder
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
@@ -479,7 +480,7 @@ def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
     """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
     if media_root is None:
         return None
-    root = os.path.abspath(fspath(media_root))
+    root = LOCAL.identity(fspath(media_root))
     if not is_folder(root):
         raise ValueError(f"media_root {root!r} is not a folder")
     return root

@@ -187,6 +187,29 @@ def test_a_mixture_reads_one_suffix_with_two_containers(tmp_path: Path) -> None:
     assert steps(mixture) == steps(mixture, num_threads=2)
 
 
+@dataclass(frozen=True)
+class ListedZips(Zips):
+    """It has a list, and so no hash."""
+
+    names: list[str] = field(default_factory=list)
+
+
+def test_shards_of_several_kinds_are_one_data_set(tmp_path: Path) -> None:
+    tar = write_shard(tmp_path / "a.tar", omni_samples(3))
+    zipped = str(zip_file(tmp_path / "b.zip", 4))
+    dataset = od.ShardDataset([tar, zipped], RECIPE, containers=[ListedZips(names=["x"])])
+    assert len(dataset) == 7
+    assert [bool(info.container) for info in dataset.index().shards] == [False, True]
+    assert steps(dataset) == steps(dataset, num_threads=2)
+    with pytest.raises(FileNotFoundError, match="no such shard"):
+        od.ShardDataset(str(tmp_path / "absent.zip"), containers=[Zips()])
+    with pytest.raises(ValueError, match="is given twice"):
+        od.ShardDataset([zipped, str(tmp_path / "*.zip")], containers=[Zips()])
+    (tmp_path / "link.zip").symlink_to(zipped)
+    with pytest.raises(ValueError, match="are the same file"):
+        od.ShardDataset([zipped, str(tmp_path / "link.zip")], containers=[Zips()]).index()
+
+
 def test_commands_take_containers(given: Given, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_data.py").write_text("from own_containers import Zips\nzips = Zips()\n")

@@ -123,6 +123,8 @@ class ArrowReader:
 class ArrowShard:
     """A file of an Arrow stream. `read` and `read_many` are safe from many threads."""
 
+    is_new = False
+
     def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
         self.size = file.size

@@ -15,7 +15,7 @@ from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
-from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, OWN_JSON, OWN_TEXT, classify, printable
+from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, OWN_JSON, OWN_TEXT, classify, classify_renamed, printable
 from orchdata.loaders.shards.own.shard import ByteRange
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
 from orchdata.loaders.shards.tar import gunzip
@@ -25,7 +25,10 @@ from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 _RESERVED = ("__key__", "__url__")
-_ALLOWED = "bytes, str, od.ByteRange, a list of bytes, None, or numbers, lists and dicts as in JSON"
+_ALLOWED = (
+    "bytes (of an array: as numpy.save writes them, for a modality of yours), str, od.ByteRange, lists of bytes, None, "
+    "or numbers, lists and dicts as in JSON"
+)
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -67,7 +70,7 @@ def cells_of(sample: Any, names: Mapping[str, str], limits: Limits, *, all_value
         if stored in _RESERVED:
             raise DecodeError(f"returned a field {stored!r}, which is reserved: Shard.keys() gives the keys")
         name = printable(names.get(stored, stored))
-        cells += _cells(name, value, limits, all_values=all_values)
+        cells += _cells(name, stored, value, limits, all_values=all_values)
         if len(cells) > limits.sample_parts:
             raise DecodeError(f"has more than {limits.sample_parts} fields, above Limits.sample_parts")
     twice = _first_repeated(cell.field for cell in cells)
@@ -76,15 +79,15 @@ def cells_of(sample: Any, names: Mapping[str, str], limits: Limits, *, all_value
     return cells
 
 
-def _cells(name: str, value: Any, limits: Limits, *, all_values: bool) -> Iterator[Cell]:
-    if value is None:
+def _cells(name: str, stored: str, value: Any, limits: Limits, *, all_values: bool) -> Iterator[Cell]:
+    if value is None or (isinstance(value, float | np.floating) and np.isnan(value)):
         if all_values:
             yield Cell(name + NULL, TEXT, OWN_TEXT, b"")
     elif isinstance(value, Bytes | ByteRange):
-        yield _bytes_cell(name, name, value, limits)
+        yield _bytes_cell(name, name, stored, value, limits)
     elif isinstance(value, list | tuple) and value and all(isinstance(item, Bytes | ByteRange) for item in value):
         for number, item in enumerate(value):
-            yield _bytes_cell(f"{name}.{number}", name, item, limits)
+            yield _bytes_cell(f"{name}.{number}", name, stored, item, limits)
     elif isinstance(value, str):
         yield Cell(name, TEXT, OWN_TEXT, value.encode("utf-8", "surrogatepass"))
     else:
@@ -92,8 +95,8 @@ def _cells(name: str, value: Any, limits: Limits, *, all_values: bool) -> Iterat
         yield Cell(field, kind, OWN_JSON, _as_json(name, value))
 
 
-def _bytes_cell(field: str, name: str, value: Bytes | ByteRange, limits: Limits) -> Cell:
-    kind, encoding = classify(name.lower())
+def _bytes_cell(field: str, name: str, stored: str, value: Bytes | ByteRange, limits: Limits) -> Cell:
+    kind, encoding = classify_renamed(stored.lower(), name.lower())
     known = kind if kind != OTHER else declared_kind(name, None)
     if isinstance(value, ByteRange):
         numbers = [number for number in value if isinstance(number, int | np.integer) and number >= 0]

@@ -24,7 +24,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import FieldRules
-from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, OWN_JSON, OWN_TEXT, Met, printable
+from orchdata.loaders.shards.fields import GZIP, OWN_JSON, OWN_TEXT, RAW, Met, printable
 from orchdata.loaders.shards.own.fields import Cell, cells_of
 from orchdata.loaders.shards.own.shard import ByteRange, Container, OpenContext, Shard, name_of
 from orchdata.loaders.shards.own.source import ShardSource
@@ -53,6 +53,8 @@ class OpenedShard:
         ShardError: the container's `open` failed.
         ContainerError: it returned something else than an `od.Shard`.
     """
+
+    is_new = False
 
     def __init__(self, container: Container, source: ShardSource, context: OpenContext, rules: FieldRules) -> None:
         self.url, self.size, self.version = source.url, source.size, source.version
@@ -163,7 +165,7 @@ class OpenedShard:
             for offset, size, encoding, field in members:
                 if size > self._limits.member_bytes:
                     raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
-                if encoding < OWN_BYTES:  # a range of the file
+                if encoding in (RAW, GZIP):  # a range of the file
                     data = self.content(Cell(field, None, encoding, ByteRange(offset, size)))
                     contents.append(gunzip(data, field, self._limits) if encoding == GZIP else data)
                     continue

@@ -89,6 +89,8 @@ _numbers = itertools.count()
 class ParquetShard:
     """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file."""
 
+    is_new = False
+
     def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
         self.size = file.size

@@ -24,7 +24,7 @@ import orchdata as od
 import orchdata.loaders.index.index
 import orchdata.loaders.index.locations
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
-from orchdata.loaders.index import build, facts, repeats, table
+from orchdata.loaders.index import build, facts, table
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import index_path, open_index
@@ -33,6 +33,7 @@ from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.storage import local
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
@@ -411,7 +412,7 @@ def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest
         values[6], values[8] = 100, 0  # equal sizes and times are common too
         return os.stat_result(values)
 
-    monkeypatch.setattr(repeats, "status_at", with_inode)
+    monkeypatch.setattr(local, "status_at", with_inode)
     assert build_index(shards, Recipe()).num_samples == 30
 
 
