@@ -21,8 +21,9 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.media_files import MISSING, MediaFolder
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.cache import CacheFolder
 
 MOST_FILES: Final = 1024
 """Most files that are checked, of the missing ones and of the others."""
@@ -93,8 +94,8 @@ def _has_changed(index: Indexed, number: int, limits: Limits, record: UserFuncti
     chosen = rows[:: max(1, len(rows) // _ROWS_PER_SHARD)][:_ROWS_PER_SHARD].tolist()
     try:
         rules = FieldRules(shard.columns, record)
-        file = JsonLinesShard(shard.url, LocalFile(shard.url), limits=limits, media_root=shard.media_root, rules=rules)
-        with closing(file):
-            return not all(file.names_same(index.read_spec(row)) for row in chosen)
+        opened = open_shard(shard.url, limits=limits, cache=CacheFolder(), media_root=shard.media_root, rules=rules)
+        with closing(opened) as file:
+            return isinstance(file, JsonLinesShard) and not all(file.names_same(index.read_spec(row)) for row in chosen)
     except ShardError:
         return False  # opening it later raises the error

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 from PIL import Image
 
+import orchdata as od
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
@@ -445,3 +446,10 @@ def test_limits_hold_for_what_is_encoded(tmp_path: Path) -> None:
     url = write(tmp_path / "a.jsonl", [{"image": base64.b64encode(photo(0, 560)).decode(), "text": "a"}])
     recipe = Recipe(limits=Limits(member_bytes=4000), text=TextPreprocessor())
     assert "above Limits.member_bytes=4000" in reasons(build_index([url], recipe))["0"][1]
+
+
+def test_a_compressed_file_of_records_with_media_is_measured_once(tmp_path: Path, root: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps({"text": "<image> seen", "image": "0.jpg"}).encode()))
+    for _ in range(2):  # no warning that it changed
+        assert len(od.ShardDataset(path, Recipe(), media_root=root)) == 1
