@@ -342,6 +342,14 @@ def test_open_that_returns_something_else_ends_the_build(tmp_path: Path) -> None
         od.ShardDataset(lines(tmp_path), containers=[Held()]).index()
 
 
+def test_what_says_nothing_about_the_data_is_no_data_error(tmp_path: Path) -> None:
+    path = lines(tmp_path)
+    for how, kind in (("disk", od.StorageError), ("package", od.PackageError)):
+        reading = od.ShardDataset(path, containers=[Broken(how)]).reading
+        with pytest.raises(kind):
+            build_index([path], od.Recipe(), reading=reading, retry_seconds=0)
+
+
 COUNTED = {"calls": 0}
 
 

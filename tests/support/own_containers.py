@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 import zipfile
@@ -227,6 +228,10 @@ class Broken(od.Container):
 def made(how: str, line: str) -> Any:
     """The fields of a line."""
     if line == "bad":
+        if how == "disk":
+            raise OSError(errno.EIO, "Input/output error")
+        if how == "package":
+            import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
         return {
             "sample": 1 // 0 if how == "sample" else None,
             "type": {"text": object()},
