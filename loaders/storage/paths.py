@@ -97,7 +97,7 @@ def suffix_of(path: str, *, own_too: bool = False) -> str:
     name = path.lower()
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
     if suffix is None:
-        others = ", and no container of containers= claims it" if own_too else ""
+        others = ", and no container of containers= claims it" if own_too else "; a container of yours may read others"
         raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}{others}")
     return suffix
 
