@@ -28,8 +28,7 @@ from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
-from orchdata.loaders.samples.values import JSON_COLUMNS, is_cell_without_content, json_value, plain_value
-from orchdata.loaders.shards.fields import OWN_JSON
+from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
@@ -194,12 +193,11 @@ class StoredSample:
         fields: dict[str, KeptValue] = {}
         for at in uses.kept:
             field, data = self.members[at].field, payloads[at]
-            is_value = is_cell_without_content(field, len(data)) or (
-                (field.endswith(JSON_COLUMNS) or specs[at][2] == OWN_JSON)
-                and self._open_shard(recipe).is_json(specs[at][3], specs[at][2])
-            )
-            name = bare_name(field) if is_value else field
-            fields[name] = plain_value(json_value(field, data), field) if is_value else bytes(data)
+            is_json = self._open_shard(recipe).is_json(specs[at][3], specs[at][2])
+            if is_json or is_cell_without_content(field, len(data)):
+                fields[bare_name(field)] = plain_value(json_value(field, data), field)
+            else:
+                fields[field] = bytes(data)
         if uses.records:
             names = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in fields)]
             values = kept_values(names, {}, list(self.records(recipe, payloads)))

@@ -13,8 +13,6 @@ from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
-JSON_COLUMNS: Final = (WORDS_SUFFIX, VALUE)
-"""What follows the names of columns that are JSON and no chats."""
 _SUFFIXES: Final = ("json", "jsn", "jsonl")
 _MOST_LEVELS: Final = 48
 """Most levels of lists and dicts in a value: batches with deeper ones could not be sent to other processes."""
@@ -40,7 +38,7 @@ def text_of(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
 
 def is_json(field: str) -> bool:
     """Return whether a field is JSON by its name, without its `.gz`."""
-    return field.rpartition(".")[2].lower() in _SUFFIXES or field.endswith(JSON_COLUMNS)
+    return field.rpartition(".")[2].lower() in _SUFFIXES or field.endswith((WORDS_SUFFIX, VALUE))
 
 
 def is_cell_without_content(field: str, size: int) -> bool:

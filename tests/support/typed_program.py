@@ -67,7 +67,7 @@ recipe = od.Recipe(
     points=Points(),
 )
 array, size, slot = od.ArraySpec, od.PartSize, od.Slot
-dataset = od.ShardDataset("train.tar", recipe=recipe, containers=[LineFiles()])
+dataset = od.ShardDataset("train.tar", recipe=recipe, containers=[LineFiles()], index_fields=("score",))
 od.check_container(LineFiles(), "a.lines")
 mixture = od.Mixture({"web": od.Source(dataset, weight=0.7)})
 cost = od.CostModel(
