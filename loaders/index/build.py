@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -183,6 +183,7 @@ def _in_parallel(
     # A task per small shard would take a fifth of the time of measuring it.
     length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
+    shown = [0.0]
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
@@ -190,7 +191,7 @@ def _in_parallel(
             chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
             while chunks:  # shards that other processes are measuring are checked again, and waited for
                 futures = [pool.submit(crew.measure, chunk) for chunk in chunks]
-                tick = None if under_way is None else lambda: under_way(len(tables) + shards_under_way(), len(urls))
+                tick = None if under_way is None else functools.partial(_show, under_way, tables, len(urls), shown)
                 for future in _completed(futures, tick):
                     for url, table, measured in future.result():
                         tables[url] = table
@@ -205,6 +206,14 @@ def _in_parallel(
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
         crew.close()
     return tables
+
+
+def _show(
+    under_way: Callable[[float, int], None], tables: Mapping[str, CostTable], total: int, shown: list[float]
+) -> None:
+    """Show progress, never less than before: a shard that was just measured does not count as done at once."""
+    shown[0] = max(shown[0], len(tables) + shards_under_way())
+    under_way(shown[0], total)
 
 
 def _completed(futures: Sequence[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:

@@ -30,9 +30,9 @@ def pickle_spec(spec: BuildSpec) -> bytes:
 
 def explain_pickling(value: Any, error: Exception) -> None:
     """Raise TypeError if a member that does not pickle caused `error`: with its name and the way out."""
-    if isinstance(error, OrchdataError) or _pickles(value):
+    if isinstance(error, OrchdataError) or pickles(value):
         return
-    name, member = what_does_not_pickle(value, _pickles)
+    name, member = what_does_not_pickle(value, pickles)
     for ours in (".options", ".spec", ".content", ".shards"):
         name = name.removeprefix(ours)
     raise TypeError(
@@ -92,7 +92,7 @@ def _slots(value: Any) -> Iterator[str]:
         yield from (slots,) if isinstance(slots, str) else slots
 
 
-def _pickles(value: Any) -> bool:
+def pickles(value: Any) -> bool:
     try:
         pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:  # noqa: BLE001 - pickling a user's object may raise anything

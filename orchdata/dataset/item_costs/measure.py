@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
-import pickle
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from orchdata.building.collate import map_loader
+from orchdata.engines.pickling import described, pickles
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in
 from orchdata.notices import warn_once
@@ -53,16 +53,14 @@ class Workers:
         method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
         if method == "fork":
             return True
-        try:
-            pickle.dumps(function)
-        except Exception as error:  # noqa: BLE001 - pickling runs code of its own
-            warn_once(
-                "a cost that does not pickle",
-                f"cost= cannot be sent to worker processes ({type(error).__name__}: {error}): the items are loaded in "
-                "this process. Write it with `def` at the top of a module",
-            )
-            return False
-        return True
+        if pickles(function):
+            return True
+        warn_once(
+            "a cost that does not pickle",
+            f"cost= is {described(function)}, which cannot be sent to another process: the items are loaded in this "
+            "one. Define it at the top level of a module",
+        )
+        return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -157,7 +157,8 @@ def kept_files(suffix: str) -> list[Path]:
 def first_steps(shards: list[str]) -> None:
     """Open, plan with, and read an index."""
     dataset = od.ShardDataset(shards, RECIPE)
-    for _ in zip(range(2), od.DataLoader(dataset, batch_size=4, on_error="skip"), strict=False):
+    skip = od.ErrorPolicy("skip", max_failures=None)
+    for _ in zip(range(2), od.DataLoader(dataset, batch_size=4, on_error=skip), strict=False):
         pass
     index = dataset.index()
     for row in range(index.num_rows):

@@ -120,7 +120,7 @@ def test_integers_of_any_kind_are_costs(given: Any) -> None:
 def test_a_function_that_cannot_be_sent_to_workers_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_warned", set())
     spawn = Workers(count=2, context="spawn")
-    with pytest.warns(UserWarning, match="cost= cannot be sent to worker processes .*lambda"):
+    with pytest.warns(UserWarning, match="cost= is a lambda in .*, which cannot be sent to another process"):
         costs, _ = ItemCosts(Items([5] * 80), lambda item: item["pid"], skip_errors=False).measured(
             np.arange(80), spawn
         )
