@@ -36,9 +36,9 @@ class ErrorPolicy:
 
     What the index lists is compared with the share of each source of a mixture, on every rank. Later failures are
     compared with the share of all samples, on the rank that has them; of several ranks each may also have no more in an
-    epoch than its part of the rest of the share, with four standard deviations of room for chance. One later failure
-    never raises, unless max_failures is 0. For a data set of unknown length a share is one of the samples delivered
-    so far, and ten failures never raise.
+    epoch than its part of the rest of the share, with four standard deviations of room for chance. A share
+    above 0 allows at least one later failure if the index lists none. For a data set of unknown length a share is one
+    of the samples delivered so far, and ten failures never raise.
         handler: called with each DataError, on the thread that iterates.
     """
 

@@ -94,23 +94,23 @@ def refuse_above_budget(sources: Sequence[Unusable], policy: ErrorPolicy) -> Non
     """Under "skip", raise TooManyFailures for more samples than allowed: a share of each source, or a count of all."""
     if policy.action == "raise":
         return
+    if isinstance(policy.max_failures, int) and len(sources) > 1:
+        failures = [failure for source in sources for failure in source.failures[:_EXPLAINED]]
+        num_lost = sum(source.total for source in sources) - len(failures)
+        sources = [Unusable(failures, num_lost, sum(source.num_samples for source in sources))]
     for source in sources:
         allowed = policy.budget(source.num_samples)
-        of_all = isinstance(policy.max_failures, int)
-        count = sum(each.total for each in sources) if of_all else source.total
-        if allowed is None or count <= allowed or not source.failures:
+        if allowed is None or source.total <= allowed or not source.failures:
             continue
-        num_samples = sum(each.num_samples for each in sources) if of_all else source.num_samples
-        of = f" of source {source.name!r}" if source.name and not of_all else ""
-        raise TooManyFailures(
-            over_budget(
-                policy,
-                f"{count:,} of {num_samples:,} samples{of} cannot be used",
-                count=count,
-                num_samples=num_samples,
-                reasons=f"{reasons_of(source.failures)}; the first: {source.failures[0]}",
-            )
+        of = f" of source {source.name!r}" if source.name else ""
+        text = over_budget(
+            policy,
+            f"{source.total:,} of {source.num_samples:,} samples{of} cannot be used",
+            count=source.total,
+            num_samples=source.num_samples,
+            reasons=f"{reasons_of(source.failures)}; the first: {source.failures[0]}",
         )
+        raise TooManyFailures(text)
 
 
 def reasons_of(failures: Sequence[DataError]) -> str:
