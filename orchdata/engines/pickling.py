@@ -47,7 +47,7 @@ def pickle_container(container: object) -> bytes:
     try:
         return pickle.dumps(container, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        path, member = what_does_not_pickle(container, _pickles)
+        path, member = what_does_not_pickle(container, pickles)
         name = f"container {type(container).__qualname__}"
         what = f"{name}{path} is {described(member)}" if path else name
         raise ContainerError(

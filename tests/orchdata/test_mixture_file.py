@@ -132,7 +132,7 @@ def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
         (
             "weight: 3",
             "wight: 3",
-            "mix.yaml: sources.omni has no field 'wight'; it may have paths, media_root, columns, containers, index_fields",
+            "mix.yaml: sources.omni has no field 'wight'; it may have paths, media_root, columns, containers",
         ),
         ("weight: 3", "weight: heavy", "Source.weight must be a number of at least 0, got 'heavy'"),
         ("paths: [chat.tar]", "paths: []", "sources.words.sources.chat.paths must be a path, or a list of paths"),

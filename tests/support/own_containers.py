@@ -231,7 +231,7 @@ def made(how: str, line: str) -> Any:
         if how == "disk":
             raise OSError(errno.EIO, "Input/output error")
         if how == "package":
-            import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+            import a_package_that_is_not_there  # type: ignore[import-not-found]  # noqa: F401
         return {
             "sample": 1 // 0 if how == "sample" else None,
             "type": {"text": object()},
