@@ -45,8 +45,7 @@ T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoa
 class DataLoader(Generic[T_co]):
     """Iterable of balanced microbatches of multimodal samples, with torch's arguments: the README lists differences.
 
-    Iteration yields microbatches: `Batch` for a ShardDataset, or the results of `collate_fn`. `len()` is the number of
-    optimizer steps, the same on every rank.
+    Iteration yields microbatches: `Batch` for a ShardDataset, or results of `collate_fn`; `len()` counts steps.
 
     Args:
         dataset: a ShardDataset, an `od.Mixture` of several, any torch map-style data set (a Hugging Face Dataset too),
@@ -96,6 +95,8 @@ class DataLoader(Generic[T_co]):
             end within its share of the epoch's tokens, so that it is off by less than one sample; the number of samples
             varies. Tokens of a sample are aligned up as `od.Packed(multiple_of=)` does; padding of `od.Padded` is not
             counted. A ramp is a list of (training tokens from which it applies, tokens per step) that begins at 0.
+        accumulate: microbatches of every step, for shards: a step has `batch_size * accumulate` samples per rank, or
+            `global_batch_size` in all; a microbatch has at most an even share, rounded up. 1: as many as caps need.
         seed: seed of the order, 0 by default for shards. Map-style data without a seed are shuffled as torch does: at
             each `iter()` by the loader's generator, over several ranks by rank 0's. With a seed, the sequence of global
             batches depends on data set, exclusions, shuffle, seed, epoch and global batch size only, never on ranks or
@@ -151,6 +152,7 @@ class DataLoader(Generic[T_co]):
         worker_memory: int | None = None,
         global_batch_size: int | None = None,
         global_batch_tokens: int | Sequence[tuple[int, int]] | None = None,
+        accumulate: int = 1,
         seed: int | None = None,
         cost: CostModel | Callable[[Any], int] | Sequence[int] | None = None,
         cost_id: str | None = None,
@@ -190,9 +192,7 @@ class DataLoader(Generic[T_co]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS and "_own_names" in self.__dict__:
-            raise ValueError(
-                f"{name} attribute should not be set after DataLoader is initialized: create another loader"
-            )
+            raise ValueError(f"{name} attribute should not be set after DataLoader is initialized: make another loader")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class DataLoader(Generic[T_co]):
         )
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
+        """Optimizer steps of an epoch, equal on every rank; with `accumulate` or caps there are more microbatches.
 
         Raises ValueError if the caller is a trainer that takes it for the number of microbatches.
         """
@@ -342,7 +342,7 @@ class DataLoader(Generic[T_co]):
         if self._given.get("dp") is None:
             check_still_alone(runtime.rank)
         self._follow_sampler()
-        ends = check_accumulation(runtime.scales_loss, lambda: runtime.known_count(progress.start.position) is not None)
+        ends = check_accumulation(runtime, lambda: runtime.known_count(progress.start.position) is not None)
         loop = runtime.begin(progress)
         watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends else None
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)

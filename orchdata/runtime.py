@@ -147,7 +147,13 @@ class Runtime:
     @property
     def has_microbatches(self) -> bool:
         """Whether a step may have several microbatches."""
-        return bool(self.prepared.spec.plan.balance.caps)
+        plan = self.prepared.spec.plan
+        return bool(plan.balance.caps) or plan.accumulate > 1
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches that every step has; 1 if it has as many as caps need."""
+        return self.prepared.spec.plan.accumulate
 
     @property
     def scales_loss(self) -> bool:
@@ -313,6 +319,7 @@ def _options(
         in_shards=in_shards,
         has_batch_sampler=has_batch_sampler,
         drop_last=arguments.drop_last,
+        accumulate=arguments.accumulate,
     )
     return batch_size, LoaderOptions(
         rank=rank,
@@ -329,6 +336,7 @@ def _options(
         batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
         cost=arguments.cost,
         is_inline=is_inline,
+        accumulate=int(arguments.accumulate),
     )
 
 
@@ -342,5 +350,6 @@ def _warming(arguments: Arguments, options: LoaderOptions) -> Warming:
             padded=isinstance(layout, Padded),
             fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
             in_shards=arguments.in_shards,
+            accumulates=options.accumulate > 1,
         )
     )

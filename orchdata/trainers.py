@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, Progress
@@ -57,15 +57,15 @@ def check_counted_by_len(num_steps: int) -> None:
     if trainer := calling_trainer():
         raise ValueError(
             f"{trainer} takes len() of a loader for the number of items. The items here are microbatches, and each of "
-            f"the {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): the trainer would stop "
-            "inside an epoch, and step inside a global batch. Give it loader.steps(), with whole steps as items, each "
-            "the list of its microbatches; od.hf.TrainerMixin makes transformers' Trainer take them"
+            f"the {num_steps} steps may have several (accumulate, max_tokens, od.Packed(length=...)): the trainer "
+            "would stop inside an epoch, and step inside a global batch. Give it loader.steps(), with whole steps as "
+            "items, each the list of its microbatches; od.hf.TrainerMixin makes transformers' Trainer take them"
         )
     warn_once(
         "len of a loader with max_tokens",
-        f"len() of a loader is its number of optimizer steps, {num_steps}; iterating yields microbatches, and under "
-        "max_tokens a step may have several. A trainer that counts batches by len() stops early, inside a global "
-        "batch: let it iterate loader.steps(), which yields the microbatches of each step as a list",
+        f"len() of a loader is its number of optimizer steps, {num_steps}; iterating yields microbatches, and with "
+        "accumulate or max_tokens a step may have several. A trainer that counts batches by len() stops early, inside "
+        "a global batch: let it iterate loader.steps(), which yields the microbatches of each step as a list",
     )
 
 
@@ -81,22 +81,38 @@ def accelerate_accumulation() -> tuple[int, bool]:
     return state.num_steps, state.sync_with_dataloader
 
 
-def check_accumulation(scales_loss: bool, knows_end: Callable[[], bool]) -> bool:
+class Accumulated(Protocol):
+    """What a loader says of its steps.
+
+    Attributes:
+        scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
+        accumulate: microbatches that every step has; 1 if it has as many as caps need.
+    """
+
+    @property
+    def scales_loss(self) -> bool: ...
+
+    @property
+    def accumulate(self) -> int: ...
+
+
+def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> bool:
     """Return whether Accelerate must know the last batch of an epoch.
 
     Args:
-        scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
+        steps: of the loader.
         knows_end: whether the number of batches of an epoch is known before its end.
 
     Raises:
         ValueError: gradients would be accumulated over other batches than those of an optimizer step, or the last batch
             is not known.
     """
+    _check_lightning(steps.accumulate)
     num_batches, ends_with_epoch = accelerate_accumulation()
     if num_batches == 1:
         return False
     accumulates = f"Accelerate accumulates gradients over {num_batches} batches (gradient_accumulation_steps)"
-    if scales_loss:
+    if steps.scales_loss:
         import torch
 
         if not torch.is_grad_enabled():
@@ -104,7 +120,7 @@ def check_accumulation(scales_loss: bool, knows_end: Callable[[], bool]) -> bool
         raise ValueError(
             f"{accumulates} and divides each loss by that number. The microbatches of this loader are parts of its own "
             "optimizer steps, and batch.loss_scale scales their losses already. Leave gradient_accumulation_steps at "
-            "1, accumulate by a larger global_batch_size and max_tokens, and iterate "
+            "1, accumulate by DataLoader(accumulate=...) or by a larger global_batch_size and max_tokens, and iterate "
             "od.hf.accelerate(loader, accelerator). To evaluate, call iter() under torch.no_grad()"
         )
     if ends_with_epoch and not knows_end():
@@ -114,6 +130,28 @@ def check_accumulation(scales_loss: bool, knows_end: Callable[[], bool]) -> bool
             f"GradientAccumulationPlugin(num_steps={num_batches}, sync_with_dataloader=False)"
         )
     return ends_with_epoch
+
+
+def _check_lightning(accumulate: int) -> None:
+    """Raise ValueError if Lightning's Trainer, in whose training loop this is called, joins steps that the loader
+    accumulates already: it would divide their losses, which are scaled, once more.
+    """
+    frame = sys._getframe(1) if accumulate > 1 and calling_trainer() in _LIGHTNING else None
+    while frame is not None:
+        loop = frame.f_locals.get("self")
+        if type(loop).__name__ == "_FitLoop":
+            joined = getattr(getattr(loop, "trainer", None), "accumulate_grad_batches", 1)
+            if joined != 1:
+                raise ValueError(
+                    f"accumulate_grad_batches={joined} would join steps that have accumulate={accumulate} microbatches "
+                    "of their own, and divide losses that batch.loss_scale scales already: leave it at 1, and give "
+                    f"DataLoader(accumulate={accumulate * joined}) for as many samples"
+                )
+            return
+        frame = frame.f_back
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 class AccelerateEnd:

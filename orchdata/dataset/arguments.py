@@ -62,6 +62,7 @@ class Arguments:
     worker_memory: int | None
     global_batch_size: int | None
     global_batch_tokens: int | Sequence[tuple[int, int]] | None
+    accumulate: int
     seed: int | None
     cost: CostModel | Callable[[Any], int] | Sequence[int] | None
     cost_id: str | None

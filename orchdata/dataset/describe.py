@@ -46,6 +46,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
         DATA: None if isinstance(dataset, ShardDataset | Mixture) else _dataset(dataset),
         "balance": options.balance,
+        "accumulate": options.accumulate,
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
         "drop_last": options.batches.drop_last,
         "on_error": options.policy.action,

@@ -67,6 +67,7 @@ class LoaderOptions:
         index: what several ranks do if there is no index.
         drawn: whether torch's generator, or `generator`, shuffles map-style data: `shuffle=True` and no seed.
         is_inline: whether the iterating thread builds each step when it is requested.
+        accumulate: micro-steps of every step; 1: as many as caps need.
     """
 
     rank: Rank
@@ -83,6 +84,7 @@ class LoaderOptions:
     batched: bool
     cost: Any
     is_inline: bool
+    accumulate: int = 1
 
     @property
     def sample_batches(self) -> GlobalBatches:
@@ -102,6 +104,7 @@ class LoaderOptions:
             balance=self.balance,
             num_ranks=self.rank.size,
             ranks_per_node=self._ranks_per_node,
+            accumulate=self.accumulate,
         )
         return BuildSpec(plan=plan, rank=self.rank.rank, content=content)
 
@@ -185,12 +188,25 @@ def batch_sizes(
     in_shards: bool,
     has_batch_sampler: bool,
     drop_last: bool,
+    accumulate: int = 1,
 ) -> tuple[int | None, GlobalBatches | TokenBudgets]:
-    """Return the samples per rank and step, None if another size was given, and the global batches. With a batch
+    """Return the samples per rank and micro-step, None if another size was given, and the global batches. With a batch
     sampler, each global batch is one of its batches.
 
     Raises ValueError for several sizes, for one outside its range, and for shards without a size.
     """
+    accumulate = checked_count(accumulate, "accumulate")
+    if accumulate > 1 and not in_shards:
+        raise ValueError(
+            f"accumulate={accumulate} cuts steps of an od.ShardDataset into microbatches; other data give one result "
+            f"of collate_fn per step: leave it out, and step the optimizer after each {accumulate} batches, with the "
+            "losses divided by their number, as with torch's loader"
+        )
+    if accumulate > 1 and global_batch_tokens is not None:
+        raise ValueError(
+            f"accumulate={accumulate} cuts steps of as many samples, and steps of global_batch_tokens have different "
+            "numbers: give batch_size or global_batch_size, or leave accumulate out and cap Balance(max_tokens=...)"
+        )
     own = None if batch_size is DEFAULT_BATCH_SIZE else batch_size
     sizes = {"batch_size": own, "global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
     given = {name: size for name, size in sizes.items() if size is not None}
@@ -215,7 +231,7 @@ def batch_sizes(
             )
         return None, GlobalBatches(size=num_ranks, drop_last=drop_last)
     batch_size = checked_count(batch_size, "batch_size")
-    return batch_size, GlobalBatches(size=batch_size * num_ranks, drop_last=drop_last)
+    return batch_size, GlobalBatches(size=batch_size * num_ranks * accumulate, drop_last=drop_last)
 
 
 def checked_index(use: IndexUse) -> IndexUse:

@@ -13,6 +13,8 @@ from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shards import prepare_shards
 from orchdata.notices import warn_once
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
 from orchdata.repeatable import warn_unless_repeatable
 
 
@@ -42,6 +44,8 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     prepared = prepare_shards(dataset, options, arguments.quarantine)
+    if options.accumulate > 1 and options.balance.caps and prepared.spec.plan.num_steps:
+        make_plan(prepared.spec.plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
     _advise_costs(options, prepared.spec.plan.costs.phases)
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)

@@ -55,7 +55,14 @@ class _Family(NamedTuple):
 
 
 def kernel_families(
-    balance: Balance, num_ranks: int, *, phases: Sequence[str], padded: bool, in_shards: bool, fixed: bool = False
+    balance: Balance,
+    num_ranks: int,
+    *,
+    phases: Sequence[str],
+    padded: bool,
+    in_shards: bool,
+    fixed: bool = False,
+    accumulates: bool = False,
 ) -> list[str]:
     """Return the names of the families that a loader's steps call, the slowest first.
 
@@ -64,6 +71,7 @@ def kernel_families(
         padded: whether LLM batches are padded to their longest sample.
         in_shards: whether we decode.
         fixed: whether LLM batches are padded to a length.
+        accumulates: whether steps have a given number of micro-steps.
     """
     balanced = num_ranks > 1 and balance.scope != "none"
     wanted = {
@@ -71,7 +79,7 @@ def kernel_families(
         "moves": balanced and (balance.assignment == "per_phase" or balance.scope in ("grouped", "grid")),
         "packed": balanced,
         "bins": fixed and balance.scope != "none",
-        "microbatches": bool(balance.caps) or fixed,
+        "microbatches": bool(balance.caps) or fixed or accumulates,
         "padded": padded,
         "pipeline": balance.num_stages is not None,
         "patches": in_shards and len(phases) > 1,
@@ -155,6 +163,8 @@ def _warm_plans(spec: PlanSpec) -> None:
                 spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
     balance = _synthetic_balance(spec.balance, num_ranks)
+    if spec.accumulate > 1:  # Few ranks have more than a cap in a micro-step.
+        balance = replace(balance, max_tokens=dict.fromkeys(balance.caps, int(_COSTS.sum())) or None)
     costs = _SyntheticCosts(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
     synthetic = replace(
         spec,
@@ -163,6 +173,7 @@ def _warm_plans(spec: PlanSpec) -> None:
         batches=GlobalBatches(size=len(_COSTS)),
         balance=balance,
         num_ranks=num_ranks,
+        accumulate=min(spec.accumulate, 2),
         ranks_per_node=None if spec.ranks_per_node is None else max(1, num_ranks // 2),
     )
     plan = make_plan(synthetic, StepTask(0, 0))

@@ -23,6 +23,7 @@ from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
+from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples
 from orchdata.planning.sharing.windows import WindowCost
 from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
@@ -68,6 +69,7 @@ class PlanSpec:
     Attributes:
         ranks_per_node: where parts are assigned separately, consecutive ranks of a node, inside which features travel
             if possible; None if not known. The samples of a step do not depend on it.
+        accumulate: micro-steps of every step, over which samples are spread; 1: as many as the caps need.
     """
 
     costs: SampleCosts
@@ -76,6 +78,7 @@ class PlanSpec:
     balance: Balance
     num_ranks: int
     ranks_per_node: int | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
@@ -219,12 +222,14 @@ class _GlobalBatch:
         Args:
             phases: to balance, `llm` last; by default all that are balanced.
             caps: phases with caps to keep; by default all that have one.
-            num_microbatches: by default the fewest.
+            num_microbatches: by default the fewest, or `PlanSpec.accumulate` of them.
         """
         spec, balance = self.spec, self.spec.balance
         costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
         sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
         step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
+        if spec.accumulate > 1:
+            return share_out_in(step, spec.costs.padded, spec.accumulate)
         return spec.costs.padded.share_out(step, num_microbatches)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
@@ -249,10 +254,15 @@ class _GlobalBatch:
 
     def _spread(self, unassigned: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
         """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
-        shares = self.share_out(["llm"])
         capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
-        if capped and shares.num_microbatches > 1:
-            llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
+        llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
+        if capped and self.spec.accumulate > 1:
+            spread = self.share_out(["llm"], llm)
+            fitted = self._fit(unassigned, spread)
+            if len(fitted) == len(unassigned):
+                return spread, fitted
+        shares = self.share_out(["llm"])
+        if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1:
             sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
             room = [-(-sums[phase] // (cap * self.spec.num_ranks)) for phase, cap in capped.items()]
             fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)

@@ -99,7 +99,7 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
     if steps.scales_loss and accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"the accelerator divides losses by gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, "
-            "and a step's loss is scaled already: leave it at 1, and give a larger global_batch_size and max_tokens"
+            "and a step's loss is scaled already: leave it at 1, and give DataLoader(accumulate=...)"
         )
     config = getattr(accelerator, "parallelism_config", None)
     num_ranks = accelerator.num_processes // (1 if config is None else config.non_data_parallel_size)

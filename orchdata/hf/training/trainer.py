@@ -261,7 +261,7 @@ class TrainerMixin(_Base):
         if args.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, "
-                "whose loss is scaled for one: leave it at 1, and give a larger global_batch_size and max_tokens"
+                "whose loss is scaled for one: leave it at 1, and give DataLoader(accumulate=...)"
             )
         if args.auto_find_batch_size:
             raise ValueError(

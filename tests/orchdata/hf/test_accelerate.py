@@ -161,7 +161,7 @@ def test_gradients_are_accumulated_as_with_torchs_loader(accelerator: Any, wrap:
 def test_accumulating_over_microbatches_of_a_loader_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
     accelerator.gradient_accumulation_steps = 4
     loader = make(dataset)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps at 1, accumulate by a larger global_batch_size"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps at 1, accumulate by DataLoader"):
         iter(loader)
     with pytest.raises(ValueError, match="gradient_accumulation_steps at 1"):
         iter(loader.steps())
