@@ -322,9 +322,11 @@ class DataLoader(Generic[T_co]):
         prepared = self._runtime.prepared
         return export_plan(path, prepared.spec, prepared.steps, prepared.fingerprint, of_epochs=epochs, steps=steps)
 
-    def stats(self) -> dict[str, Any]:
-        """Return balance, milliseconds by stage and failures of the delivered steps, as `Stats.as_dict` describes."""
-        return self._runtime.stats.as_dict()
+    def stats(self, *, reset: bool = False) -> dict[str, Any]:
+        """Return balance, milliseconds by stage and failures of the steps delivered since the loader was made, or since
+        the last call with `reset`: docs/stats.md describes every key.
+        """
+        return self._runtime.stats.as_dict(reset=reset)
 
     def gather_failures(self, group: Any = None) -> list[DataError]:
         """Return the listed failures of all ranks, each once, sorted by shard and key: a collective over `group`.

@@ -61,6 +61,32 @@ class PlannedShare:
         return {phase: self.plan.cells(phase) for phase in self.plan.phases}
 
     @cached_property
+    def cells_unbalanced(self) -> dict[str, NDArray[np.int64]]:
+        return {phase: self.plan.cells_unbalanced(phase) for phase in self.plan.phases}
+
+    @cached_property
+    def step_cost(self) -> float:
+        """The price of the step as planned."""
+        balanced = self.spec.costs.balanced
+        return self.even_cost if self.is_alone else float(self.price.of([self.cells[phase] for phase in balanced]))
+
+    @cached_property
+    def unbalanced_cost(self) -> float:
+        """The price of the step with samples dealt out in turn."""
+        balanced = self.spec.costs.balanced
+        return (
+            self.even_cost
+            if self.is_alone
+            else float(self.price.of([self.cells_unbalanced[phase] for phase in balanced]))
+        )
+
+    @cached_property
+    def even_cost(self) -> float:
+        """The price of a perfectly even step."""
+        means = [self.totals[phase] / self.plan.num_ranks for phase in self.spec.costs.balanced]
+        return self.price.of_even(means, self.plan.num_microbatches)
+
+    @cached_property
     def totals(self) -> dict[str, int]:
         return {phase: int(costs.sum()) for phase, costs in self.plan.costs.items()}
 
@@ -112,10 +138,12 @@ def plain_figures(num_steps: int, num_samples: int) -> dict[str, Any]:
     return {
         **{figure.name: figure.start for figure in FIGURES},
         "samples": num_samples,
-        "phases": {"llm": (float(num_samples),) * 5},
+        "phases": {"llm": (float(num_samples),) * 6},
         "microbatches": num_steps,
         "step_imbalance": even,
-        "padding": (num_samples, num_samples),
+        "step_imbalance_unbalanced": even,
+        "saved": even,
+        "padding_if_padded": (num_samples, num_samples),
     }
 
 
@@ -187,11 +215,12 @@ def overflow(share: PlannedShare) -> tuple[int, ...]:
 
 
 def _ratios(sums: tuple[float, ...], _: int) -> dict[str, float]:
-    unbalanced, balanced, bound, mean, in_micro_steps = sums
+    unbalanced, balanced, bound, mean, in_micro_steps, unbalanced_in_micro_steps = sums
     mean = mean or 1.0
     return {
         "imbalance_unbalanced": unbalanced / mean or 1.0,
         "imbalance": balanced / mean or 1.0,
+        "imbalance_unbalanced_in_micro_steps": unbalanced_in_micro_steps / mean or 1.0,
         "imbalance_in_micro_steps": in_micro_steps / mean or 1.0,
         "lower_bound_over_mean": bound / mean or 1.0,
     }
@@ -205,18 +234,22 @@ def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
     Under od.Padded the loads of `llm` count padding and the mean does not, so it shows in all three; samples dealt out
     are cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
     (the same microbatch of all ranks) over the mean of all, which counts where ranks wait for each other in each; equal
-    to `imbalance` where a step is one microbatch.
+    to `imbalance` where a step is one microbatch. `imbalance_unbalanced_in_micro_steps`: the same of samples dealt out.
+
+    Samples are dealt out as torch's DistributedSampler does: the i-th of the global batch to rank i modulo ranks. Those
+    of a rank are cut in this order into as many microbatches as the plan has, without regard to caps.
     """
     if share.is_alone:
-        return {phase: (float(total),) * 5 for phase, total in share.totals.items()}
+        return {phase: (float(total),) * 6 for phase, total in share.totals.items()}
     plan = share.plan
     return {
         phase: (
-            float(plan.loads_unbalanced(phase).max()),
+            float(share.cells_unbalanced[phase].sum(axis=1).max()),
             float(cells.sum(axis=1).max()),
             float(plan.lower_bound(phase)),
             share.totals[phase] / plan.num_ranks,
             float(cells.max(axis=0).sum()),
+            float(share.cells_unbalanced[phase].max(axis=0).sum()),
         )
         for phase, cells in share.cells.items()
     }
@@ -228,20 +261,42 @@ def microbatches(share: PlannedShare) -> int:
     return share.plan.num_microbatches
 
 
-@_figure(lambda total, num_steps: total[0] / total[1] if total[1] else 1.0, start=(0.0, 0.0))
+def _ratio(total: tuple[float, float], _: int) -> float:
+    return total[0] / total[1] if total[1] else 1.0
+
+
+@_figure(_ratio, start=(0.0, 0.0))
 def step_imbalance(share: PlannedShare) -> tuple[float, float]:
     """Cost of the step over that of a perfectly even step, in the phases that are balanced, as ranks wait for each
     other (`Balance.price`): the step of `orchdata profile`. With a pipeline, the makespan of the slowest one over that
     of one with equal microbatches.
     """
-    balanced, price, num_ranks = share.spec.costs.balanced, share.price, share.plan.num_ranks
-    even = price.of_even([share.totals[phase] / num_ranks for phase in balanced], share.plan.num_microbatches)
-    return even if share.is_alone else float(price.of([share.cells[phase] for phase in balanced])), even
+    return share.step_cost, share.even_cost
 
 
-@_figure(lambda total, num_steps: 1 - total[0] / total[1] if total[1] else 0.0, start=(0, 0))
-def padding(share: PlannedShare) -> tuple[int, int]:
-    """Share of LLM positions that would be padding, if this rank's microbatches were padded."""
+@_figure(_ratio, start=(0.0, 0.0))
+def step_imbalance_unbalanced(share: PlannedShare) -> tuple[float, float]:
+    """What `step_imbalance` would be without balancing: with the samples of the same global batch dealt out in turn."""
+    return share.unbalanced_cost, share.even_cost
+
+
+def _saved(total: tuple[float, float], _: int) -> float:
+    return 1 - total[0] / total[1] if total[1] else 0.0
+
+
+@_figure(_saved, start=(0.0, 0.0))
+def saved(share: PlannedShare) -> tuple[float, float]:
+    """Share of the cost of the unbalanced step that balancing saves: 1 - `step_imbalance` /
+    `step_imbalance_unbalanced`. An estimate from costs, for a job that waits for computation alone.
+    """
+    return share.step_cost, share.unbalanced_cost
+
+
+@_figure(_saved, start=(0, 0))
+def padding_if_padded(share: PlannedShare) -> tuple[int, int]:
+    """Share of LLM positions that would be padding, if this rank's microbatches were padded to their longest sample, as
+    od.Padded does. Packed microbatches have no such padding.
+    """
     lengths, number = share.lengths, share.plan.num_microbatches
     groups = [lengths]
     if number > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import torch.distributed as dist
@@ -38,15 +39,23 @@ class Stats:
     def __init__(self, reads: ReadBytes | None = None) -> None:
         self._reads = reads
         self.torch = TorchCounts()
-        self._steps = 0
-        self._waiting_seconds = 0.0
-        self._seconds: Counter[str] = Counter()
-        self._totals = {figure.name: figure.start for figure in FIGURES}
+        self._begin()
         self.failures: list[DataError] = []
         self.reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
         self._lost = 0
         self.num_failures = 0
+
+    def _begin(self) -> None:
+        """Begin an interval."""
+        self._since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._steps = 0
+        self._waiting_seconds = 0.0
+        self._seconds: Counter[str] = Counter()
+        self._totals = {figure.name: figure.start for figure in FIGURES}
+        self._read_before = None if self._reads is None else self._reads.as_dict()
+        self.torch.steps = self.torch.samples = 0  # Streams of torch's loader keep this object.
+        self.torch.waiting_seconds = 0.0
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
         self._steps += 1
@@ -80,9 +89,12 @@ class Stats:
             by_rank = gather_json(by_rank[0], dist.group.WORLD if group is None else group)
         return sorted({DataError(*args) for each in by_rank for args in each}, key=lambda failure: failure.args)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, *, reset: bool = False) -> dict[str, Any]:
         """Return plain values.
 
+        `since`: time (UTC, ISO 8601) since which steps, figures, reads and milliseconds are counted: when the loader
+        was made, or of the last `reset`, which begins to count again once the values are read. Failures are counted
+        since the loader was made.
         `steps`: delivered. Figures of these by name: see `orchdata.building.figures`.
         `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
         None if it read none, as when a peer reads for it, and for map-style data sets. Plain tars are a little above 1,
@@ -96,16 +108,26 @@ class Stats:
         `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples
         that damaged shards hide, estimated from their bytes if it is unknown.
         """
+        found = self._as_dict()
+        if reset:
+            self._begin()
+        return found
+
+    def _as_dict(self) -> dict[str, Any]:
         torch, num_steps = self.torch, self._steps + self.torch.steps
         steps, totals = max(1, num_steps), self._totals
         if torch.steps:
             plain = plain_figures(torch.steps, torch.samples)
             totals = {figure.name: figure.added(totals[figure.name], plain[figure.name]) for figure in FIGURES}
+        reads = self._reads_since()
         return {
+            "since": self._since,
             "steps": num_steps,
             **{figure.name: figure.show(totals[figure.name], steps) for figure in FIGURES},
-            "read_amplification": None if self._reads is None else self._reads.amplification,
-            "reads": None if self._reads is None else self._reads.as_dict(),
+            "read_amplification": reads["storage_bytes"] / reads["used_bytes"]
+            if reads and reads["used_bytes"]
+            else None,
+            "reads": reads,
             "milliseconds": {
                 "waiting": 1000 * (self._waiting_seconds + torch.waiting_seconds) / steps,
                 **{stage: 1000 * self._seconds[stage] / steps for stage in STAGES},
@@ -119,3 +141,9 @@ class Stats:
                 ],
             },
         }
+
+    def _reads_since(self) -> dict[str, int] | None:
+        """Return the bytes read in this interval; None if samples are not in shards."""
+        if self._reads is None or self._read_before is None:
+            return None
+        return {name: value - self._read_before[name] for name, value in self._reads.as_dict().items()}

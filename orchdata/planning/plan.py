@@ -158,10 +158,17 @@ class Plan:
         loads: Ints = self.cells(phase).sum(axis=1)
         return loads
 
+    def cells_unbalanced(self, phase: str) -> Ints:
+        """Return what `cells` would be with samples dealt out in turn, as by torch's DistributedSampler, and cut into
+        as many microbatches, without regard to caps.
+        """
+        sizes = (self.num_ranks, self.num_microbatches)
+        return self._padding(phase).cells_in_turn(self.costs[phase], self.llm_positions, *sizes)
+
     def loads_unbalanced(self, phase: str) -> Ints:
         """Return what `loads` would be with samples dealt out in turn."""
-        sizes = (self.num_ranks, self.num_microbatches)
-        return self._padding(phase).loads_in_turn(self.costs[phase], self.llm_positions, *sizes)
+        loads: Ints = self.cells_unbalanced(phase).sum(axis=1)
+        return loads
 
     @property
     def _shares(self) -> Shares:

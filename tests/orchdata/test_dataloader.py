@@ -496,6 +496,6 @@ def test_stats(dataset: od.ShardDataset) -> None:
         assert phase["imbalance"] >= 1.0 and phase["lower_bound_over_mean"] >= 1.0
     llm = stats["phases"]["llm"]
     assert llm["imbalance"] < llm["imbalance_unbalanced"]
-    assert 0 < stats["padding"] < 1
+    assert 0 < stats["padding_if_padded"] < 1
     assert stats["milliseconds"]["decoding"] > 0
     assert stats["failures"]["count"] == 0

@@ -95,13 +95,16 @@ class FixedCost(Padding):
         padded: Ints = sequence_costs(padding.ravel(), *self.coefficients).reshape(padding.shape)
         return shares.loads(costs, num_ranks) + padded
 
-    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """Each rank has full microbatches, as many as the fullest rank needs."""
+    def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        """Each rank has full microbatches, as many as the fullest rank needs; their cost is spread evenly."""
         rank = dealt(len(costs), num_ranks)
         tokens = loads_of(positions, rank, num_ranks)
         room = -(-int(tokens.max(initial=0)) // self.length) * self.length
         linear, _, _, windows = self.coefficients
-        return loads_of(costs, rank, num_ranks) + sequence_costs(room - tokens, linear, 0, 0, windows[:0])
+        loads = loads_of(costs, rank, num_ranks) + sequence_costs(room - tokens, linear, 0, 0, windows[:0])
+        cells = np.tile((loads // num_microbatches)[:, None], num_microbatches)
+        cells[:, 0] += loads % num_microbatches
+        return cells
 
     def capacity(self, num_microbatches: int) -> int | None:
         return num_microbatches * self.length

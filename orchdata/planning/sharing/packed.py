@@ -53,8 +53,16 @@ class NoPadding(Padding):
     def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
         return shares.loads(costs, num_ranks)
 
-    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        return loads_of(costs, dealt(len(costs), num_ranks), num_ranks)
+    def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        """A rank's samples are cut in their order into microbatches of even counts, as by torch's samplers."""
+        rank = dealt(len(costs), num_ranks)
+        if num_microbatches == 1:
+            return loads_of(costs, rank, num_ranks)[:, None]
+        counts = -(-(len(costs) - np.arange(num_ranks)) // num_ranks)
+        turn = np.arange(len(costs)) // num_ranks
+        return loads_of(
+            costs, rank * num_microbatches + turn * num_microbatches // counts[rank], num_ranks * num_microbatches
+        ).reshape(num_ranks, num_microbatches)
 
 
 NO_PADDING = NoPadding()

@@ -76,13 +76,12 @@ class PaddedCost(Padding):
         np.maximum.at(longest, (shares.rank, shares.microbatch), costs)
         return counts * longest
 
-    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+    def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
         """A rank's samples are cut by length into even microbatches."""
         rank, microbatch = dealt(len(positions), num_ranks), np.zeros(len(positions), np.int32)
         for mine in _by_rank(rank, positions, num_ranks):
             microbatch[mine] = np.arange(len(mine)) * num_microbatches // max(1, len(mine))
-        loads: Ints = self.loads(costs, positions, Shares(rank, microbatch, num_microbatches), num_ranks).sum(axis=1)
-        return loads
+        return self.loads(costs, positions, Shares(rank, microbatch, num_microbatches), num_ranks)
 
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
         if num_microbatches > 1:

@@ -198,8 +198,15 @@ class Padding(ABC):
         """
 
     @abstractmethod
+    def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        """Return what `loads` would be with samples dealt out in turn, and those of a rank cut into as many
+        microbatches, without regard to caps: int64 (num_ranks, num_microbatches).
+        """
+
     def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
         """Return what ranks would cost with samples dealt out in turn, int64 (num_ranks,)."""
+        loads: Ints = self.cells_in_turn(costs, positions, num_ranks, num_microbatches).sum(axis=1)
+        return loads
 
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
         """Return a bound: no assignment of whole samples has a smaller largest load."""

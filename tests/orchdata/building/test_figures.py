@@ -71,13 +71,14 @@ def test_names_of_stats_stay() -> None:
     assert (
         list(stats)
         == (
-            "steps samples loss_tokens overflow phases microbatches step_imbalance padding fill own_streams features "
-            "sources read_amplification reads milliseconds failures"
+            "since steps samples loss_tokens overflow phases microbatches step_imbalance step_imbalance_unbalanced "
+            "saved padding_if_padded fill own_streams features sources read_amplification reads milliseconds failures"
         ).split()
     )
     assert list(stats["milliseconds"]) == "waiting planning reading decoding packing handing_over".split()
     assert stats["overflow"] == {"truncated": 0, "cut_tokens": 0, "split": 0, "pieces": 0}
     none = {"fill": None, "own_streams": None, "read_amplification": None, "reads": None}
-    zero = {"samples": 0, "loss_tokens": 0, "microbatches": 0, "padding": 0, "step_imbalance": 1}
+    zero = {"samples": 0, "loss_tokens": 0, "microbatches": 0, "padding_if_padded": 0, "saved": 0}
+    one = {"step_imbalance": 1, "step_imbalance_unbalanced": 1}
     empty = {"phases": {}, "features": {}, "sources": {}}
-    assert stats == stats | none | zero | empty
+    assert stats == stats | none | zero | one | empty
