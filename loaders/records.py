@@ -16,6 +16,8 @@ RECORD_FIELD: Final = "__record__.json"
 """The field of a record that the function has made already: in files of records it is called before media are read."""
 LEFT_OUT: Final = "*"
 """The name under which samples that the function leaves out are counted, among the fields that are ignored."""
+ADDED_FIELDS: Final = "fields"
+"""The key of a record under which the function adds fields of its own, for `Recipe.keep`."""
 _CHECKED_SAMPLES: Final = 3
 
 
@@ -57,6 +59,11 @@ def made_record(function: UserFunction, record: dict[str, Any]) -> dict[str, Any
         raise function.wrong("returned a value that is nested too deeply") from None
     if isinstance(plain, str):
         return {"text": plain}
+    if isinstance(plain, dict) and not isinstance(plain.get(ADDED_FIELDS, {}), dict):
+        raise function.wrong(
+            f'returned "{ADDED_FIELDS}" that is {_article(type(plain[ADDED_FIELDS]).__name__)}: return a dict of name '
+            "-> value there, for Recipe.keep, or another name"
+        )
     return plain if isinstance(plain, dict) else {"messages": plain}
 
 

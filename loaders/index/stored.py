@@ -20,12 +20,13 @@ from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.records import RECORD_FIELD
+from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
-from orchdata.loaders.samples.kept import KeptValue, kept_values
-from orchdata.loaders.samples.members import uses_of
+from orchdata.loaders.samples.kept import KeptValue, kept_values, key_of
+from orchdata.loaders.samples.members import is_made, uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
+from orchdata.loaders.samples.record import made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
@@ -98,7 +99,7 @@ class StoredSample:
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
             uses = uses_of(self.members, recipe)
-            wanted.update(uses.kept, uses.records)
+            wanted.update(uses.kept, uses.records, uses.made)
         needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._cached is None else ()))
         specs = self._index.read_spec(self.row)
         distinct = list(dict.fromkeys(specs[member] for member in needed))  # some members share their bytes
@@ -202,7 +203,7 @@ class StoredSample:
             names = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in fields)]
             values = kept_values(names, {}, list(self.records(recipe, payloads)))
             fields |= {name: plain_value(value, name) for name, value in values.items() if value is not None}
-        return fields
+        return fields | self._made_values(recipe, payloads)
 
     def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
         """Return the values of the fields that the recipe keeps, by its names. Raises FieldError.
@@ -222,7 +223,30 @@ class StoredSample:
             else:
                 values[field] = bytes(data)
         records = list(self.records(recipe, payloads)) if uses.records else ()
-        return {name: plain_value(value, name) for name, value in kept_values(recipe.keep, values, records).items()}
+        plain = {name: plain_value(value, name) for name, value in kept_values(recipe.keep, values, records).items()}
+        return plain | self._made_values(recipe, payloads)
+
+    def made_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Mapping[str, Any]:
+        """Return the fields that the user's function adds. Raises FieldError.
+
+        Args:
+            payloads: from `read` with `kept=True`.
+        """
+        uses = uses_of(self.members, recipe)
+        if not uses.made:
+            return {}
+        if is_made(self.members, recipe):
+            record: Any = made_sample(self.members, uses, payloads, recipe).record
+        else:
+            record = json_value(RECORD_FIELD, payloads[uses.made[0]])
+        fields = record.get(ADDED_FIELDS) if isinstance(record, dict) else None
+        return fields if isinstance(fields, dict) else {}
+
+    def _made_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
+        """Return those of `Recipe.keep` among the fields that the user's function adds."""
+        made = self.made_fields(recipe, payloads)
+        keys = {name: key for name in recipe.keep if (key := key_of(name, made)) is not None}
+        return {name: plain_value(made[key], name) for name, key in keys.items()}
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError.

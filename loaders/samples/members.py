@@ -55,6 +55,7 @@ class Uses(NamedTuple):
         media_paths: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
         kept: members that go with the sample, by their names.
         records: JSON, of which keys go with the sample: `Recipe.keep` has names that no member has.
+        made: members of the record that a function of the user's makes, if it may add kept fields.
         texts: all members from which text is read, ascending.
     """
 
@@ -66,6 +67,7 @@ class Uses(NamedTuple):
     media_paths: tuple[int, ...]
     kept: tuple[int, ...]
     records: tuple[int, ...]
+    made: tuple[int, ...]
     texts: tuple[int, ...]
 
 
@@ -104,6 +106,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         media_paths=media_paths,
         kept=_kept(names, recipe),
         records=_records(names, recipe),
+        made=_records_made(names, recipe),
         texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths})),
     )
 
@@ -122,7 +125,8 @@ def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     """Return the uses under a function of the user's, which gets the text of all fields."""
     texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
     kept, records = _kept(names, recipe), _records(names, recipe)
-    return Uses((), (), _media(names, recipe), (), (), (), kept, records, tuple(texts))
+    made = tuple(texts) if recipe.keep else ()
+    return Uses((), (), _media(names, recipe), (), (), (), kept, records, made, tuple(texts))
 
 
 def _kept(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
@@ -133,6 +137,12 @@ def _records(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, .
     if all(any(is_kept_as(field, name) for field, _ in names) for name in recipe.keep):
         return ()
     return tuple(index for index, (name, kind) in enumerate(names) if kind == TEXT and has_keys(name))
+
+
+def _records_made(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
+    if recipe.record is None or not recipe.keep:
+        return ()
+    return tuple(index for index, (name, _) in enumerate(names) if name == RECORD_FIELD)
 
 
 def has_keys(field: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -93,7 +93,7 @@ def prepare_shards(
     lost = lost_samples(index, bad)
     refuse_above_budget(unusable_of(index, bad, lost, unchosen, [leaf.name for leaf in leaves]), options.policy)
     warn_of_bad(index, bad)
-    _warn_of_missing(recipes, index)
+    _warn_of_missing(recipes, index, by_identity(dataset.containers))
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own" and length is None:
@@ -163,11 +163,13 @@ def _warn_of_unread(index: Index | JoinedIndex) -> None:
         )
 
 
-def _warn_of_missing(recipes: Sequence[Recipe], index: Index | JoinedIndex) -> None:
+def _warn_of_missing(
+    recipes: Sequence[Recipe], index: Index | JoinedIndex, containers: Mapping[str, Container]
+) -> None:
     """Warn once about names of `Recipe.keep` that no sample has."""
     indexes = index.indexes if isinstance(index, JoinedIndex) else (index,)
     keeping = [(each, recipe) for each, recipe in zip(indexes, recipes, strict=True) if recipe.keep]
-    found = [missing_names(each, recipe) for each, recipe in keeping]
+    found = [missing_names(each, recipe, containers) for each, recipe in keeping]
     there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
     if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
         others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))

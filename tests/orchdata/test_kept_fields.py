@@ -307,3 +307,51 @@ def test_peers_get_values_of_any_type(typed: dict[str, str]) -> None:
         (received,) = revive(read(buffer)["batches"], batch.plan)
         assert received.fields == batch.fields
         assert batch.to("cpu").fields == batch.fields
+
+
+def with_fields(record: dict[str, Any]) -> dict[str, Any]:
+    given = record.get("json", record)  # of a tar, or a row
+    added = {"Label": len(given["question"]), "pair": [given["question"], None]}
+    return {"text": f"{given['question']} {given['answer']}"} | ({"fields": added} if given["answer"] else {})
+
+
+@pytest.mark.parametrize("container", ["tar", "parquet", "jsonl"])
+def test_a_function_of_the_users_adds_fields(tmp_path: Path, container: str) -> None:
+    rows = [{"question": "q" * (n + 1), "answer": "a" * n, "label": "theirs", "id": f"k{n}"} for n in range(4)]
+    path = str(tmp_path / f"a.{container}")
+    if container == "tar":
+        write_shard(Path(path), [{"__key__": row["id"], "json": json.dumps(row).encode()} for row in rows])
+    elif container == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = od.TextPreprocessor(max_tokens=6, overflow="split")
+    recipe = od.Recipe(
+        image=None, audio=None, text=text, keep=("label", "pair", "id"), record=with_fields, record_id="1"
+    )
+    dataset = od.ShardDataset(path, recipe)
+    labels = {row["id"]: len(row["question"]) if row["answer"] else "theirs" for row in rows}
+    for options in ({}, {"num_threads": 2}, {"num_workers": 1, "multiprocessing_context": "fork"}):
+        (batch,) = od.DataLoader(dataset, batch_size=10, **options)
+        keys = [key for _, key in batch.sample_ids]
+        assert len(keys) > len(rows)  # a text in pieces
+        assert batch.fields["id"] == keys
+        assert batch.fields["label"] == [labels[key] for key in keys]
+        assert batch.fields["pair"] == [["q" * labels[key], None] if key != "k0" else None for key in keys]
+    whole = od.ShardDataset(path, od.Recipe(image=None, audio=None, keep=("label",), record=with_fields, record_id="1"))
+    (samples,) = od.DataLoader(whole, batch_size=4, collate_fn=list)
+    assert [sample.fields["label"] for sample in samples[1:]] == [2, 3, 4]
+
+
+def no_dict(record: dict[str, Any]) -> dict[str, Any]:
+    return {"text": "a", "fields": ["label"]}
+
+
+def test_added_fields_are_a_dict_and_names_of_others_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q", "answer": "a"}\n')
+    texts: Any = {"image": None, "audio": None}
+    with pytest.raises(od.DataError, match=r'no_dict.*returned "fields" that is a list: return a dict'):
+        od.DataLoader(od.ShardDataset(path, od.Recipe(keep=("label",), record=no_dict, **texts)), batch_size=1)
+    with pytest.warns(UserWarning, match=r"Recipe.keep names 'score'.*'Label', 'pair'"):
+        od.DataLoader(od.ShardDataset(path, od.Recipe(keep=("score",), record=with_fields, **texts)), batch_size=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import key_of
 from orchdata.loaders.samples.members import has_keys
-from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 
 _LOOKED_AT: Final = 32
@@ -29,13 +30,17 @@ class Missing(NamedTuple):
     num_records: int
 
 
-def missing_names(index: Index, recipe: Recipe) -> Missing:
-    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it."""
+def missing_names(index: Index, recipe: Recipe, containers: Mapping[str, Container] = NO_CONTAINERS) -> Missing:
+    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it.
+
+    Args:
+        containers: of the user's, by identity.
+    """
     others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
     missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]
     count = 0
-    if missing and any(map(has_keys, index.fields)):
-        for record in _some_records(index, recipe):
+    if missing and (recipe.record is not None or any(map(has_keys, index.fields))):
+        for record in _some_records(index, recipe, containers):
             count += 1
             others |= dict.fromkeys(record)
             missing = [name for name in missing if key_of(name, record) is None]
@@ -44,15 +49,19 @@ def missing_names(index: Index, recipe: Recipe) -> Missing:
     return Missing(tuple(missing), tuple(others), count)
 
 
-def _some_records(index: Index, recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _some_records(index: Index, recipe: Recipe, containers: Mapping[str, Container]) -> Iterator[dict[str, Any]]:
     rows = np.unique(np.linspace(0, max(0, index.num_rows - 1), _LOOKED_AT).astype(np.int64))
     good: Sequence[int] = rows[~np.isin(rows, index.bad_rows())].tolist()
-    shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+    shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers)
     try:
         for row in good:
             sample = StoredSample(index, shards, row)
             try:
-                yield from sample.records(recipe, sample.read(recipe, text=False, parts=(), kept=True))
+                payloads = sample.read(recipe, text=False, parts=(), kept=True)
+                yield {
+                    **dict(pair for each in sample.records(recipe, payloads) for pair in each.items()),
+                    **sample.made_fields(recipe, payloads),
+                }
             except (DataError, FieldError, ShardError):
                 continue  # the loader reports it
     finally:
