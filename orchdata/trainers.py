@@ -139,6 +139,8 @@ def _check_lightning(accumulate: int) -> None:
     frame = sys._getframe(1) if accumulate > 1 and calling_trainer() in _LIGHTNING else None
     while frame is not None:
         loop = frame.f_locals.get("self")
+        if type(loop).__name__ == "_EvaluationLoop":  # It steps no optimizer.
+            return
         if type(loop).__name__ == "_FitLoop":
             joined = getattr(getattr(loop, "trainer", None), "accumulate_grad_batches", 1)
             if joined != 1:

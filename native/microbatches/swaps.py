@@ -104,7 +104,7 @@ def exchange(
     other_r: int,
 ) -> None:
     """Move the sample `given` to cell (other_m, other_r), and the sample `taken` of it, -1 for none, to its place."""
-    m, r = microbatch[given], rank[given]
+    m, r = np.int64(microbatch[given]), np.int64(rank[given])
     for p in range(costs.shape[1]):
         change = costs[given, p] - (costs[taken, p] if taken >= 0 else 0)
         loads[m, r, p] -= change
@@ -142,24 +142,24 @@ def best_exchange(
         (by how much peaks rise, below 0 if there is such an exchange; the sample taken or -1; the micro-step and rank
         that get the sample; the exchanges looked at).
     """
-    m, r = microbatch[given], rank[given]
+    m, r = np.int64(microbatch[given]), np.int64(rank[given])
     best, best_taken, best_m, best_r, pairs = np.int64(0), np.int64(-1), np.int64(-1), np.int64(-1), np.int64(0)
     for taken in range(costs.shape[0]):
-        other_m, other_r = microbatch[taken], rank[taken]
+        other_m, other_r = np.int64(microbatch[taken]), np.int64(rank[taken])
         if group[other_r] != group[r] or costs[taken, p] >= costs[given, p] or (other_m == m and other_r == r):
             continue
         pairs += 1
         change = change_of(costs, loads, top, m, r, given, other_m, other_r, taken)
         if change < best and keeps_caps(sizes, caps, filled, m, r, given, other_m, other_r, taken):
-            best, best_taken, best_m, best_r = change, np.int64(taken), np.int64(other_m), np.int64(other_r)
+            best, best_taken, best_m, best_r = change, np.int64(taken), other_m, other_r
     for cell in range(loads.shape[0] * loads.shape[1] if may_move else 0):
-        other_m, other_r = np.int32(cell // loads.shape[1]), np.int32(cell % loads.shape[1])
+        other_m, other_r = np.int64(cell // loads.shape[1]), np.int64(cell % loads.shape[1])
         if group[other_r] != group[r] or (other_m == m and other_r == r):
             continue
         pairs += 1
         change = change_of(costs, loads, top, m, r, given, other_m, other_r, -1)
         if change < best and keeps_caps(sizes, caps, filled, m, r, given, other_m, other_r, -1):
-            best, best_taken, best_m, best_r = change, np.int64(-1), np.int64(other_m), np.int64(other_r)
+            best, best_taken, best_m, best_r = change, np.int64(-1), other_m, other_r
     return best, best_taken, best_m, best_r, pairs
 
 
@@ -268,7 +268,8 @@ def lower_peaks(
             state ^= state << np.uint64(17)
             given = np.int64(state % np.uint64(num_samples))
             taken = np.int64((state >> np.uint64(32)) % np.uint64(num_samples))
-            m, r, other_m, other_r = microbatch[given], rank[given], microbatch[taken], rank[taken]
+            m, r = np.int64(microbatch[given]), np.int64(rank[given])
+            other_m, other_r = np.int64(microbatch[taken]), np.int64(rank[taken])
             same = m == other_m and r == other_r
             if (
                 not same

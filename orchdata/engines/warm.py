@@ -80,6 +80,7 @@ def kernel_families(
         "packed": balanced,
         "bins": fixed and balance.scope != "none",
         "microbatches": bool(balance.caps) or fixed or accumulates,
+        "swaps": balanced and accumulates,
         "padded": padded,
         "pipeline": balance.num_stages is not None,
         "patches": in_shards and len(phases) > 1,
@@ -270,6 +271,15 @@ def _microbatches() -> None:
     pack_micro_steps(_COSTS, 160, 2, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)
 
 
+def _swaps() -> None:
+    from orchdata.native.microbatches.swaps import lower_peaks
+
+    costs, ones = np.stack([_COSTS, _COSTS], axis=1), np.ones((len(_COSTS), 1), np.int64)
+    rank, microbatch = np.arange(len(_COSTS), dtype=np.int32) % _RANKS, np.zeros(len(_COSTS), np.int32)
+    group = np.zeros(_RANKS, np.int32)
+    lower_peaks(costs, ones, ones[0] * len(_COSTS), group, 2, rank, microbatch, True, 1)
+
+
 def _bins() -> None:
     from orchdata.balancers import pack_bins
 
@@ -301,6 +311,7 @@ FAMILIES: Final = {
     "moves": _Family("move.minimal_move:solve_from", _moves),
     "packed": _Family("assign.packed:solve", _packed),
     "microbatches": _Family("microbatches.microbatch:split", _microbatches),
+    "swaps": _Family("microbatches.swaps:lower_peaks", _swaps),
     "bins": _Family("bins.pack:pack", _bins),
     "padded": _Family("assign.padded:solve_padded", _padded),
     "pipeline": _Family("microbatches.pipeline_search:search", _pipeline),

@@ -120,6 +120,13 @@ def test_what_cannot_be_cut_is_an_error(dataset: od.ShardDataset) -> None:
     assert len(od.DataLoader(Numbers(8), batch_size=2, accumulate=1)) == 4
 
 
+class _EvaluationLoop:
+    """As Lightning's, which runs inside of a training loop."""
+
+    def run(self, fit: _FitLoop, accumulate: int) -> Any:
+        return fit.begin(self, SimpleNamespace(accumulate=accumulate, scales_loss=True))
+
+
 class _FitLoop:
     """As Lightning's, which begins the iteration of a loader."""
 
@@ -129,6 +136,9 @@ class _FitLoop:
         exec("def begin(self, steps): return check(steps, lambda: True)", module)
         self.begin = module["begin"]
 
+    def evaluate(self, accumulate: int) -> Any:
+        return _EvaluationLoop().run(self, accumulate)
+
     def setup(self, accumulate: int) -> Any:
         return self.begin(self, SimpleNamespace(accumulate=accumulate, scales_loss=True))
 
@@ -137,6 +147,7 @@ def test_a_trainer_of_lightnings_that_accumulates_too_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=3 .* give DataLoader\(accumulate=12\)"):
         _FitLoop(3).setup(4)
     assert not _FitLoop(1).setup(4)
+    assert not _FitLoop(3).evaluate(4)
     assert not _FitLoop(3).setup(1)
 
 

@@ -36,6 +36,7 @@ BALANCES = {
     "equal count": Balance(equal_count=True, max_tokens=8192, oversize="own"),
     "limited count": Balance(max_samples=20, assignment="per_phase"),
     "padded": Balance(max_tokens=8192, oversize="own"),
+    "accumulated": Balance(),
 }
 
 
@@ -59,6 +60,7 @@ def found(path: Path, name: str) -> dict[str, object]:
         balance=BALANCES[name],
         num_ranks=64,
         ranks_per_node=8 if BALANCES[name].assignment == "per_phase" else None,
+        accumulate=4 if name == "accumulated" else 1,
     )
     content = MapContent(dataset=None, num_rows=0, collate_fn=None, batched=True, skip_errors=False)
     warm(BuildSpec(plan=plan, rank=0, content=content))

@@ -37,7 +37,7 @@ def check(folder: Path, *names: str) -> None:
 
 
 def test_after_warming_a_step_loads_no_kernel_and_none_has_two_signatures(tmp_path: Path) -> None:
-    check(tmp_path, "per phase, caps", "grid")
+    check(tmp_path, "per phase, caps", "grid", "accumulated")
 
 
 @pytest.mark.slow
