@@ -39,6 +39,7 @@ from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
 from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation, check_counted_by_len
 
+_LATER = "after DataLoader is initialized: create another loader"
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
 
 
@@ -51,9 +52,8 @@ class DataLoader(Generic[T_co]):
         dataset: a ShardDataset, an `od.Mixture` of several, any torch map-style data set (a Hugging Face Dataset too),
             or an IterableDataset on one rank. With the latter two, each step yields the result of `collate_fn`, all
             ranks get the same number of samples by default, and the user scales the loss.
-        batch_size: samples per rank and step, a mean once balanced; 1 if neither size is given. None, for map-style
-            data: one sample per rank and step, converted as torch does or passed to `collate_fn` alone. Windows, with
-            `od.Packed(concatenate=True)`.
+        batch_size: samples (or windows of `od.Packed(concatenate=True)`) per rank and step, a mean once balanced. None,
+            for map-style data: one sample per rank and step, converted as torch does or passed to `collate_fn` alone.
         shuffle: True, False, an `od.Shuffle`, or, for a ShardDataset, your own order: an integer array of rows of its
             index, the same in each epoch. Rows of excluded samples are skipped.
         sampler, batch_sampler: for map-style data sets, as in torch: any iterable. The loader draws from it lazily.
@@ -61,51 +61,47 @@ class DataLoader(Generic[T_co]):
         num_workers: number of worker processes, with `num_threads` threads each. One worker builds a whole step. 0 uses
             threads of this process. A worker that is lost is replaced, and its steps are built again.
         collate_fn: default `od.Packed()` for shards, torch's for map-style data; `od.hf.Inputs(config)` for a Hugging
-            Face model; or a function of a list of samples. Only one thread calls it at a time. If it has a parameter
-            named `step`, it gets an `od.StepInfo` there.
+            Face model; or a function of a list of samples, and of an `od.StepInfo` if it has a parameter named `step`.
+            Only one thread calls it at a time.
         pin_memory: copy batches to page-locked memory, in a separate thread.
-        drop_last: drop the global remainder of an epoch; without it the last global batch is smaller, or, of windows,
-            the remainder is the start of the next epoch.
+        drop_last: drop the remainder of an epoch; else it is a smaller global batch, or of windows the next epoch's
+            start.
         timeout: seconds to wait for a step; 0 for no limit. With workers: a process that takes longer is replaced, and
             the step is built again; a sample that takes longer in two processes with no other sample is a failure. With
-            threads: RuntimeError, up to 2 s late if a thread hangs. A hung thread does not keep the process from
-            exiting, and the next iteration tries the step again. Inline: ValueError, as nothing could measure the time.
-            Peers that receive steps by broadcast wait that long for the reading rank, or by default as long as the
-            process group of the job waits: the limit must cover the reader's longest pause.
+            threads: RuntimeError, up to 2 s late if a thread hangs; the next iteration tries the step again. Inline:
+            ValueError. Peers that receive steps by broadcast wait that long for the reading rank, or by default as long
+            as the process group of the job waits: the limit must cover the reader's longest pause.
         worker_init_fn: called with the worker's number in each worker process, before it builds. ValueError with
             threads, which share the random state of the training process. Inline it is not called, as in torch.
         prefetch_factor: number of steps under way per worker, default 2. ValueError inline, as in torch.
         persistent_workers: keep workers, or threads, from one epoch to the next. ValueError inline, as in torch.
         generator: replaces torch's default for map-style data without a seed. Its initial seed is that of shards.
-        in_order: False yields batches of worker processes as soon as they are ready, for map-style data and iterables
-            on one rank. Otherwise batches stay in order, and a warning says so.
+        in_order: False yields batches of worker processes as they are ready, for map-style data and iterables on one
+            rank. Otherwise batches stay in order, and a warning says so.
         pin_memory_device: ignored; memory is pinned for the current accelerator.
         multiprocessing_context: how worker processes are started: a start method, or a context of multiprocessing.
-            Default: "forkserver" for shards; multiprocessing's own default for other data sets, as these often do not
-            pickle. ValueError without num_workers, as in torch.
-        num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data: with
-            more, several threads call `__getitem__` at the same time, and random augmentations no longer follow
-            `torch.manual_seed`.
-        worker_memory: bytes that a worker process may allocate beyond what it starts with. A worker that needs more
-            counts as lost. Slabs of shared memory, which contain the batches, are not counted.
-        global_batch_size: samples of one optimizer step over all ranks; give exactly one of the three sizes. It need
-            not be divisible by the number of ranks; use it if that number may change. Windows, with
-            `od.Packed(concatenate=True)`.
+            Default: "forkserver" for shards, multiprocessing's own for other data. ValueError without num_workers.
+        num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data,
+            whose `__getitem__` several threads would call at the same time, without regard to `torch.manual_seed`.
+        worker_memory: bytes that a worker process may allocate beyond what it starts with, besides the batches. A
+            worker that needs more counts as lost.
+        global_batch_size: samples (or windows) of one optimizer step over all ranks; give exactly one of the three
+            sizes. It need not be divisible by the number of ranks; use it if that number may change.
         global_batch_tokens: LLM tokens of one optimizer step over all ranks, for shards. A step has the samples that
             end within its share of the epoch's tokens, so that it is off by less than one sample; the number of samples
             varies. Tokens of a sample are aligned up as `od.Packed(multiple_of=)` does; padding of `od.Padded` is not
             counted. A ramp is a list of (training tokens from which it applies, tokens per step) that begins at 0.
         accumulate: microbatches of every step, for shards: a step has `batch_size * accumulate` samples per rank, or
             `global_batch_size` in all; a microbatch has at most an even share, rounded up. 1: as many as caps need.
-        seed: seed of the order, 0 by default for shards. Map-style data without a seed are shuffled as torch does: at
-            each `iter()` by the loader's generator, over several ranks by rank 0's. With a seed, the sequence of global
-            batches depends on data set, exclusions, shuffle, seed, epoch and global batch size only, never on ranks or
-            workers.
+        seed: seed of the order, 0 by default for shards. The sequence of global batches depends on data set,
+            exclusions, shuffle, seed, epoch and global batch size only, never on ranks or workers. Map-style data
+            without a seed are shuffled as torch does: at each `iter()` by the loader's generator, over several ranks by
+            rank 0's.
         cost: for shards a CostModel, with the phases of the model (None: every phase of the data costs its positions);
-            for map-style data a callable sample -> int, or one integer per sample. A callable is called for every
-            sample when the loader is made, in `num_workers` processes.
-        cost_id: a name for the costs that a callable computes: they are kept in the cache folder under it, and read
-            again by the next loader, also in another run. Change it when the data or the function change.
+            for map-style data one integer per sample, or a callable sample -> int, called for all when the loader is
+            made, in `num_workers` processes.
+        cost_id: a name under which the cache folder keeps the costs that a callable computes, for the next loader or
+            run. Change it when the data or the function change.
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. In a mesh
             of several dims, the data-parallel dims balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
@@ -114,8 +110,8 @@ class DataLoader(Generic[T_co]):
             first step, through the job's store. With (rank, size) nothing is compared; (0, 1) gives all samples here.
         on_error: "raise", "skip" (up to 1 % of the samples), or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
-        index: what to do if several ranks have no index of their shards. "build": at construction all ranks build it
-            together, each for different shards, if torch.distributed is initialized. "require": raise.
+        index: what several ranks do if their shards have no index. "build": build it together at construction, each for
+            different shards, if torch.distributed is initialized. "require": raise.
 
     Raises:
         ValueError: an argument is out of range, arguments contradict each other, or ranks differ.
@@ -192,7 +188,7 @@ class DataLoader(Generic[T_co]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS and "_own_names" in self.__dict__:
-            raise ValueError(f"{name} attribute should not be set after DataLoader is initialized: make another loader")
+            raise ValueError(f"{name} attribute should not be set {_LATER}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -240,9 +236,7 @@ class DataLoader(Generic[T_co]):
         return self._iterate(whole_steps=False)
 
     def steps(self) -> OptimizerSteps:
-        """Return an iterable of optimizer steps, each the list of its microbatches, for trainers that count. It starts
-        and continues as `iter()`, its `len()` is its number of items, and it has this loader's state.
-        """
+        """Return an iterable of optimizer steps, each the list of its microbatches, with this loader's state."""
         return OptimizerSteps(self, self._runtime, self._progress, lambda: self._iterate(whole_steps=True))
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from orchdata.planning.layout import (
     window_length,
 )
 from orchdata.planning.sharing.fixed import better_budget
-from orchdata.planning.window_checks import check_labels, check_windows, warn_of_windows, windows_of
+from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
 from orchdata.quarantine import read_quarantine
 
@@ -79,6 +79,9 @@ def prepare_shards(
     costs = layout_costs(index, options.cost, layout)
     length = window_length(layout)
     check_windows(length, options.balance, options.batches.describe(), options.cost, recipes, index)
+    if length is not None and options.accumulate > 1:
+        check_accumulate(options.accumulate, options.sample_batches.size, options.rank.size)
+        options = replace(options, accumulate=1)  # a microbatch is a window
     options = replace(options, balance=layout_balance(options.balance, layout, recipes[0], costs.phases[:-1]))
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:

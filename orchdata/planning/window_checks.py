@@ -50,6 +50,17 @@ def check_windows(
         )
 
 
+def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
+    """Raise ValueError unless a step of so many windows has `accumulate` of them on a rank."""
+    each = -(-windows // num_ranks)
+    if each != accumulate:
+        raise ValueError(
+            f"a microbatch of Packed(concatenate=True) is one window, so a step of {windows} windows on {num_ranks} "
+            f"ranks has {each} microbatches, not accumulate={accumulate}: leave accumulate out; batch_size "
+            "is the number of windows of a rank and step"
+        )
+
+
 def _check_balance(balance: Balance) -> None:
     if balance.assignment == "per_phase":
         raise ValueError(
@@ -87,14 +98,14 @@ def _check_size(size: Mapping[str, Any], length: int) -> None:
 
 def _check_text_alone(recipes: Sequence[Recipe], index: Index) -> None:
     totals = index.totals["modalities"]
-    out = f"leave media out, by od.Recipe(image=None, audio=None, text=...), {_WHOLE}"
+    usual = Recipe().modalities
+    out = f"leave media out, by od.Recipe({', '.join(f'{name}=None' for name in usual)}, text=...), {_WHOLE}"
     for name in index.modalities[1:]:
         if count := totals[name]["parts"]:
             raise ValueError(
                 f"Packed(concatenate=True) cuts documents of text, and the data set has {count:,} parts of {name}, "
                 f"which cannot be cut: {out}"
             )
-    usual = Recipe().modalities
     for recipe in recipes:
         for name, modality in recipe.modalities.items():
             if name not in usual or modality != usual[name]:

@@ -385,7 +385,7 @@ def test_the_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     text = (REPOSITORY / "docs/containers.md").read_text()
-    zips, check, folders = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    zips, _, check, folders = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "data").mkdir()
     zip_file(tmp_path / "data/a.zip", 3)
     for name in ("cat", "dog"):

@@ -552,6 +552,13 @@ def test_what_windows_cannot_do_is_refused(dataset: od.ShardDataset) -> None:
             od.Packed(**layout)  # type: ignore[arg-type]
 
 
+def test_accumulate_is_the_number_of_a_ranks_windows(dataset: od.ShardDataset) -> None:
+    options: dict[str, Any] = {"global_batch_size": 6, "ranks": 2}
+    plain, accumulated = loader_of(dataset, **options), loader_of(dataset, accumulate=3, **options)
+    assert [found(batch) for batch in next_step(accumulated)] == [found(batch) for batch in next_step(plain)]
+    refused(dataset, "6 windows on 2 ranks has 3 microbatches, not accumulate=2", accumulate=2, **options)
+
+
 def test_what_shows_whole_samples_refuses_windows(dataset: od.ShardDataset) -> None:
     loader = loader_of(dataset)
     with pytest.raises(od.StateError, match="orchdata show shows whole samples"):
@@ -572,7 +579,8 @@ def test_media_and_chats_are_refused(tmp_path: Path) -> None:
     refused(media, "the data set has .* parts of image, which cannot be cut: leave media out, by od.Recipe")
 
 
-def test_low_fill_of_whole_samples_names_windows(dataset: od.ShardDataset) -> None:
+def test_low_fill_of_whole_samples_names_windows(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.notices._warned", set())
     dataset.index()
     options: dict[str, Any] = {"global_batch_tokens": 1_100, "collate_fn": od.Packed(length=1_000), "dp": (0, 1)}
     with pytest.warns(UserWarning, match=r"Packed\(length=1000, concatenate=True\) fills all windows"):

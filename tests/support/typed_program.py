@@ -69,6 +69,7 @@ recipe = od.Recipe(
 array, size, slot = od.ArraySpec, od.PartSize, od.Slot
 dataset = od.ShardDataset("train.tar", recipe=recipe, containers=[LineFiles()], index_fields=("score",))
 od.check_container(LineFiles(), "a.lines")
+notes = od.ShardDataset("notes/*.md", containers=[od.TextFiles((".md",))])
 mixture = od.Mixture({"web": od.Source(dataset, weight=0.7)})
 cost = od.CostModel(
     image=od.PhaseCost(linear=1),

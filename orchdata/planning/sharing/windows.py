@@ -71,14 +71,13 @@ class WindowCost(FixedCost):
             rank, microbatch = _balanced(costs, num_ranks)
         return Shares(rank[window].astype(np.int32), microbatch[window].astype(np.int32), micro_steps)
 
-    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """Return what ranks would cost with windows dealt out in turn."""
+    def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        """Windows are dealt out in turn."""
         of_windows = _sums(costs, self.windows_of(positions))
         loads = np.zeros(num_ranks * num_microbatches, np.int64)
         loads[: len(of_windows)] = of_windows
         loads[len(of_windows) :] = sequence_costs(np.array([self.length]), *self.coefficients)[0]
-        in_turn: Ints = loads.reshape(num_microbatches, num_ranks).sum(axis=0)
-        return in_turn
+        return loads.reshape(num_microbatches, num_ranks).T
 
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
         return lower_bound(_sums(costs, self.windows_of(positions)), num_ranks)
