@@ -191,8 +191,7 @@ class DataLoader(Generic[T_co]):
             raise ValueError(f"{name} attribute should not be set {_LATER}")
         super().__setattr__(name, value)
 
-    def __repr__(self) -> str:
-        return loader_text(self)
+    __repr__ = loader_text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the loader: the same arguments and position, and nothing runs yet.

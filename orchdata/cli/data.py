@@ -77,6 +77,7 @@ def index(
         print_json(report)
     else:
         _print_index(report)
+        _print_unit(dataset)
     if code := _exit_code(report, max_failures):
         raise typer.Exit(code)
 
@@ -155,6 +156,7 @@ def profile(
     from orchdata.cli.tables import profile_table
 
     print_table(profile_table(result))
+    _print_unit(dataset)
 
 
 @one_line_errors
@@ -372,6 +374,15 @@ def _print_index(report: dict[str, Any]) -> None:
     for failure in report["failed_shards"]:
         typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
     typer.echo(f"index: {report['path']}")
+
+
+def _print_unit(dataset: ShardDataset | Mixture) -> None:
+    """Say what LLM tokens are where a recipe has no tokenizer."""
+    from orchdata.dataset.mixture import Mixture
+
+    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
+    if any(leaf.recipe.text.tokenizer is None for leaf in leaves):
+        typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
 
 
 def ignored_words(ignored: Mapping[str, int]) -> str:

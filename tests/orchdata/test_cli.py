@@ -94,6 +94,19 @@ def test_index_names_what_is_not_read(tmp_path: Path) -> None:
     assert "not read: label (2), question (1)" in run("index", tmp_path / "a.parquet").stdout
 
 
+def test_output_says_that_tokens_are_bytes_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = write_texts(tmp_path / "a.tar", 3)
+    (tmp_path / "words_recipe.py").write_text(
+        "import orchdata as od\n"
+        "def count(text): return [len(word) for word in text.split()]\n"
+        "words = od.Recipe(text=od.TextPreprocessor(count, id='1'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for command in ("index", "profile"):
+        assert "LLM tokens of text are UTF-8 bytes" in run(command, shard).stdout
+        assert "bytes: the recipe" not in run(command, shard, "--recipe", "words_recipe:words").stdout
+
+
 def test_index_lists_bad_samples_and_compares_them_with_a_budget(mixed: Path) -> None:
     report = run_json("index", mixed, "--max-failures", "50%")
     assert (report["samples"], report["bad"]) == (2, 1)
