@@ -8,13 +8,14 @@ from pathlib import Path
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.reading import PLAIN
 
 
 class IndexedShards(ShardDataset):
     """A data set by its index alone, as `synthetic_index` makes it."""
 
     def __init__(self, path: Path) -> None:
-        self.urls, self.recipe = (str(path),), Recipe()
+        self.urls, self.recipe, self.reading, self.index_fields = (str(path),), Recipe(), PLAIN, ()
 
     def index(
         self,
