@@ -366,11 +366,8 @@ class _Builder:
             go_on: whether to keep waiting while another process measures them; if not, the result is None.
             spread: idle threads that may help.
         """
-        limits, cache, rules = (
-            self._recipe.limits,
-            self._cache,
-            self._reading.rules(url, self._recipe.record, self._recipe.keep),
-        )
+        limits, cache = self._recipe.limits, self._cache
+        rules = self._reading.rules(url, self._recipe.record, self._recipe.keep)
         root = self._reading.root_of(url, rules)
         path, access = self._path(url, root, rules), self._accesses.of(url)
         with ExitStack() as resources, here().at(url):

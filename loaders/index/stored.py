@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,16 +190,15 @@ class StoredSample:
 
     def _kept_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
         """Return the fields that the recipe keeps: bytes as stored; values of keys and of other columns."""
-        uses, specs = uses_of(self.members, recipe), self._index.read_spec(self.row)
+        if not recipe.keep:
+            return {}
         fields: dict[str, KeptValue] = {}
-        for at in uses.kept:
-            field, data = self.members[at].field, payloads[at]
-            is_json = self._open_shard(recipe).is_json(specs[at][3], specs[at][2])
-            if is_json or is_cell_without_content(field, len(data)):
+        for field, data, kind in self._kept_members(recipe, payloads):
+            if kind == "json":
                 fields[bare_name(field)] = plain_value(json_value(field, data), field)
             else:
                 fields[field] = bytes(data)
-        if uses.records:
+        if uses_of(self.members, recipe).records:
             names = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in fields)]
             values = kept_values(names, {}, list(self.records(recipe, payloads)))
             fields |= {name: plain_value(value, name) for name, value in values.items() if value is not None}
@@ -211,18 +210,13 @@ class StoredSample:
         Args:
             payloads: from `read` with `kept=True`.
         """
-        uses, specs = uses_of(self.members, recipe), self._index.read_spec(self.row)
-        shard = self._open_shard(recipe)
         values: dict[str, KeptValue] = {}
-        for at in uses.kept:
-            field, data = self.members[at].field, payloads[at]
-            if is_cell_without_content(field, len(data)) or shard.is_json(specs[at][3], specs[at][2]):
+        for field, data, kind in self._kept_members(recipe, payloads):
+            if kind == "json":
                 values[field] = json_value(field, data)
-            elif shard.is_text(specs[at][3], specs[at][2]):
-                values[field] = _decoded(field, data)
             else:
-                values[field] = bytes(data)
-        records = list(self.records(recipe, payloads)) if uses.records else ()
+                values[field] = _decoded(field, data) if kind == "text" else bytes(data)
+        records = list(self.records(recipe, payloads)) if uses_of(self.members, recipe).records else ()
         plain = {name: plain_value(value, name) for name, value in kept_values(recipe.keep, values, records).items()}
         return plain | self._made_values(recipe, payloads)
 
@@ -247,6 +241,18 @@ class StoredSample:
         made = self.made_fields(recipe, payloads)
         keys = {name: key for name in recipe.keep if (key := key_of(name, made)) is not None}
         return {name: plain_value(made[key], name) for name, key in keys.items()}
+
+    def _kept_members(
+        self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]
+    ) -> Iterator[tuple[str, bytes | memoryview, Literal["json", "text", "bytes"]]]:
+        """Yield the field, payload and kind of each member that the recipe keeps."""
+        specs, shard = self._index.read_spec(self.row), self._open_shard(recipe)
+        for at in uses_of(self.members, recipe).kept:
+            field, data, (_, _, encoding, name) = self.members[at].field, payloads[at], specs[at]
+            if is_cell_without_content(field, len(data)) or shard.is_json(name, encoding):
+                yield field, data, "json"
+            else:
+                yield field, data, "text" if shard.is_text(name, encoding) else "bytes"
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError.
