@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 _CHUNK_ROWS: Final = 1 << 20
 _EXPRESSION_CHARACTERS: Final = 10_000
-_ROW: Final = "__row__"
+_ROW: Final = " row"  # no name that a filter can have
 _HASH_BITS: Final = 53
 _PARTS: Final = ("train", "test")
 _WORD: Final = re.compile(r"[^\W\d]\w*")
@@ -359,6 +359,8 @@ class _Parser:
                 return ~self._of(operand)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return self._number(-value)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self._number(0) - self._of(operand)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 sides = [left, *comparators]
                 links = [self._compared(sides[i], op, sides[i + 1], node) for i, op in enumerate(ops)]
@@ -385,9 +387,9 @@ class _Parser:
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._not_understood(node)
-            values = [item.value if isinstance(item, ast.Constant) else None for item in right.elts]
+            values = [_constant(item) for item in right.elts]
             kinds = {str if isinstance(value, str) else float for value in values}
-            if len(kinds) > 1 or not all(isinstance(value, str | int | float) for value in values):
+            if len(kinds) != 1 or not all(isinstance(value, str | int | float) for value in values):
                 raise self._not_understood(node)
             for value in values:
                 self._of(ast.Constant(value))
@@ -406,7 +408,8 @@ class _Parser:
         import pyarrow.compute as pc
 
         if isinstance(value, float):
-            return pc.scalar(value)
+            # Without the cast pyarrow compares and computes with 32 bits where they hold the value, as those of 2.5.
+            return pc.scalar(value).cast("float64")
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"filter {self._text!r}: {value} does not fit the 64-bit integers of columns")
         # Without the cast pyarrow gives it as few bits as it needs: 1024 * 1024 overflows.
@@ -417,6 +420,16 @@ class _Parser:
             f"filter {self._text!r}: {ast.unparse(node)[:60]!r} is not understood; known are columns, numbers, "
             "strings, comparisons, + - * /, and, or, not, in (...), is None, is not None"
         )
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of a constant, or of a number with a sign; None for anything else."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    return None
 
 
 _COMPARISONS: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {

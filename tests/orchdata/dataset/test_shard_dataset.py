@@ -132,6 +132,9 @@ def test_a_key_that_several_have_is_no_answer(folder: Path) -> None:
         ("key in ('0-04', '1-05') or shard == 'other'", None),
         ("text_tokens * 2 - 1 >= tokens / 0.1 + -1", lambda number: False),
         ("bytes < 1024 * 1024 and text_tokens * 1_000_000_000 > 10_000_000_000", lambda number: number >= 10),
+        ("(text_tokens + 16_777_216) * 1.5 == 25_165_825.5", lambda number: number == 0),  # not with 32 bits
+        ("text_tokens + 20_000_000 > 20_000_002.5 - 0.5", lambda number: number >= 2),
+        ("-text_tokens in (-1, -2) or -text_tokens > -1", lambda number: number < 2),
         (pc.field("text_tokens") <= 3, lambda number: number < 3),
     ],
 )
@@ -165,6 +168,7 @@ def test_filters_add_up_and_leave_bad_samples_out(folder: Path) -> None:
         ("(" * 5000 + "tokens" + ")" * 5000, "characters|not an expression"),
         ("None == key", "not understood"),
         ("key in ('a', 1)", "not understood"),
+        ("key in ()", "not understood"),
         ("tokens < 99999999999999999999", "64-bit integers"),
         ("tokens in (1, 99999999999999999999)", "64-bit integers"),
         ("key == '\\ud800'", "is not valid Unicode"),
