@@ -16,7 +16,7 @@ from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.shards.fields import OWN_JSON, TABLE_ROW
+from orchdata.loaders.shards.fields import OWN_JSON, OWN_TEXT, TABLE_ROW
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard
@@ -162,8 +162,7 @@ def _member_values(
             )
         else:
             seen[name] = None
-            data = _read(shard, table, row)
-            yield name, parse_json(data) if table.encoding[row] == OWN_JSON else _Text(decode_utf8(data).strip())
+            yield name, _member_value(shard, name, table, row)
     for field, row in of_field.items() if missing else ():
         if table.kind[row] != TEXT or not has_keys(field):
             continue
@@ -174,6 +173,21 @@ def _member_values(
             missing = [name for name in missing if name not in record]
             seen.update(dict.fromkeys(found))
             yield from ((name, record[name]) for name in found)
+
+
+def _member_value(shard: Shard, name: str, table: FactsTable, row: int) -> Any:
+    """Return the value of a member. Raises ValueError for bytes that are no text, FieldError if it cannot be read."""
+    data, encoding = _read(shard, table, row), table.encoding[row]
+    if encoding == OWN_JSON:
+        return parse_json(data)
+    try:
+        text = decode_utf8(data)
+    except DecodeError as error:
+        raise ValueError(
+            f"index_fields: {shard.url}: sample {table.key[row]!r}: the member {name!r} is {error.reason}, and the "
+            "index keeps no bytes: leave it out of index_fields"
+        ) from error
+    return text if encoding == OWN_TEXT else _Text(text.strip())
 
 
 def _name(table: FactsTable, row: int) -> str:

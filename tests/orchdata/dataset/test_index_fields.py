@@ -190,6 +190,11 @@ def test_bad_samples_and_shards_have_no_value(tmp_path: Path) -> None:
     assert keys_of(dataset.filter("score > 2")) == ["a"]
 
 
+def test_a_field_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "__row__": 7}\n{"text": "x", "__row__": 5}\n')
+    assert keys_of(od.ShardDataset(tmp_path / "a.jsonl", index_fields=("__row__",)).filter("__row__ == 7")) == ["0"]
+
+
 def test_new_names_of_columns_are_those_of_fields(shards: dict[str, str]) -> None:
     for container in ("parquet", "csv", "tar"):
         dataset = od.ShardDataset(shards[container], columns={"score": "rating"}, index_fields=("rating",))
@@ -261,6 +266,12 @@ def test_values_that_are_not_kept_name_shard_key_and_field(tmp_path: Path) -> No
     write_shard(path, [{"__key__": "long", "txt": b"x", "note": b"y" * 2000}])
     with pytest.raises(ValueError, match=r"a\.tar: sample 'long': the member 'note' has 2000 bytes"):
         od.ShardDataset(path, index_fields=("note",)).index()
+    raw = tmp_path / "raw.tar"
+    write_shard(raw, [{"__key__": "raw", "txt": b"x", "score": b"3", "note": b"\xff"}])  # its score is not lost
+    with pytest.raises(
+        ValueError, match=r"raw\.tar: sample 'raw': the member 'note' is not valid UTF-8.* leave it out"
+    ):
+        od.ShardDataset(raw, index_fields=("score", "note")).index()
     one, other = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text('{"text": "x", "score": 3}\n')
     other.write_text('{"text": "x", "score": "high"}\n')
