@@ -14,16 +14,19 @@ import numpy as np
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, OWN_JSON, OWN_TEXT, classify, classify_renamed, printable
 from orchdata.loaders.shards.own.shard import ByteRange
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
 from orchdata.loaders.shards.tar import gunzip
 from orchdata.loaders.text.chat_keys import is_chat_context
+from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
+_RECORDS = ("json", "jsn", "jsonl")
+_NAMES_MEDIA = record_keys(BUILTINS)
 _RESERVED = ("__key__", "__url__")
 _ALLOWED = (
     "bytes (of an array: as numpy.save writes them, for a modality of yours), str, od.ByteRange, lists of bytes, None, "
@@ -112,9 +115,14 @@ def _bytes_cell(field: str, name: str, stored: str, value: Bytes | ByteRange, li
 def _kind_of_json(name: str, value: Any, *, all_values: bool) -> tuple[int, str]:
     """Return the kind and field name of a value that becomes JSON."""
     is_nested = isinstance(value, Mapping | list | tuple)
-    if is_nested and (_is_chat(name, value) or classify(name.lower())[0] == TEXT):
+    lowered = name.lower()
+    if is_nested and (_is_chat(name, value) or lowered.endswith(_RECORDS)):
         return TEXT, name
-    if all_values or (is_nested and (names_words(name) or _has_words(value))):
+    if is_nested and not all_values and classify(lowered)[0] not in (TEXT, OTHER):
+        raise FieldError(
+            name, f"a {type(value).__name__}, and the name says media: return bytes, od.ByteRange, or a list of these"
+        )
+    if all_values or (is_nested and (names_words(name) or lowered in _NAMES_MEDIA or _has_words(value))):
         return TEXT, name + WORDS_SUFFIX
     return OTHER, name
 

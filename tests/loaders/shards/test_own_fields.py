@@ -52,6 +52,15 @@ def test_a_function_of_the_users_gets_all_values() -> None:
     }
 
 
+def test_lists_under_names_of_texts_and_paths_are_no_text_of_the_sample() -> None:
+    captions, paths = ["a", "b"], ["a.jpg"]
+    assert read({"caption": captions, "images": paths}) == {
+        "caption.words": ("text", b'["a", "b"]'),  # an error if the sample has no other text
+        "images.words": ("text", b'["a.jpg"]'),  # an error if the sample has other images
+    }
+    assert read({"meta.json": captions}) == {"meta.json": ("text", b'["a", "b"]')}
+
+
 def test_renamed_fields_keep_the_kind_of_their_suffix() -> None:
     assert read({"txt": b"words"}, txt="note") == {"note": ("text", b"words")}
     assert read({"blob": b"x"}, blob="jpg") == {"jpg": ("image", b"x")}
@@ -71,6 +80,7 @@ def test_renamed_fields_keep_the_kind_of_their_suffix() -> None:
         ({"x": {"y": b"z"}}, "a dict cannot be a field .*bytes is no JSON"),
         ({"x": ByteRange(-1, 3)}, "is not an offset and a size"),
         ({"x": ByteRange(1, "3")}, "is not an offset and a size"),  # type: ignore[arg-type]
+        ({"jpg": (0, 5)}, "a tuple, and the name says media: return bytes, od.ByteRange"),
         ({"txt.gz": b"no gzip"}, "damaged gzip"),
         ({str(n): "x" for n in range(Limits().sample_parts + 1)}, "above Limits.sample_parts"),
     ],
