@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from orchdata.loaders.errors import ContainerError, StaleIndexError
+from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
@@ -76,7 +76,18 @@ def open_indexed(
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
-    shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads)
+    try:
+        shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads)
+    except StaleIndexError:
+        raise
+    except ShardError as error:
+        now = LOCAL.version(url)  # of a changed shard this says nothing about the samples that were indexed
+        if now is None or now == (indexed.size, indexed.version):
+            raise
+        reason = (
+            f"was changed since it was indexed, and cannot be opened now: {error.reason}: run `orchdata index` again"
+        )
+        raise StaleIndexError(url, reason) from error
     try:
         difference = describe_change(shard, indexed)
         if difference is not None:

@@ -427,6 +427,29 @@ def test_kept_and_indexed_fields_have_the_types_that_a_container_gives(tmp_path:
     assert [sample.fields["score"] for sample in samples] == [1, 2, 4]
 
 
+def test_lists_of_texts_are_not_trained_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.list"
+    path.write_text(json.dumps([("k", {"caption": ["a cat", "a dog"]})]))
+    with pytest.raises(od.DataError, match="field 'caption': has the sample's only words and is not read"):
+        od.DataLoader(od.ShardDataset(path, containers=[Lists()]), batch_size=1)
+
+
+def test_strings_that_a_container_gives_stay_strings(tmp_path: Path) -> None:
+    path = tmp_path / "a.list"
+    path.write_text(json.dumps([(f"k{n}", {"text": "x", "code": code}) for n, code in enumerate(("7", "12", ""))]))
+    data = od.ShardDataset(path, containers=[Lists()], index_fields=("code",))
+    assert [data.filter(f"code == '{code}'")[0].key for code in ("12", "")] == ["k1", "k2"]
+
+
+def test_a_shard_that_was_damaged_after_it_was_indexed_is_stale_under_skip_too(tmp_path: Path) -> None:
+    path = zip_file(tmp_path / "a.zip", 30)
+    on_error = od.ErrorPolicy("skip", max_failures=None)
+    loader = od.DataLoader(od.ShardDataset(path, containers=[Zips()]), batch_size=4, on_error=on_error)
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(od.StaleIndexError, match="since it was indexed"):
+        list(loader)
+
+
 def test_text_files_are_one_document_each(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("first line\n\nthird line\n")
     (tmp_path / "two.TXT").write_text("ä")
