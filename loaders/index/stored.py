@@ -26,7 +26,7 @@ from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.kept import KeptValue, kept_values, key_of
 from orchdata.loaders.samples.members import is_made, uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
-from orchdata.loaders.samples.record import made_sample
+from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
@@ -58,6 +58,7 @@ class StoredSample:
         self._name = (index.fingerprint, index.build_id, self._rows.start)
         self._window = None if self._is_undivided else self._find_window()
         needs_whole_text = not self._is_undivided and self._window is None
+        self._made_sample: MadeSample | None = None
         self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
 
     def _find_window(self) -> Window | None:
@@ -94,23 +95,30 @@ class StoredSample:
         Args:
             text: whether to read those of its text, for `spans`; cached texts are not read.
             parts: the parts to read; default: all.
-            kept: whether to read the fields that the recipe keeps.
+            kept: whether to read the fields that the recipe keeps. A record that a function of the user's made is then
+                read as it was before, too, under `~member`.
         """
+        before: tuple[int, ...] = ()
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
             uses = uses_of(self.members, recipe)
             wanted.update(uses.kept, uses.records, uses.made)
+            if recipe.record is not None:
+                before = tuple(at for at in uses.records if self.members[at].field == RECORD_FIELD)
         needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._cached is None else ()))
-        specs = self._index.read_spec(self.row)
-        distinct = list(dict.fromkeys(specs[member] for member in needed))  # some members share their bytes
+        all_specs = self._index.read_spec(self.row)
+        specs = {member: all_specs[member] for member in needed}
+        num_bytes = sum(size for _, size, _, _ in dict.fromkeys(specs.values()))
+        specs |= {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
+        distinct = list(dict.fromkeys(specs.values()))  # some members share their bytes
         self._index.check_unchanged()
         try:
             contents = self._open_shard(recipe).read_many(distinct)
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
-        self._shards.reads.used.add(sum(size for _, size, _, _ in distinct))
+        self._shards.reads.used.add(num_bytes)
         payloads = dict(zip(distinct, contents, strict=True))
-        return {member: payloads[specs[member]] for member in needed}
+        return {member: payloads[spec] for member, spec in specs.items()}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
         """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a
@@ -121,10 +129,11 @@ class StoredSample:
             size_of: as in `compose`.
         """
         if self._is_undivided:
-            spans = compose(self.members, payloads, recipe, size_of)
+            spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
         if self._window is not None:
-            return compose_piece(self.members, payloads, recipe, size_of, self._window)
+            made = self._made(recipe, payloads)
+            return compose_piece(self.members, payloads, recipe, size_of, self._window, made)
         pieces = self._cached
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
@@ -156,7 +165,8 @@ class StoredSample:
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
     ) -> tuple[list[list[Span]], int]:
         """Return the spans of all pieces, and the bytes that they take."""
-        pieces = divided(compose(self.members, payloads, recipe, size_of), recipe)
+        spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
+        pieces = divided(spans, recipe)
         texts = [[span for span in piece if isinstance(span, TextSpan)] for piece in pieces]
         mine = slice(self._rows.start, self._rows.stop)
         self._expect("pieces", len(pieces), len(self._rows), recipe)
@@ -229,12 +239,16 @@ class StoredSample:
         uses = uses_of(self.members, recipe)
         if not uses.made:
             return {}
-        if is_made(self.members, recipe):
-            record: Any = made_sample(self.members, uses, payloads, recipe).record
-        else:
-            record = json_value(RECORD_FIELD, payloads[uses.made[0]])
+        made = self._made(recipe, payloads)
+        record: Any = json_value(RECORD_FIELD, payloads[uses.made[0]]) if made is None else made.record
         fields = record.get(ADDED_FIELDS) if isinstance(record, dict) else None
         return fields if isinstance(fields, dict) else {}
+
+    def _made(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> MadeSample | None:
+        """Return what the user's function makes of the members; it is called once. None: it has no part in them."""
+        if self._made_sample is None and is_made(self.members, recipe):
+            self._made_sample = made_sample(self.members, uses_of(self.members, recipe), payloads, recipe)
+        return self._made_sample
 
     def _made_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
         """Return those of `Recipe.keep` among the fields that the user's function adds."""
@@ -260,13 +274,8 @@ class StoredSample:
         Args:
             payloads: from `read` with `kept=True`.
         """
-        specs = self._index.read_spec(self.row)
         for at in uses_of(self.members, recipe).records:
-            field, data = self.members[at].field, payloads[at]
-            if field == RECORD_FIELD and recipe.record is not None:
-                offset, size, encoding, name = specs[at]
-                data = self._open_shard(recipe).read(offset, size, encoding, name + VALUE)
-            record = json_value(field, data)
+            record = json_value(self.members[at].field, payloads.get(~at, payloads[at]))
             if isinstance(record, dict):
                 yield record
 

@@ -12,7 +12,7 @@ from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
-from orchdata.loaders.samples.record import made_sample
+from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import (
     MediaSlot,
     SizeOf,
@@ -49,11 +49,11 @@ __all__ = [
     "TextSpan",
     "compose",
     "compose_piece",
-    "compose_with_source",
     "text_members",
     "written",
 ]
 
+_SHOWN_KEYS = 8
 _NO_RECORD = "Recipe.record returned a record that cannot be used"
 _OWN_LAYOUT = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
@@ -64,7 +64,11 @@ def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
 
 
 def compose(
-    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+    size_of: SizeOf,
+    made: MadeSample | None = None,
 ) -> list[Span]:
     """Return the spans of a sample in order.
 
@@ -75,45 +79,48 @@ def compose(
     Args:
         texts: payloads of `text_members`.
         size_of: called once for each part.
+        made: what the user's function made of the sample; None: it is called here.
 
     Raises:
         FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
-    return compose_with_source(members, texts, recipe, size_of)[0]
-
-
-def compose_with_source(
-    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
-) -> tuple[list[Span], list[int]]:
-    """`compose`, and the text members that the spans come from."""
-    writer, used = written(members, texts, recipe, size_of)
-    return writer.close(), used
+    return written(members, texts, recipe, size_of, made)[0].close()
 
 
 def compose_piece(
-    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf, window: Window
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+    size_of: SizeOf,
+    window: Window,
+    made: MadeSample | None = None,
 ) -> list[Span]:
     """Return the spans of a piece that can be tokenized alone, according to `measure`. Raises as `compose`."""
-    writer, _ = written(members, texts, recipe, size_of)
+    writer, _ = written(members, texts, recipe, size_of, made)
     assert isinstance(writer, WholeWriter)
     return writer.window(window)
 
 
 def written(
-    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+    size_of: SizeOf,
+    made: MadeSample | None = None,
 ) -> tuple[SpanWriter, list[int]]:
     """Return a writer with the sample's text and media, and the text members that these come from."""
     uses = uses_of(members, recipe)
-    made = is_made(members, recipe)
-    if made:
-        uses, segments, is_chat = _made_segments(members, uses, texts, recipe)
+    if made is None and is_made(members, recipe):
+        made = made_sample(members, uses, texts, recipe)
+    if made is not None:
+        uses, segments, is_chat = _made_segments(made, members, uses, texts, recipe)
         used = list(range(len(members)))
     else:
         used, segments, is_chat = _segments(members, uses, texts, recipe)
     media = uses.media
     if not used and not any(media.values()):
-        raise FieldError("*", _nothing_usable(members, recipe))
-    where = members[used[0]].field if used and not made else "*"
+        raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
+    where = members[used[0]].field if used and made is None else "*"
     leading = _match(media, segments, where, recipe)
     writer = _writer(recipe, where, size_of, is_chat=is_chat)
     for modality in leading:
@@ -174,10 +181,13 @@ def _segments(
 
 
 def _made_segments(
-    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+    made: MadeSample,
+    members: Sequence[Member],
+    uses: Uses,
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
 ) -> tuple[Uses, list[Segment], bool]:
     """Return the media that the user's record refers to, its segments, and whether it is a chat."""
-    made = made_sample(members, uses, texts, recipe)
     uses = uses._replace(media=made.media)
     try:
         document = document_of(made.record, recipe.rules)
@@ -383,6 +393,8 @@ def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], wh
             way_out = f"where the mark is text, {_unmarked(name)}"
             if isinstance(recipe.text.template, JinjaTemplate):
                 way_out = "its bytes are a field or column of the sample, as no URL or path is opened"
+            if recipe.record is not None:
+                way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
             raise FieldError(
                 where, f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; {way_out}"
             )
@@ -460,14 +472,16 @@ def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> D
     return document if document.is_chat else Document()
 
 
-def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:
-    fields = ", ".join(member.field for member in members) or "none"
-    texts = ", ".join(("json", *recipe.text.fields))
+def _nothing_usable(
+    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> str:
     if recipe.record is not None and not is_made(members, recipe):
         return f"{_NO_RECORD}: it has neither a text nor a chat"
-    return (
-        f"no usable field among: {fields}; the recipe reads {', '.join([*recipe.modalities, 'text'])} (fields {texts})"
-    )
+    records = [_value(members[index], texts[index], recipe) for index in uses.json]
+    keys = [shown(key) for record in records if isinstance(record, dict) for key in record][:_SHOWN_KEYS]
+    fields = (", ".join(member.field for member in members) or "none") + (f" (keys {', '.join(keys)})" if keys else "")
+    known = f"{', '.join([*recipe.modalities, 'text'])} (fields {', '.join(('json', *recipe.text.fields))})"
+    return f"no usable field among: {fields}; the recipe reads {known}; columns= renames fields, and {_OWN_LAYOUT}"
 
 
 def _plural(name: str, recipe: Recipe) -> str:

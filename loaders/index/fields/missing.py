@@ -12,6 +12,7 @@ from orchdata.loaders.field_names import bare_name, is_kept_as
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.samples.kept import key_of
 from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
@@ -37,6 +38,7 @@ def missing_names(index: Index, recipe: Recipe, containers: Mapping[str, Contain
         containers: of the user's, by identity.
     """
     others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
+    others.pop(RECORD_FIELD, None)
     missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]
     count = 0
     if missing and (recipe.record is not None or any(map(has_keys, index.fields))):

@@ -135,13 +135,14 @@ class JsonLinesShard:
         return data
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Read the members of one sample; its record is parsed once. Raises FieldError."""
+        """Read the members of one sample; its record is read once, and parsed once for its media. Raises FieldError."""
         media: dict[int, dict[str, NamedMedia]] = {}
+        records: dict[int, bytes] = {}
         names_media = any(encoding == NAMED for _, _, encoding, _ in members)
         contents: list[bytes | memoryview] = []
         for offset, size, encoding, field in members:  # the record comes first
-            data = self._read(offset, size, encoding, field, media)
-            if names_media and encoding != NAMED:
+            data = self._read(offset, size, encoding, field, media, records)
+            if names_media and encoding != NAMED and offset not in media:
                 media[offset] = self._media(data, field)
             contents.append(data)
         return contents
@@ -167,17 +168,26 @@ class JsonLinesShard:
         self._file.close()
 
     def _read(
-        self, offset: int, size: int, encoding: int, field: str, media: dict[int, dict[str, NamedMedia]]
+        self,
+        offset: int,
+        size: int,
+        encoding: int,
+        field: str,
+        media: dict[int, dict[str, NamedMedia]],
+        records: dict[int, bytes] | None = None,
     ) -> bytes:
+        """Read one member. `media` and `records` cache the media and the bytes of records."""
         if size > self._limits.member_bytes:
             raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
         try:
             if encoding == NAMED:
                 named, stamp = self._named_at(offset, field, media)
                 return self._content(named, size, stamp)
-            data = self._file.read(offset, size)
+            known = {} if records is None else records
+            data = known.get(offset) or self._file.read(offset, size)
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
+            known[offset] = data
             data = self._reader.as_json(data, is_made=not field.endswith(VALUE))  # may read the header line of a table
             self._file.check_unchanged()
             return data
