@@ -222,19 +222,22 @@ _OF_LIBAV = frozenset({errno.EMFILE, errno.ENFILE})
 _NO_THREAD = "can't start new thread"
 
 
-def pass_trouble(error: BaseException) -> None:
+def pass_trouble(error: BaseException, what: str = "a decoder") -> None:
     """Raise if an exception says nothing about the data; return if it may be a failure of the data.
 
     Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread) is
     not a failure of the data: it becomes a StorageError. Lack of memory becomes a MemoryError. A failed import becomes
     a PackageError, for any exception it raised. A warning that a filter turned into an exception passes unchanged.
+
+    Args:
+        what: raised it, for the message.
     """
     if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error
     pass_said_shortage(error)
     if is_refusal(error):
-        what = "a decoder" if error.filename is None else str(error.filename)
-        raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
+        file = what if error.filename is None else f"{what}: {error.filename}"
+        raise StorageError(file, f"cannot be used: {error.strerror}", error.errno) from error
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         raise StorageError("a thread", "cannot be started: there are too many", errno.EAGAIN) from error
     pass_broken_package(error)

@@ -30,6 +30,9 @@ from orchdata.loaders.memory import pass_shortage
 
 _ID_BYTES: Final = 16
 _PLAIN: Final = (type(None), bool, int, float, str, bytes)
+_LATE: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+_OUTSIDE: Final = frozenset("open input eval exec compile globals __import__".split())
+"""Builtins that bring in what no source text says, such as the content of a file."""
 _LAYOUT: Final = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 
 
@@ -64,6 +67,8 @@ class UserFunction:
         """
         if not callable(function):
             raise TypeError(f"{argument} must be a function, got {type(function).__name__}")
+        if any(each(function) for each in _LATE):
+            raise TypeError(f"{argument} must return its result, and a function with `async` or `yield` does not")
         if id is not None and (not isinstance(id, str) or not id):
             raise TypeError(f"{argument}_id must be a string that is not empty, got {id!r}")
         source = _source(function)
@@ -80,10 +85,10 @@ class UserFunction:
         try:
             return self.function(*arguments)
         except Exception as error:
-            pass_shortage(error)
-            pass_trouble(error)
-            said = " ".join(str(error).split())[:200]
             where = self._at(line_in(error, self.function))
+            pass_shortage(error)
+            pass_trouble(error, where)
+            said = " ".join(str(error).split())[:200]
             raise DecodeError(f"{where}: {type(error).__name__}{f': {said}' if said else ''}") from error
 
     def wrong(self, reason: str) -> DecodeError:
@@ -166,6 +171,8 @@ def _unknown_part(function: Any) -> str | None:
                 return f"it uses the module {name}, which is code of your own"
         elif not hasattr(builtins, name):
             return f"it uses {name}, which is not defined"
+        elif name in _OUTSIDE:
+            return f"it uses {name}, and what that brings in is not in the text"
     own = next((name for name in _imports_of(function.__code__) if not _is_installed(name)), None)
     return None if own is None else f"it imports {own}, which is code of your own, or not installed"
 

@@ -180,9 +180,12 @@ class _References:
             if key in words.records and any(isinstance(item, Media) for item in items):
                 self._take_list(key, items)
             elif key in words.records and all(map(_is_nothing, items)):
+                _without_media(value, f"[{key!r}]")
                 self._is_none = True
             elif key in words.records and any(isinstance(item, dict) for item in items):
                 raise DecodeError(f"Recipe.record: {key!r} has a dict: return the references to media that it gets")
+            elif key in words.records and (wrong := [item for item in items if isinstance(item, int | float)]):
+                raise DecodeError(f"Recipe.record: {key!r} has {wrong[0]!r}: return references to media there, or none")
             elif key in CHAT_KEYS and isinstance(value, list):
                 left[key] = [self._turn(turn, in_turns, f"{key}[{number}]") for number, turn in enumerate(value)]
             else:
@@ -223,6 +226,8 @@ class _References:
             assert name is not None
             taken.setdefault(name, []).append(index)
             return {"type": name}
+        if item is None:
+            raise DecodeError(f"Recipe.record: {where} is None: leave the item out of a sample without such media")
         kind = None
         if isinstance(item, dict):  # Qwen writes items of media without a type too
             kind = item.get("type", next((key for key, value in item.items() if isinstance(value, Media)), None))
@@ -263,7 +268,7 @@ def _without_media(value: Any, where: str) -> Any:
     if isinstance(value, Media):
         raise DecodeError(
             f"Recipe.record: {where} is {value}, and media can be items of a turn's content, or under a key that names "
-            "a modality"
+            "a modality, alone or in one list"
         )
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         _without_media(item, f"{where}[{key!r}]")

@@ -340,6 +340,12 @@ def returns(value: Any) -> Any:
         ({"text": "<image><image>", "images": [od.Media("jpg", 0)] * 2}, "refers to one image twice"),
         ({"text": "<audio>", "audios": [od.Media("jpg", 0)]}, "is image, not audio"),
         ({"text": "<image>"}, "2 images but 1 <image> placeholders"),
+        ({"text": "<image>" * 3}, "Recipe.record must leave the placeholder out where a sample has no image"),
+        ({"text": "a", "image": 3}, "'image' has 3: return references to media there, or none"),
+        ({"text": "a", "images": [True]}, "'images' has True: return references"),
+        ({"text": "a", "images": [[od.Media("jpg", 0)]]}, "alone or in one list"),
+        ({"text": "a", "image": {"bytes": od.Media("jpg", 0)}}, "alone or in one list"),
+        ([{"role": "user", "content": [None, "a"]}], "is None: leave the item out of a sample without such media"),
     ],
 )
 def test_what_a_function_must_not_return(tmp_path: Path, value: Any, reason: str) -> None:
@@ -567,3 +573,50 @@ def test_absolute_path_with_two_slashes(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(IMAGES[0])
     url = jsonl(tmp_path / "a.jsonl", [{"image": f"{tmp_path}//a.jpg", "text": "<image>x"}])
     assert text_of(url, recipe(), media_root=tmp_path) == "x"
+
+
+async def awaited(record: dict[str, Any]) -> Any:
+    return record["text"]
+
+
+def yields(record: dict[str, Any]) -> Any:
+    yield record["text"]
+
+
+@pytest.mark.parametrize("function", [awaited, yields])
+def test_a_function_must_return_its_result(function: Any) -> None:
+    with pytest.raises(TypeError, match="`async` or `yield`"):
+        recipe(function, "v1")
+
+
+def reads_a_file(record: dict[str, Any]) -> Any:
+    with open(record["file"]) as file:
+        return file.read()
+
+
+def test_trouble_in_a_function_names_it() -> None:
+    with pytest.raises(ValueError, match='it uses open, .* Give record_id="..."'):
+        recipe(reads_a_file)
+    function = recipe(reads_a_file, "v1").record
+    assert function is not None
+    with pytest.raises(od.StorageError, match=r"Recipe.record: reads_a_file, line \d+: cannot be used: Input/output"):
+        function({"file": "/proc/self/mem"})  # which the system refuses to read
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.5])
+def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, offset: float) -> None:
+    (tmp_path / "a.wav").write_bytes(audio(0.3))
+    row = {"audio_filepath": "a.wav", "offset": offset, "duration": 0.3, "text": "said"}
+    for suffix, write in (("jsonl", jsonl), ("csv", table)):
+        url = write(tmp_path / f"a.{suffix}", [row])
+        index = od.ShardDataset(url, recipe(), media_root=tmp_path, columns={"audio_filepath": "audio"}).index()
+        assert index.totals["bad"] == (offset > 0)
+        if offset:
+            assert "'offset' is 1.5 s, and clips are taken whole: cut the file" in index.failure(0).reason
+
+
+@pytest.mark.parametrize("write", [jsonl, arrow])
+def test_words_under_names_that_nothing_reads(tmp_path: Path, write: Any) -> None:
+    url = write(tmp_path / f"a.{write.__name__}", [{"inputs": "2 + 2", "targets": "4"}])
+    with pytest.raises(DataError, match=r"inputs.*targets.*columns= renames fields, and Recipe\(record=\.\.\.\)"):
+        od.DataLoader(od.ShardDataset(url, recipe()))

@@ -102,6 +102,8 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
                 raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
             _add_files(value, by_key)
+        if "audio" in by_key:
+            _check_whole(value)
     for modality, name in _items(value):
         in_turns.setdefault(modality, []).append(name)
 
@@ -128,6 +130,19 @@ def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> lis
                     error += f"trained on the text without it: call the key {modality!r}, or remove it"
                     return [NamedMedia(f"{modality}.0", kind, error=error)]
     return []
+
+
+def _check_whole(value: Mapping[str, Any]) -> None:
+    """Raise DecodeError for a record about a stretch of its clip, as in NeMo's manifests: `offset`, in seconds."""
+    try:
+        seconds = float(value.get("offset") or 0)
+    except (TypeError, ValueError):  # no number: it says something else
+        return
+    if seconds:
+        raise DecodeError(
+            f"'offset' is {seconds:g} s, and clips are taken whole: cut the file (`ffmpeg -ss START -t SECONDS`); "
+            "if it is not about the clip, remove it or rename it with columns="
+        )
 
 
 def _check_once(value: dict[str, Any]) -> None:
