@@ -27,6 +27,7 @@ from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
@@ -86,6 +87,7 @@ def prepare_shards(
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
+    _refuse_none_left(index)
     _warn_of_unread(index)
     _warn_of_unused_root(dataset, index)
     # Leave out rows that are not selected, quarantined, bad, or too large.
@@ -151,6 +153,13 @@ def prepare_shards(
         num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
         num_lost=int(lost.sum()),
     )
+
+
+def _refuse_none_left(index: Index | JoinedIndex) -> None:
+    """Raise ValueError if a function of the user's leaves out all samples: an epoch would silently have no step."""
+    left_out = index.totals["ignored_fields"].get(LEFT_OUT, 0)
+    if left_out and not index.num_rows:
+        raise ValueError(f"Recipe.record returned None for all {left_out:,} samples: does it end without a return?")
 
 
 def _warn_of_unread(index: Index | JoinedIndex) -> None:

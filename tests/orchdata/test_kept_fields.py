@@ -393,3 +393,16 @@ def test_added_fields_are_a_dict_and_names_of_others_are_warned_of(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"Recipe.keep names 'score'.*'Label', 'pair'") as caught:
         od.DataLoader(od.ShardDataset(path, od.Recipe(keep=("score",), record=with_fields, **texts)), batch_size=1)
     assert "__record__" not in str(caught[0].message)
+
+
+def leaves_all_out(record: dict[str, Any]) -> None:
+    return None
+
+
+def test_a_function_that_leaves_all_samples_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    for keep in ((), ("label",)):
+        recipe = od.Recipe(image=None, audio=None, keep=keep, record=leaves_all_out)
+        with pytest.raises(ValueError, match="Recipe.record returned None for all 1 samples"):
+            od.DataLoader(od.ShardDataset(path, recipe), batch_size=1)

@@ -52,7 +52,7 @@ def missing_names(index: Index, recipe: Recipe, containers: Mapping[str, Contain
 
 
 def _some_records(index: Index, recipe: Recipe, containers: Mapping[str, Container]) -> Iterator[dict[str, Any]]:
-    rows = np.unique(np.linspace(0, max(0, index.num_rows - 1), _LOOKED_AT).astype(np.int64))
+    rows = np.unique(np.linspace(0, index.num_rows - 1, min(_LOOKED_AT, index.num_rows)).astype(np.int64))
     good: Sequence[int] = rows[~np.isin(rows, index.bad_rows())].tolist()
     shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers)
     try:
