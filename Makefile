@@ -60,6 +60,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bins --peers
 	$(BIN)/python -m benchmarks.clips
 	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.first_hour
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.pieces
 	$(BIN)/python -m benchmarks.plans
