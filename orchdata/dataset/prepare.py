@@ -44,9 +44,10 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     prepared = prepare_shards(dataset, options, arguments.quarantine)
-    if options.accumulate > 1 and options.balance.caps and prepared.spec.plan.num_steps:
-        make_plan(prepared.spec.plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
-    _advise_costs(options, prepared.spec.plan.costs.phases)
+    plan = prepared.spec.plan
+    if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:
+        make_plan(plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
+    _advise_costs(options, plan.costs.phases)
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
     return prepared

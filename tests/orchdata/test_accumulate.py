@@ -113,6 +113,8 @@ def test_what_cannot_be_cut_is_an_error(dataset: od.ShardDataset) -> None:
     named = r"accumulate=3 micro-steps do not hold the 18 samples.*max_tokens=\{'llm': 245\}"
     with pytest.raises(ValueError, match=named):
         make(dataset, batch_size=3, accumulate=3, balance=od.Balance(max_tokens=245))
+    with pytest.raises(ValueError, match=r"accumulate=3 micro-steps .* within Packed\(length=245\), at most 3 of them"):
+        make(dataset, batch_size=3, accumulate=3, collate_fn=od.Packed(length=245))
     with pytest.raises(ValueError, match="accumulate must be at least 1"):
         make(dataset, accumulate=0)
     with pytest.raises(ValueError, match="one result of collate_fn per step"):

@@ -45,13 +45,22 @@ def share_out_in(step: StepSamples, padding: Padding, number: int) -> Shares:
     if not ways and _keeps_caps(counted, at_home := _on_own_ranks(counted, number), is_padded):
         return at_home
     if not ways:
-        given = {name: cap for name, cap in step.balance.caps.items() if name in step.sizes}
         raise ValueError(
             f"accumulate={number} micro-steps do not hold the {step.num_samples} samples of a step within "
-            f"max_tokens={given}, at most {counted.balance.caps[_SAMPLES]} of them in a microbatch: raise accumulate "
-            "or max_tokens, give a step fewer samples, or leave accumulate out to get the micro-steps that it needs"
+            f"{_caps(step, padding)}, at most {counted.balance.caps[_SAMPLES]} of them in a microbatch: raise one of "
+            "these, give a step fewer samples, or leave accumulate out to get the micro-steps that it needs"
         )
     return padding.cheapest(step, ways)
+
+
+def _caps(step: StepSamples, padding: Padding) -> str:
+    """Return the arguments that cap microbatches."""
+    caps = {name: cap for name, cap in step.balance.caps.items() if name in step.sizes}
+    given = []
+    if isinstance(padding, FixedCost):
+        caps.pop("llm")
+        given = [f"Packed(length={padding.length})"]
+    return " and ".join([*given, f"max_tokens={caps}"] if caps or not given else given)
 
 
 def _counted(step: StepSamples, number: int) -> StepSamples:

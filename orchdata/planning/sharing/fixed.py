@@ -96,10 +96,10 @@ class FixedCost(Padding):
         return shares.loads(costs, num_ranks) + padded
 
     def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """Each rank has full microbatches, as many as the fullest rank needs; their cost is spread evenly."""
+        """Each rank has so many full microbatches, or more if the fullest rank needs more: cost is spread evenly."""
         rank = dealt(len(costs), num_ranks)
         tokens = loads_of(positions, rank, num_ranks)
-        room = -(-int(tokens.max(initial=0)) // self.length) * self.length
+        room = max(-(-int(tokens.max(initial=0)) // self.length), num_microbatches) * self.length
         linear, _, _, windows = self.coefficients
         loads = loads_of(costs, rank, num_ranks) + sequence_costs(room - tokens, linear, 0, 0, windows[:0])
         cells = np.tile((loads // num_microbatches)[:, None], num_microbatches)

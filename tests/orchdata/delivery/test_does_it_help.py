@@ -74,6 +74,12 @@ def test_accumulated_steps_are_compared_with_torch_s_microbatches(dataset: od.Sh
     assert shown(spec)["saved"] > 0
 
 
+def test_microbatches_of_one_length_are_as_many_without_balancing(dataset: od.ShardDataset) -> None:
+    """Most of each is padding here, and one rank has nothing to save."""
+    loader = make(dataset, batch_size=2, accumulate=4, dp=(0, 1), collate_fn=od.Packed(length=4096), cost=None)
+    assert shown(spec_of(loader))["saved"] == pytest.approx(0, abs=0.01)
+
+
 def test_samples_of_a_rank_are_cut_in_their_sequence() -> None:
     costs = np.array([1, 10, 2, 20, 4, 40, 8])  # on two ranks: 1 2 4 8 and 10 20 40
     assert NO_PADDING.cells_in_turn(costs, costs, 2, 2).tolist() == [[3, 12], [30, 40]]
