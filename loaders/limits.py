@@ -49,8 +49,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Limits.{name} must be above 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"Limits.{name} must be a number above 0, got {value!r}")
 
     @property
     def short_name(self) -> int:

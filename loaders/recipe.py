@@ -379,3 +379,10 @@ def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
 
 def plain_fields(limits: Limits) -> dict[str, Any]:
     return {name: plain(getattr(limits, name), name) for name in Limits.__dataclass_fields__}
+
+
+def checked_recipe(recipe: Recipe | None) -> Recipe:
+    """Return the recipe, or the default one for None. Raises TypeError for anything else."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be an od.Recipe, such as od.Recipe(text=...), got {recipe!r}")
+    return recipe if recipe is not None else Recipe()

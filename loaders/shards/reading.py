@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from orchdata.loaders.errors import ContainerError
@@ -88,3 +90,11 @@ def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container
 
 
 PLAIN = Reading()
+
+
+def listed_paths(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> list[str | PathLike[str]]:
+    """Return the given paths and patterns, one by one. Raises TypeError for anything else."""
+    given = [paths] if isinstance(paths, str | PathLike) or not isinstance(paths, Iterable) else list(paths)
+    if wrong := [path for path in given if not isinstance(path, str | PathLike)]:
+        raise TypeError(f"ShardDataset takes a path, a pattern or a list of these, got {wrong[0]!r}")
+    return given

@@ -100,6 +100,11 @@ class TextPreprocessor:
             )
         if self.tokenizer is None and self.id not in (None, BYTES_ID):
             raise ValueError(f"TextPreprocessor got id={self.id!r} but no tokenizer")
+        if not isinstance(self.template, ChatTemplate | JinjaTemplate):
+            raise TypeError(
+                f"TextPreprocessor.template must be an od.ChatTemplate, got {self.template!r:.80}: "
+                "od.ChatTemplate.from_jinja takes a tokenizer, or the text of a template"
+            )
         if isinstance(self.fields, str):
             raise ValueError(f"TextPreprocessor.fields must be a tuple of names, got the string {self.fields!r}")
         if self.image_placeholder and self.image_placeholder == self.audio_placeholder:

@@ -172,6 +172,8 @@ def warn_shared(dataset: Any, rank: Rank) -> None:
 def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: Any) -> None:
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
+    if isinstance(dataset, type):
+        raise TypeError(f"DataLoader takes a data set, got the class {dataset.__name__}: create one")
     # No length is needed if only the user's sampler knows the items.
     chosen = options.rank.size == 1 and options.cost is None and (sampler is not None or batch_sampler is not None)
     has_items = hasattr(dataset, "__getitem__") or (options.batched and hasattr(dataset, "__getitems__"))

@@ -16,6 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -127,11 +128,14 @@ class Split:
     def __post_init__(self) -> None:
         if self.part not in _PARTS:
             raise ValueError(f"split: the parts are {' and '.join(map(repr, _PARTS))}, got {self.part!r}")
-        if not 0 < self.fraction < 1:
+        if not isinstance(self.fraction, Real) or not 0 < self.fraction < 1:
             raise ValueError(f"split: fraction is that of 'train' and between 0 and 1, got {self.fraction!r}")
-        object.__setattr__(self, "seed", operator.index(self.seed))
-        if not 0 <= self.seed < 1 << 63:
+        if not hasattr(self.seed, "__index__"):
+            raise TypeError(f"split: seed must be an integer, got {self.seed!r}")
+        if not 0 <= operator.index(self.seed) < 1 << 63:
             raise ValueError(f"split: seed must be between 0 and 2**63 - 1, got {self.seed!r}")
+        object.__setattr__(self, "fraction", float(self.fraction))
+        object.__setattr__(self, "seed", operator.index(self.seed))
 
     def describe(self) -> dict[str, Any]:
         return {"split": self.part, "fraction": self.fraction, "seed": self.seed}
@@ -166,7 +170,8 @@ class Taken:
         else:
             array = np.asarray(numbers)
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-                raise TypeError(f"select takes a range, or a list or array of integers, got {numbers!r:.80}")
+                mask = "; of a mask, numpy.flatnonzero(mask)" if array.dtype == np.bool_ else ""
+                raise TypeError(f"select takes a range, or a list or array of integers{mask}, got {numbers!r:.80}")
             array = array.astype(np.int64)
             ascending = bool((np.diff(array) > 0).all())
         wrong = array[(array < 0) | (array >= num_samples)]

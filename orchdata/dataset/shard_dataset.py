@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import keyword
+import operator
 import os
 import shlex
 import threading
@@ -36,7 +37,7 @@ from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import find_changes
@@ -45,7 +46,7 @@ from orchdata.loaders.shards.jsonl.media_changes import changed_media
 from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
-from orchdata.loaders.shards.reading import PLAIN, Reading
+from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import is_folder
@@ -100,11 +101,11 @@ class ShardDataset:
         containers: Iterable[Container] = (),
         index_fields: Sequence[str] = (),
     ) -> None:
-        given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
+        given = listed_paths(paths)
         self.reading = reading_of(media_root, columns, containers)
         self.urls: tuple[str, ...] = tuple(absolute(url) for url in self.reading.expand(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
-        self.recipe = recipe if recipe is not None else Recipe()
+        self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
         self._opened = _Opened()
 
@@ -150,7 +151,7 @@ class ShardDataset:
             fraction: approximate fraction of the samples that are "train"; pass the same for both sides.
             seed: another seed splits differently, for example to split one side again.
         """
-        return self._with(Split(part=part, fraction=float(fraction), seed=seed))
+        return self._with(Split(part=part, fraction=fraction, seed=seed))
 
     def take(self, count: int) -> ShardDataset:
         """Return the data set with only its first `count` samples, or all of them if it has fewer."""
@@ -320,11 +321,13 @@ class ShardDataset:
         """
         if isinstance(number, slice):
             return self._with(Taken.of(range(len(self))[number], len(self)))
-        if not hasattr(number, "__index__"):
+        try:
+            number = operator.index(number)
+        except TypeError:
             raise TypeError(
-                f"dataset[number] takes one integer or a slice, got {number!r}; dataset.select(numbers) takes several, "
-                "and dataset.find(key) returns the number of a key"
-            )
+                f"dataset[number] takes one integer or a slice, got {number!r:.60}; dataset.select(numbers) takes "
+                "several, and dataset.find(key) returns the number of a key"
+            ) from None
         rows = self._chosen().first_rows
         if not -len(rows) <= number < len(rows):
             raise IndexError(f"sample {number} of {len(rows)} samples does not exist")

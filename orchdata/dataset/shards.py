@@ -394,6 +394,8 @@ def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
         return []
     if isinstance(quarantine, (str, PathLike)):
         return read_quarantine(quarantine)
+    if not isinstance(quarantine, Iterable):
+        raise TypeError(f"quarantine is (shard, key) pairs, or the path of a list of them, got {quarantine!r}")
     pairs = list(quarantine)  # it may be an iterator
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):

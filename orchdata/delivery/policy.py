@@ -51,9 +51,12 @@ class ErrorPolicy:
             raise ValueError(f"on_error must be 'raise', 'skip' or an od.ErrorPolicy, got {self.action!r}")
         allowed = self.max_failures
         if allowed is not None and (isinstance(allowed, bool) or not isinstance(allowed, (int, Fraction))):
-            raise TypeError(f"max_failures must be a count (int) or a share (fractions.Fraction), got {allowed!r}")
-        if allowed is not None and allowed < 0:
-            raise ValueError(f"max_failures must be at least 0, got {allowed}")
+            raise TypeError(
+                "max_failures must be a count (int) or a share (fractions.Fraction, such as Fraction(1, 100) for 1 %), "
+                f"got {allowed!r}"
+            )
+        if allowed is not None and (allowed < 0 or (isinstance(allowed, Fraction) and allowed > 1)):
+            raise ValueError(f"max_failures must be at least 0, and a share at most 1, got {allowed}")
         if self.handler is not None and not callable(self.handler):
             raise TypeError(f"handler must be callable with a DataError, got {self.handler!r}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -60,7 +60,11 @@ class Packed:
                     f"Packed.length={self.length} is no multiple of multiple_of={self.multiple_of}, to which sequences "
                     f"are padded: use {max(1, self.length // self.multiple_of) * self.multiple_of}"
                 )
+        if not isinstance(self.encoder_lengths, Mapping):
+            raise ValueError(f"Packed.encoder_lengths is modality -> positions, got {self.encoder_lengths!r}")
         for name, lengths in self.encoder_lengths.items():
+            if not isinstance(lengths, Iterable):
+                raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")
             checked = tuple(checked_count(length, f"Packed.encoder_lengths of {name}") for length in lengths)
             if not checked or list(checked) != sorted(set(checked)):
                 raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ def test_places_and_keys_of_other_types_are_refused_with_the_way_out(
     dataset = dataset_of(folder)
     with pytest.raises(IndexError, match="sample 40 of 40 samples"):
         dataset[40]
-    for index in ("0-07", 1.5, None, (0, 2)):
-        with pytest.raises(TypeError, match=r"takes one integer or a slice, got .*dataset\.find\(key\)"):
+    for index in ("0-07", 1.5, None, (0, 2), np.ones(40, np.bool_), np.array([3])):
+        with pytest.raises(TypeError, match=r"(?s)takes one integer or a slice, got .*dataset\.find\(key\)"):
             dataset[index]  # type: ignore[index]
     with pytest.raises(TypeError, match=r"find\('7'\), got 7"):
         dataset.find(7)  # type: ignore[arg-type]
@@ -355,12 +356,41 @@ def test_bad_samples_of_a_slice_are_reported_and_others_are_not(folder: Path) ->
         ([-1], IndexError, "sample -1 of 40"),
         ([0.5], TypeError, "a list or array of integers"),
         ([[1], [2]], TypeError, "a list or array of integers"),
+        (np.ones(40, np.bool_), TypeError, r"of a mask, numpy.flatnonzero\(mask\)"),
         (range(38, 41), IndexError, "sample 40 of 40"),
     ],
 )
 def test_numbers_that_select_refuses(folder: Path, numbers: Any, error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         dataset_of(folder).select(numbers)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: od.ShardDataset(3), "takes a path, a pattern or a list of these, got 3"),
+        (lambda: od.ShardDataset([None]), "takes a path, a pattern or a list of these, got None"),
+        (lambda: od.ShardDataset("a.txt", od.Recipe), "recipe must be an od.Recipe"),
+        (lambda: od.ShardDataset("a.txt", od.TextPreprocessor()), r"recipe must be an od.Recipe, .*text=\.\.\."),
+        (lambda: od.ShardDataset("a.txt").split("train", "a"), "split: fraction .* between 0 and 1, got 'a'"),
+        (lambda: od.ShardDataset("a.txt").split("train", 0.5, seed="a"), "split: seed must be an integer, got 'a'"),
+        (lambda: od.DataLoader(od.ShardDataset), "got the class ShardDataset: create one"),
+        (lambda: od.DataLoader(od.ShardDataset("a.txt"), quarantine=3), "quarantine is .* got 3"),
+        (lambda: od.Limits(text_bytes="16M"), "Limits.text_bytes must be a number above 0, got '16M'"),
+        (lambda: od.TextPreprocessor(template="<|user|>"), "template must be an od.ChatTemplate, .*from_jinja"),
+        (lambda: od.Packed(length=8, encoder_lengths={"image": 4}), "encoder_lengths of image must be ascending"),
+        (lambda: od.Packed(length=8, encoder_lengths=4), "encoder_lengths is modality -> positions, got 4"),
+        (lambda: od.ErrorPolicy("skip", max_failures=0.01), r"Fraction\(1, 100\) for 1 %\), got 0.01"),
+        (lambda: od.ErrorPolicy("skip", max_failures=Fraction(3, 2)), "a share at most 1, got 3/2"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_with_what_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], reason: str
+) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TypeError, ValueError), match=reason):
+        make()
 
 
 def test_slices_are_part_of_the_identity(folder: Path) -> None:
