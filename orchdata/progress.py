@@ -1,4 +1,6 @@
-"""Progress of long work, on stderr: a bar in a terminal or a notebook, elsewhere a line every half minute."""
+"""Progress of long work, on stderr: a bar in a terminal or a notebook, elsewhere lines: after two seconds, and then
+every half minute.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Advance = Callable[[float, int], None]
-_LINE_SECONDS = 30.0
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 30.0
 _BAR_CELLS = 40
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Advance]:
     """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is neither a terminal nor
-    the output of a notebook, a line is written when half a minute has passed since the last one.
+    the output of a notebook, a line is written after two seconds, and half a minute after each line.
     """
     if type(sys.stderr).__module__.startswith("ipykernel."):
         with _rewritten(title) as rewrite:
@@ -47,13 +49,13 @@ def progress_bar(title: str) -> Iterator[Advance]:
 
 
 def _lines(title: str) -> Advance:
-    last = time.monotonic()
+    due = time.monotonic() + _FIRST_LINE_SECONDS
 
     def advance(done: float, total: int) -> None:
-        nonlocal last
+        nonlocal due
         now = time.monotonic()
-        if now - last >= _LINE_SECONDS:
-            last = now
+        if now >= due:
+            due = now + _LINE_SECONDS
             sys.stderr.write(f"{title}: {done:,.1f} of {total:,} ({done / max(1, total):.0%})\n")
             sys.stderr.flush()
 
