@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclass, make_dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from orchdata.loaders.field_names import is_kept_as, names_of
 from orchdata.loaders.functions import UserFunction
@@ -153,12 +153,16 @@ class Recipe:
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
 
-    @property
-    def __dataclass_fields__(self) -> dict[str, Field[Any]]:
-        """Fields that `dataclasses.replace(recipe, limits=...)` and `asdict` copy, including the modalities."""
-        names = (*self._parts, *self._given)
-        fields: dict[str, Field[Any]] = vars(make_dataclass("Recipe", names))["__dataclass_fields__"]
-        return fields
+    if TYPE_CHECKING:  # a type checker wants that of a class
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    else:
+
+        @property
+        def __dataclass_fields__(self) -> dict[str, Field[Any]]:
+            """Fields that `dataclasses.replace(recipe, limits=...)` and `asdict` copy, including the modalities."""
+            names = (*self._parts, *self._given)
+            fields: dict[str, Field[Any]] = vars(make_dataclass("Recipe", names))["__dataclass_fields__"]
+            return fields
 
     def __repr__(self) -> str:
         """Show the arguments that differ from their defaults, and of their fields those that do."""

@@ -13,7 +13,7 @@ import tarfile
 import wave
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -122,8 +122,10 @@ class MadeUp:
 def made_up(recipe: Recipe, kinds: Sequence[Kind]) -> Iterator[MadeUp]:
     """Samples of these kinds, indexed under a recipe, while the context lasts.
 
-    A sample is a chat where the recipe takes it, else a prompt with its completion, else plain text.
+    A sample is a chat where the recipe takes it, else a prompt with its completion, else plain text. They are in
+    the layout that a recipe reads without its `record` function, which would not know them.
     """
+    recipe = replace(recipe, record=None, record_id=None)
     with TemporaryDirectory(prefix="orchdata-made-up-") as folder:
         shard = Path(folder) / "samples.tar"
         with tarfile.open(shard, "w") as tar:

@@ -133,6 +133,12 @@ def test_what_cannot_be_tried_is_not_refused_and_one_warning_says_so(monkeypatch
         inputs.check(recipe, ("image",), od.Balance())
 
 
+def test_a_recipe_with_a_function_for_records_is_tried() -> None:
+    recipe, config = family("llava")
+    recipe = replace(recipe, record=lambda record: record["words of its own"], record_id="v1")
+    assert trial.tried(od.hf.Inputs(config), recipe, ("image",)) == trial.Verdict()
+
+
 def test_random_state_is_untouched_and_the_verdict_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, config = family("llava")
     inputs = od.hf.Inputs(small_images(config))
