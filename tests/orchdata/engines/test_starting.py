@@ -291,3 +291,25 @@ def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> Non
         "processes": {"samples": 6, "numba": False},
         "threads": {"samples": 6, "numba": True},
     }
+
+
+def test_an_interrupt_during_the_imports_for_workers_is_the_training_process_alone() -> None:
+    def load() -> None:
+        import importlib
+
+        from orchdata.engines.processes import life
+
+        def import_interrupted(name: str) -> Any:
+            interrupt()
+            return imported(name)
+
+        imported = importlib.import_module
+        life.end_server_with_trainer = lambda: None  # type: ignore[assignment]
+        importlib.import_module = import_interrupted  # type: ignore[assignment]
+        try:
+            imported("orchdata.engines.processes.preload")
+        finally:
+            importlib.import_module = imported
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # workers get it, and choose themselves
+
+    where_ctrl_c_is_heard(load)
