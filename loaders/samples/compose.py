@@ -55,6 +55,7 @@ __all__ = [
 
 _SHOWN_KEYS = 8
 _NO_RECORD = "Recipe.record returned a record that cannot be used"
+_RENAMED = "ShardDataset(columns={old name: new name}) renames a field"
 _OWN_LAYOUT = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
@@ -345,7 +346,9 @@ def _check_unread(
     for index, document in documents.items():
         reason = why_unread(document.rest)
         if reason is not None:
-            said = f"{_NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {_OWN_LAYOUT}"
+            said = (
+                f"{_NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {_RENAMED}, and {_OWN_LAYOUT}"
+            )
             raise FieldError(members[index].field, said)
     json = {*uses.json}
     for index in uses.chat_context:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,3 +92,12 @@ class Sample:
     parts: tuple[Part, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
     piece: int = 0
+
+    if not TYPE_CHECKING:  # a type checker reports it itself
+
+        def __getitem__(self, name: object) -> NoReturn:
+            """Say where to find what other libraries keep here."""
+            raise TypeError(
+                f"a Sample is not a mapping, and has no [{name!r}]: sample.parts has its texts and media in order, "
+                "sample.fields what Recipe.keep names"
+            )

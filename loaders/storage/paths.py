@@ -244,7 +244,9 @@ def _shards_of_folder(path: str, named: str) -> list[str]:
         raise ValueError(f"{named} has several splits; give one of them: {shown}")
     if is_there(f"{folder}/state.json"):
         return [f"{folder}/{name}" for name in _arrow_files(f"{folder}/state.json")]
-    raise ValueError(f"{named} is a folder; give its shards, for example '{folder}/*.tar'")
+    raise ValueError(
+        f"{named} is a folder without {' or '.join(MEDIA_TABLES)}; give its shards, for example '{folder}/*.tar'"
+    )
 
 
 def _arrow_files(path: str) -> list[str]:

@@ -233,7 +233,7 @@ def _unread(record: Mapping[str, Any]) -> str | None:
 def _unread_list(value: list[Any]) -> str | None:
     """Return why a list without a turn is more than metadata, or None."""
     if _unread_records(value):
-        return "a list of records: a sample is one of them"
+        return "a list of records: a sample is one of them, and a file that is an array of samples ends in .json"
     return (
         "a list of bare strings, not a record" if any(isinstance(item, str) and says(item) for item in value) else None
     )

@@ -21,7 +21,7 @@ from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose,
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.samples.sample import MediaPart, TextPart
+from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.shards.fields import classify
 
 IMAGE, AUDIO = 1, 2
@@ -371,3 +371,8 @@ def rng_clip() -> bytes:
     file = io.BytesIO()
     soundfile.write(file, np.random.default_rng(0).normal(size=8000) * 0.1, 8000, format="FLAC")
     return file.getvalue()
+
+
+def test_a_sample_is_not_a_mapping_and_says_where_to_look():
+    with pytest.raises(TypeError, match=r"no \['image'\]: sample\.parts .* sample\.fields"):
+        Sample(shard="a.tar", key="k", parts=())["image"]

@@ -75,7 +75,7 @@ def test_check_false_leaves_the_files_alone() -> None:
         ("a-000.tar::pipe:cat a-001.tar", "'pipe:cat a-001.tar': commands are never run.*mount"),
         ("a-000.tar::", "empty"),
         ("s3://bucket/a.tar", "s3://.*not supported yet"),
-        (".", "is a folder.*\\*\\.tar"),
+        (".", "is a folder without metadata\\.jsonl or .*\\*\\.tar"),
         (["a-000.tar", "./a-000.tar"], "given twice"),
         (["a-000.tar", "a-*.tar"], "given twice"),
         ("a-{000..001.tar", "unbalanced braces"),

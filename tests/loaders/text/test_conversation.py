@@ -223,7 +223,10 @@ def test_items_with_nulls_for_what_they_are_not_pass():
         ({"messages": "[]..."}, "'messages' is a str, not a list of turns"),
         ({"caption": ["a", "b"]}, "'caption' is a list, not a string"),
         ({"messages": []}, "no turns"),
-        ([{"text": "a"}, {"text": "b"}], "a list of records"),
+        (
+            [{"text": "a"}, {"text": "b"}],
+            "one of them, and a file that is an array of samples ends in .json; ShardDataset(columns={old name",
+        ),
         ("a bare caption", "a bare string"),
         ({"text": "<video> What is it?", "videos": ["a.mp4"]}, "it names a video under 'videos'"),
         ({"role": "x", "content": "y"}, "role and content are no turn"),
