@@ -49,8 +49,8 @@ _FEATURES: Final = {
 }
 """Package -> what it is for, and the extra that it is of, if any."""
 _REPLACED: Final = {
-    "torchaudio": "nothing to do: clips are resampled in torch, with the same values to the bit. transformers imports "
-    "what is installed: if its processors fail because of it, `pip uninstall torchaudio`"
+    "torchaudio": "`pip uninstall torchaudio` if it is installed and you use transformers, which imports what is "
+    "installed and fails with it. Nothing else is to do: clips are resampled in torch, with the same values to the bit"
 }
 """Package -> what is done without it."""
 _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
