@@ -7,9 +7,12 @@ around a fork, the exception is only written to stderr.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 _SOON_SECONDS = 0.02
@@ -20,16 +23,28 @@ def interrupts_deferred() -> AbstractContextManager[None]:
     return _then(lambda previous, came: previous(*came))
 
 
-def interrupts_later() -> AbstractContextManager[None]:
-    """The same for a finalizer, which cannot raise: the Ctrl-C is delivered as soon as the finalizer has ended."""
-    return _then(_again_soon)
+def interrupts_later(finalizer: FrameType) -> AbstractContextManager[None]:
+    """The same for a finalizer, which cannot raise: the Ctrl-C is delivered as soon as the finalizer has ended.
+
+    Args:
+        finalizer: its frame.
+    """
+    return _then(lambda *_: threading.Thread(target=_send_after, args=(finalizer,), daemon=True).start())
 
 
-def _again_soon(*_: object) -> None:
-    """Send SIGINT again as a signal, so that it also ends a wait of the main thread."""
-    later = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    later.daemon = True
-    later.start()
+def _send_after(frame: FrameType) -> None:
+    """Send SIGINT again, when the main thread has left a frame. A signal also ends a wait of the main thread."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while _is_in(frame, sys._current_frames().get(main)):
+        time.sleep(_SOON_SECONDS)
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def _is_in(frame: FrameType, innermost: FrameType | None) -> bool:
+    while innermost is not None and innermost is not frame:
+        innermost = innermost.f_back
+    return innermost is not None
 
 
 @contextmanager

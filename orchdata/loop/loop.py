@@ -290,5 +290,5 @@ class LoaderIterator:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid) -> None:
         # What a finalizer raises is lost: a Ctrl-C that comes while `break` ends the workers is raised later.
         if not ends() and process() == self._process:
-            with interrupts_later():
+            with interrupts_later(sys._getframe()):
                 self.close()

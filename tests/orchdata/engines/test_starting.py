@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +197,14 @@ def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pyt
     where_ctrl_c_is_heard(iterate)
 
 
+def finalize(done: list[str]) -> None:
+    """End as a finalizer does in which Ctrl-C comes, and which then takes a while."""
+    with interrupts_later(sys._getframe()):
+        interrupt()
+    time.sleep(0.1)
+    done.append("later")
+
+
 def test_interrupts_are_deferred_or_raised_later() -> None:
     def interrupted() -> None:
         done = []
@@ -203,9 +212,7 @@ def test_interrupts_are_deferred_or_raised_later() -> None:
             interrupt()
             done.append("deferred")
         with pytest.raises(KeyboardInterrupt):
-            with interrupts_later():
-                interrupt()
-                done.append("later")
+            finalize(done)
             threading.Event().wait(30)
         assert done == ["deferred", "later"]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
