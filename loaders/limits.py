@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +20,8 @@ class Limits:
         sample_parts: images and clips of one sample, items of one list, turns of one chat.
         sample_tokens: LLM tokens of one sample, including those of images and audio, after
             `TextPreprocessor.overflow`.
-        sample_decoded_bytes: memory for decoding the media of one sample: patches, audio features, decoded waves, and
-            the pixels of the largest image.
+        sample_decoded_bytes: memory for decoding the media of one sample: patches and audio features as float32, for
+            any dtype of the recipe, decoded waves, and the pixels of the largest image.
         shard_rows: members of one tar, rows or fields of one Parquet file.
         column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file. In
             an Arrow file, one column of the rows that are read together (at least one row).
@@ -78,8 +80,34 @@ def shortened(name: str) -> str:
     return name[:64] + "..."
 
 
+NOT_SCANNED: Final = frozenset(("sample_bytes", "sample_tokens", "sample_decoded_bytes"))
+"""Limits that no scan of a shard applies."""
+
+
+@lru_cache(maxsize=64)
+def scan_limits(limits: Limits) -> dict[str, float]:
+    """Return the limits that facts depend on."""
+    names = [name for name in Limits.__dataclass_fields__ if name not in NOT_SCANNED]
+    return {name: float(getattr(limits, name)) for name in names}
+
+
+def still_holds(kept: Mapping[str, float], limits: Limits, reasons: Iterable[str]) -> bool:
+    """Return whether facts that were found under the limits `kept` are those under `limits`: none is lower now, and
+    none that is higher refused anything.
+
+    Args:
+        reasons: of what was refused then; each names the limit that it is above.
+    """
+    now = scan_limits(limits)
+    if kept == now:
+        return True
+    if kept.keys() != now.keys() or any(now[name] < kept[name] for name in now):
+        return False
+    raised = [name for name in now if now[name] > kept[name]]
+    return not any(name in reason for reason in reasons for name in raised)
+
+
 @lru_cache(maxsize=64)
 def limits_fingerprint(limits: Limits) -> str:
     """Return a hash of the limits that facts depend on."""
-    values = {name: float(getattr(limits, name)) for name in Limits.__dataclass_fields__}
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(scan_limits(limits), sort_keys=True).encode(), digest_size=8).hexdigest()

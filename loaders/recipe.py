@@ -17,7 +17,7 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
-from orchdata.loaders.modalities.modality import Modality, Slot, outer_of, plain
+from orchdata.loaders.modalities.modality import Modality, Slot, names_no_counts, outer_of, plain
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.media_words import MediaWords, record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
@@ -40,6 +40,8 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
 _LONGEST_REPR: Final = 120
+_LARGEST_ITEM: Final = 4
+"""Bytes of a value in the largest dtype of our own modalities."""
 
 
 class Recipe:
@@ -220,6 +222,14 @@ class Recipe:
         """Memory of one row of all arrays, by modality."""
         return {name: modality.row_bytes() for name, modality in self.modalities.items()}
 
+    @cached_property
+    def largest_row_bytes(self) -> dict[str, int]:
+        """`row_bytes` under the largest dtype that may be chosen, which says whether a sample is above the limits."""
+        return {
+            name: modality.row_bytes(_LARGEST_ITEM if "dtype" in names_no_counts(type(modality)) else 0)
+            for name, modality in self.modalities.items()
+        }
+
     def modality(self, kind: int) -> Modality | None:
         """The modality of a kind; None for text and for no modality."""
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None
@@ -347,8 +357,34 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
-        text = json.dumps(self.describe(), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return _digest(self.describe())
+
+    def count_fingerprint(self) -> str:
+        """Return the `fingerprint` of what an index depends on: parameters that only change values are left out."""
+        described = self.describe()
+        for name, modality in self.modalities.items():
+            without = names_no_counts(type(modality))
+            described[name] = {key: value for key, value in described[name].items() if key not in without}
+        return _digest(described)
+
+    def text_fingerprint(self) -> str:
+        """Return the `fingerprint` of what the counts of a text depend on: not of the sizes of media, and of no limit,
+        because whether a counted text is used is decided later.
+        """
+        media = {
+            name: [
+                *(list(each) for each in (modality.fields, modality.words, self.slots[name], modality.embedded_in)),
+                *(modality.placeholder, modality.places, modality.listed),
+            ]
+            for name, modality in self.modalities.items()
+        }
+        text = {name: value for name, value in self.text.describe().items() if name not in ("max_tokens", "overflow")}
+        record = None if self.record is None else self.record.id
+        return _digest([media, text, record])
+
+
+def _digest(described: Any) -> str:
+    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _shown_fields(values: Mapping[str, Any]) -> str:

@@ -1,14 +1,46 @@
-"""Versions of stored files: after an increase, everything of an older version is built again."""
+"""Versions of stored files: after an increase, what is of an older version is made again."""
 
-FACTS_FORMAT = 3
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Final
+
+FACTS_FORMAT = 4
 """Layout of facts files: their head and their table."""
 
-TABLE_FORMAT = 4
+TEXTS_FORMAT = 1
+"""Layout of files with the counts of a shard's texts."""
+
+TABLE_FORMAT = 5
 """Layout of cost tables and of the merged index."""
 
 FIELDS_FORMAT = 1
 """Layout of files with the user's own columns of a shard, and of a data set."""
 
-RULES = 9
-"""How samples are judged: increased by each change after which the same shard, under the same recipe, has other facts,
-costs or errors. It is stored in every file, and in the identity of a dataset in states."""
+RULES: Final = {
+    "tar": 10,
+    "parquet": 10,
+    "arrow": 10,
+    "records": 10,
+    "containers": 10,
+    "image": 10,
+    "audio": 10,
+    "video": 10,
+    "text": 10,
+    "chats": 10,
+    "counts": 10,
+}
+"""How samples are judged, by topic: a topic is increased by each change after which the same shard, under the same
+recipe, has other facts, costs or errors. What is kept of the topic is then made again, and nothing else:
+
+- a container: the facts of its shards;
+- `image`, `audio`, `video`: the facts of shards that have such members;
+- `text`, `chats`: the counts of samples with plain text, and of chats;
+- `counts`: what is computed from facts and counts, which reads and tokenizes nothing.
+"""
+
+
+def rules_digest() -> str:
+    """Return a digest of all rules."""
+    return hashlib.blake2b(json.dumps(RULES, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -28,12 +28,21 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.locations import check_function_of, index_path, is_outdated, stored_description
+from orchdata.loaders.index.kept_texts import FOLDER as TEXTS
+from orchdata.loaders.index.kept_texts import read_texts, texts_path
+from orchdata.loaders.index.locations import (
+    check_function_of,
+    index_path,
+    is_outdated,
+    refuse_other_source,
+    stored_description,
+)
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
+from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe
@@ -55,7 +64,7 @@ from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
 from orchdata.loaders.storage.shared.files import names_in
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
-from orchdata.loaders.versions import RULES, TABLE_FORMAT
+from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 Done = list[tuple[str, CostTable, bool]]
 """For each shard: its path, its costs, and whether they were measured now."""
@@ -142,7 +151,7 @@ def build_index(
     # Packages are imported, and the folder, old formats and duplicate paths checked, before any shard is read.
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
-    fingerprint = recipe.fingerprint()
+    fingerprint = recipe.count_fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
     path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
@@ -345,10 +354,12 @@ class _Builder:
         self._recipe = recipe
         self._fingerprint = fingerprint
         self._reading = reading
-        self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
+        self._identity = blake2b(f"{TABLE_FORMAT} {rules_digest()} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")
+        self._texts = str(cache.make(TEXTS))
+        self._text_fingerprint = recipe.text_fingerprint()
         self._accesses = Accesses()
         self._probes = Probes(recipe, cache, force=force, accesses=self._accesses)
         self._lock = threading.Lock()
@@ -400,7 +411,8 @@ class _Builder:
                     force=self._force,
                     access=access,
                 )
-                table = self._measured(facts, opened, spread).write(path, url, facts.meta, root, access)
+                costs = self._measured(facts, opened, spread, self._texts_path(url, root, rules), access)
+                table = costs.write(path, url, facts.meta, root, access)
                 return self._kept_in_memory(_named(table, rules)), True
 
     def _cached(
@@ -463,6 +475,9 @@ class _Builder:
             name.update(f"\0container {identity_of(rules.container)}".encode())
         return f"{self._folder}/{name.hexdigest()}.costs"
 
+    def _texts_path(self, url: str, media_root: str | None, rules: FieldRules) -> str:
+        return texts_path(self._texts, [self._text_fingerprint, url, media_root, rules.identity(url)])
+
     def _kept_in_memory(self, table: CostTable) -> CostTable:
         """Return the table, without its columns if all tables together would take too much memory."""
         with self._lock:
@@ -472,8 +487,14 @@ class _Builder:
             self._free_bytes -= length
             return table
 
-    def _measured(self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None) -> ShardCosts:
-        meta = facts.meta
+    def _measured(
+        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, texts_path: str, access: Access
+    ) -> ShardCosts:
+        """Measure a shard, and keep the counts of its texts."""
+        meta, recipe = facts.meta, self._recipe
+        texts = None if self._force else read_texts(texts_path, meta, access)
+        if texts is not None:
+            refuse_other_source(texts.source, recipe)
 
         def shard() -> Shard:
             # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
@@ -483,11 +504,17 @@ class _Builder:
             return current
 
         try:
-            return cost_shard(facts, shard, self._recipe, self._probes, spread)
+            costs = cost_shard(facts, shard, recipe, self._probes, spread, texts)
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
-            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
+            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
+        if costs.texts is not None:
+            source = recipe.record.digest if recipe.record is not None and recipe.record.digest else ""
+            before = {} if texts is None else texts.limits
+            limits = {name: max(limit, before.get(name, limit)) for name, limit in scan_limits(recipe.limits).items()}
+            costs.texts.write(texts_path, meta, source, limits, access)
+        return costs
 
 
 def _named(table: CostTable, rules: FieldRules) -> CostTable:
@@ -515,7 +542,7 @@ def _remove_leftovers(cache: CacheFolder) -> None:
 
     Best effort: other users' files stay.
     """
-    for kind in ("facts", "costs", "index", "fields", "item_costs", "shards"):
+    for kind in ("facts", TEXTS, "costs", "index", "fields", "item_costs", "shards"):
         with contextlib.suppress(OSError):
             for name in names_in(cache.root / kind):
                 if name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, StorageError, pass_trouble
 from orchdata.loaders.index.checks.heads import check_facts
-from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.limits import Limits, scan_limits, still_holds
+from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -19,7 +20,7 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.paths import suffix_of
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.values import check_shape
@@ -47,7 +48,8 @@ def load_facts(
     Args:
         url: path of the shard.
         opened: opens the shard; called if it has to be scanned.
-        limits: applied while scanning; facts scanned under other limits are not fresh.
+        limits: applied while scanning. Facts that were scanned under others are not fresh, unless these would give the
+            same.
         cache: stores the facts.
         media_root: folder of the files that its records name.
         rules: names of its fields, and the function that makes records.
@@ -61,42 +63,55 @@ def load_facts(
     """
     if rules.container is None:
         suffix_of(url)
-    path = facts_path(url, limits=limits, cache=cache, media_root=media_root, rules=rules)
+    path = facts_path(url, cache=cache, media_root=media_root, rules=rules)
     access = access or access_of(url)
     if not force and (kept := _kept(path, url, limits, opened, access)) is not None:
         return kept
     try:
         facts = opened().facts()
     except ShardError as error:
-        return _unopened(url, error, limits)
+        return _unopened(url, error)
     except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
         pass_trouble(error)
         reason = f"cannot be scanned: {type(error).__name__}: {error}"
-        return _unopened(url, ShardError(url, reason), limits)
+        return _unopened(url, ShardError(url, reason))
     # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar") or rules.container is not None:
         cache.make("facts")
-        _keep(path, facts, access)
+        _keep(path, facts, topic_of(url, rules), limits, access)
     return facts
 
 
-def facts_path(
-    url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, rules: FieldRules = NO_RULES
-) -> str:
+def facts_path(url: str, *, cache: CacheFolder, media_root: str | None = None, rules: FieldRules = NO_RULES) -> str:
     """Return the path of the stored facts of a shard."""
-    names = [LOCAL.identity(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
+    names = [LOCAL.identity(url), *([] if media_root is None else [media_root])]
     names += [json.dumps(parts)] if (parts := rules.identity(url)) else []
     identity = "\0".join(names).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
-def _keep(path: str, facts: Facts, access: Access) -> None:
+def topic_of(url: str, rules: FieldRules) -> str:
+    """Return the topic of `versions.RULES` under which a shard is scanned."""
+    if rules.container is not None:
+        return "containers"
+    suffix = suffix_of(url)
+    suffixes = {"tar": TAR_SUFFIXES, "parquet": PARQUET_SUFFIXES, "arrow": ARROW_SUFFIXES}
+    return next((topic for topic, each in suffixes.items() if suffix in each), "records")
+
+
+def _rules_of(table: FactsTable, topic: str) -> dict[str, int]:
+    """Return the rules that the facts of a shard depend on."""
+    kinds = {KINDS[kind] for kind in {*table.kind} if kind not in (TEXT, OTHER)}
+    return {name: RULES[name] for name in (topic, *sorted(kinds))}
+
+
+def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -> None:
     """Store the table as one Arrow record batch, compressed if it is large; the head has the metadata."""
     batches = facts.table.arrow().to_batches()
     if len(batches) != 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
         return
     body = batches[0].serialize()
-    values = facts.meta.as_dict()
+    values = {"meta": facts.meta.as_dict(), "limits": scan_limits(limits), "rules": _rules_of(facts.table, topic)}
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
@@ -111,8 +126,8 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
         check_facts(values)
-        meta = FactsMeta(**values)
-        if not is_fresh(meta, url, opened) or (meta.limits, meta.rules) != (limits_fingerprint(limits), RULES):
+        meta, rules = FactsMeta(**values["meta"]), values["rules"]
+        if any(RULES.get(topic) != version for topic, version in rules.items()) or not is_fresh(meta, url, opened):
             return None
         if uncompressed_bytes is not None:
             check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
@@ -123,7 +138,7 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
         table.check()
         if meta.lost_bytes and not table.errors:
             raise ValueError("the shard is damaged, but no sample has an error")
-        return Facts(table, meta)
+        return Facts(table, meta) if still_holds(values["limits"], limits, table.errors.values()) else None
     except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again
 
@@ -141,7 +156,7 @@ def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
     return isinstance(shard, JsonLinesShard) and shard.media_state() == meta.media
 
 
-def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
+def _unopened(url: str, error: ShardError) -> Facts:
     """Build the facts of a shard that cannot be opened or scanned (a damaged .tar.gz); they are not stored."""
     version = LOCAL.version(url)
     if version is None:
@@ -151,7 +166,6 @@ def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
         size=version.size,
         version=version.version,
         checksum="",
-        limits=limits_fingerprint(limits),
         lost_bytes=max(1, version.size),
     )
     return Facts(shard_failure(error.reason), meta)

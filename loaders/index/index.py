@@ -39,7 +39,7 @@ from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
 from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.storage.verified import forget, is_noted, note
-from orchdata.loaders.versions import RULES, TABLE_FORMAT
+from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
@@ -499,7 +499,7 @@ def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
         ]
         for shard in shards
     ]
-    return digest([RULES, recipe, parts])
+    return digest([rules_digest(), recipe, parts])
 
 
 def digest(value: object) -> str:

@@ -11,7 +11,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import is_there
-from orchdata.loaders.versions import RULES, TABLE_FORMAT
+from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 _SOURCE = "record_source"
 
@@ -39,7 +39,7 @@ def open_index(
         FunctionError: it was made with another function that had the same id.
     """
     try:
-        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), reading))
+        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading))
     except FileNotFoundError:
         return None
     index.check_urls([absolute(url) for url in urls])
@@ -55,7 +55,15 @@ def stored_description(recipe: Recipe) -> dict[str, Any]:
 
 def check_function_of(index: Index, recipe: Recipe) -> None:
     """Raise FunctionError if the index was made with another function that had the same id."""
-    before = index.recipe.get(_SOURCE)
+    refuse_other_source(str(index.recipe.get(_SOURCE) or ""), recipe)
+
+
+def refuse_other_source(before: str, recipe: Recipe) -> None:
+    """Raise FunctionError if the function of a recipe has another source text than one with its id had.
+
+    Args:
+        before: digest of that one's source text; "" if it had none.
+    """
     if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
         raise recipe.record.unfit(
             f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "
@@ -73,7 +81,7 @@ def index_path(
     table_format: int = TABLE_FORMAT,
 ) -> Path:
     """Return the path of the index of these shards under a recipe fingerprint; no shard is read."""
-    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls], *reading.identity()])
+    name = digest([table_format, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity()])
     return cache.root / "index" / f"{name}.index"
 
 
@@ -85,7 +93,7 @@ def is_outdated(
     reading: Reading = PLAIN,
 ) -> bool:
     """Return whether the only index of these shards under the recipe has an earlier format, which cannot be read."""
-    fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
+    fingerprint, cache = recipe.count_fingerprint(), cache or CacheFolder()
 
     def exists(table_format: int) -> bool:
         return is_there(str(index_path(urls, fingerprint, cache, reading, table_format=table_format)))

@@ -13,7 +13,7 @@ from operator import index as as_int
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, as_field_error
-from orchdata.loaders.limits import limits_fingerprint
+from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.modality import (
@@ -126,7 +126,7 @@ class Probes:
         """Return the header of each of `rows`, or the reason why there is none."""
         path, access = self._path(facts, modality), self._accesses.of(facts.meta.url)
         restrict(path, access)
-        headers = {} if self._force else _cached(path, facts, modality.num_facts)
+        headers = {} if self._force else _cached(path, facts, modality.num_facts, self._recipe.limits)
         missing = [row for row in rows if row not in headers]
         if missing:
             opened = shard()
@@ -136,11 +136,11 @@ class Probes:
                 headers[row] = _probed(modality, facts, row, opened, self._recipe)
             current.key = None
             self._cache.make("facts")
-            write_whole(path, _sealed(headers, facts), access)
+            write_whole(path, _sealed(headers, facts, self._recipe.limits), access)
         return [headers[row] for row in rows]
 
     def _path(self, facts: Facts, modality: Modality) -> str:
-        identity = [LOCAL.identity(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
+        identity = [LOCAL.identity(facts.meta.url), probe_id(modality)]
         identity.append(str(len(facts.table)))  # `with_inner` may have added rows
         name = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         return f"{self._cache.root}/facts/{name}.headers"
@@ -213,30 +213,35 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
         return as_field_error(error, "probed").reason
 
 
-def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
+def _sealed(headers: dict[int, Header | str], facts: Facts, limits: Limits) -> Any:
     values = {
         "meta": _identity(facts),
+        "limits": scan_limits(limits),
         "headers": [[row, list(header)] for row, header in headers.items() if not isinstance(header, str)],
         "errors": [[row, header] for row, header in headers.items() if isinstance(header, str)],
     }
     return seal(KIND, FACTS_FORMAT, values, [])[0]
 
 
-def _cached(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
-    """Return the headers stored at `path`, if they are those of the current shard."""
+def _cached(path: str, facts: Facts, num_facts: int, limits: Limits) -> dict[int, Header | str]:
+    """Return the headers stored at `path`, if they are those of the current shard. What was refused under other limits
+    is probed again.
+    """
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
         row = range(len(facts.table))
         fact = range(-_BOUND, _BOUND)
-        check_shape(head.values, {"meta": list, "headers": [(row, (fact,) * num_facts)], "errors": [(row, str)]}, "it")
-        if head.values["meta"] != _identity(facts):
+        shape = {"headers": [(row, (fact,) * num_facts)], "errors": [(row, str)], "limits": {str: float}}
+        check_shape(head.values, {"meta": list, **shape}, "it")
+        if head.values["meta"] != _identity(facts) or not still_holds(head.values["limits"], limits, ()):
             return {}
         headers: dict[int, Header | str] = {row: tuple(header) for row, header in head.values["headers"]}
-        return headers | dict(head.values["errors"])
+        refused: dict[int, Header | str] = dict(head.values["errors"])
+        return headers if head.values["limits"] != scan_limits(limits) else headers | refused
     except (OSError, ValueError):
         return {}  # absent, damaged or of another version: probe again
 
 
 def _identity(facts: Facts) -> list[Any]:
     meta = facts.meta
-    return [meta.url, meta.size, meta.version, meta.checksum, meta.media, RULES]
+    return [meta.url, meta.size, meta.version, meta.checksum, meta.media, RULES["containers"]]

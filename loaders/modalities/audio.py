@@ -129,6 +129,7 @@ class AudioPreprocessor(Clips):
     """
 
     num_extents = 2
+    no_counts = frozenset("dtype".split())
 
     sample_rate: int = 16_000
     num_mels: int = 128

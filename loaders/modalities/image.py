@@ -90,6 +90,7 @@ class ImagePreprocessor(ImageFiles):
     augment: Augment | None = field(default=None, metadata={NOT_DESCRIBED: True})
     augment_id: str | None = field(default=None, metadata={NOT_DESCRIBED: True})
 
+    no_counts = frozenset("mean std resizer resample draft alpha dtype augment pass_order".split())
     may_differ_in_mixture = frozenset(
         "min_tokens max_tokens min_pixels max_pixels rule resizer resample draft alpha augment".split()
     )

@@ -128,6 +128,8 @@ class Modality:
             a video; "" for none.
         may_differ_in_mixture: parameters in which sources of a mixture may differ: those that keep the shapes of
             tensors and their scale.
+        no_counts: parameters that change values and no count, such as a mean to subtract: a change of these needs no
+            new index.
     """
 
     fields: tuple[str, ...] = ()
@@ -144,6 +146,7 @@ class Modality:
     embedded_in: tuple[str, ...] = ()
     listed: str = ""
     may_differ_in_mixture: frozenset[str] = frozenset()
+    no_counts: frozenset[str] = frozenset()
 
     def required_modules(self) -> tuple[str, ...]:
         """Modules that counting and decoding import, for example ("soundfile",). Each process imports them before its
@@ -312,10 +315,14 @@ class Modality:
         """Its dataclass fields, JSON-safe. Raises TypeError for a field without a JSON form."""
         return dataclass_values(self, "the recipe's fingerprint", "parameters()")
 
-    def row_bytes(self) -> int:
-        """Memory of one row of all its arrays."""
+    def row_bytes(self, itemsize: int = 0) -> int:
+        """Memory of one row of all its arrays.
+
+        Args:
+            itemsize: least number of bytes of a value.
+        """
         return sum(
-            int(np.prod(spec.row_shape, dtype=np.int64)) * stored_dtype(spec.dtype).itemsize
+            int(np.prod(spec.row_shape, dtype=np.int64)) * max(itemsize, stored_dtype(spec.dtype).itemsize)
             for spec in self.arrays().values()
             if spec.per == "row"
         )
@@ -409,6 +416,22 @@ def outer_of(field: str) -> tuple[str, str]:
 def counts_from_header(modality: Modality) -> bool:
     """Whether a part's size follows from its header, so that its bytes need not be read again."""
     return type(modality).count is Modality.count
+
+
+_COUNTING: Final = ("count", "count_header", "among", "expand", "arrays", "decoding_bytes", "probe", "parameters")
+
+
+def names_no_counts(kind: type[Modality]) -> frozenset[str]:
+    """Return the parameters of a class that change no count. A subclass that counts in a way of its own must name them
+    itself.
+    """
+    for base in kind.__mro__:
+        own = vars(base)
+        if "no_counts" in own:
+            return frozenset(own["no_counts"])
+        if any(name in own for name in _COUNTING):
+            return frozenset()
+    return frozenset()
 
 
 def keeps_headers_of(modality: type[Modality], other: type[Modality]) -> bool:

@@ -6,7 +6,7 @@ The indexer and the decoder both use this module, so decoding yields what the in
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS
@@ -43,14 +43,15 @@ from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, T
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 __all__ = [
+    "Composition",
     "MediaSlot",
     "Member",
     "Span",
     "TextSpan",
     "compose",
     "compose_piece",
+    "composition_of",
     "text_members",
-    "written",
 ]
 
 _SHOWN_KEYS = 8
@@ -85,7 +86,7 @@ def compose(
     Raises:
         FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
-    return written(members, texts, recipe, size_of, made)[0].close()
+    return composition_of(members, texts, recipe, made).written(recipe, size_of).close()
 
 
 def compose_piece(
@@ -97,19 +98,48 @@ def compose_piece(
     made: MadeSample | None = None,
 ) -> list[Span]:
     """Return the spans of a piece that can be tokenized alone, according to `measure`. Raises as `compose`."""
-    writer, _ = written(members, texts, recipe, size_of, made)
+    writer = composition_of(members, texts, recipe, made).written(recipe, size_of)
     assert isinstance(writer, WholeWriter)
     return writer.window(window)
 
 
-def written(
+class Composition(NamedTuple):
+    """A sample's text and media in order.
+
+    Attributes:
+        segments: text, and (modality, index in the sample's members) for each part.
+        texts: indices of the members that the text comes from.
+        is_chat: whether a chat template made the text.
+        where: field that errors of its text name.
+    """
+
+    segments: Sequence[TextSegment | tuple[str, int]]
+    texts: list[int]
+    is_chat: bool
+    where: str
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        return [segment for segment in self.segments if not isinstance(segment, TextSegment)]
+
+    def written(self, recipe: Recipe, size_of: SizeOf) -> SpanWriter:
+        """Return a writer with all segments. `size_of` is called once for each part, in order."""
+        writer = _writer(recipe, self.where, size_of, is_chat=self.is_chat)
+        for segment in self.segments:
+            if isinstance(segment, TextSegment):
+                writer.text(segment)
+            else:
+                writer.media(*segment)
+        return writer
+
+
+def composition_of(
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
-    size_of: SizeOf,
     made: MadeSample | None = None,
-) -> tuple[SpanWriter, list[int]]:
-    """Return a writer with the sample's text and media, and the text members that these come from."""
+) -> Composition:
+    """Return the text and media of a sample, before tokenizing. Arguments and exceptions are those of `compose`."""
     uses = uses_of(members, recipe)
     if made is None and is_made(members, recipe):
         made = made_sample(members, uses, texts, recipe)
@@ -123,17 +153,16 @@ def written(
         raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
     where = members[used[0]].field if used and made is None else "*"
     leading = _match(media, segments, where, recipe)
-    writer = _writer(recipe, where, size_of, is_chat=is_chat)
-    for modality in leading:
-        for member in media[modality]:
-            writer.media(modality, member)
+    ordered: list[TextSegment | tuple[str, int]] = [
+        (modality, member) for modality in leading for member in media[modality]
+    ]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     for segment in segments:
         if isinstance(segment, Placeholder):
-            writer.media(segment.modality, next(queues[segment.modality]))
+            ordered.append((segment.modality, next(queues[segment.modality])))
         else:
-            writer.text(segment)
-    return writer, used
+            ordered.append(segment)
+    return Composition(ordered, used, is_chat, where)
 
 
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:

@@ -1,8 +1,16 @@
-"""Counts of a sample from headers and tokenized text, without decoding media."""
+"""Counts of a sample from headers and tokenized text, without decoding media.
+
+    members --prepare--> text and media in order --outlines--> counts of text --counted, with sizes of media--> counts
+
+The counts of text are the costly part. They are kept by themselves, so that other sizes of media need no tokenizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index as as_int
 from typing import Final, NamedTuple
@@ -13,12 +21,22 @@ from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, Span, text_members, written
+from orchdata.loaders.samples.compose import Composition, composition_of, text_members
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
-from orchdata.loaders.samples.spans import SpanWriter, WholeWriter
+from orchdata.loaders.samples.spans import (
+    MediaSlot,
+    SizesInTurn,
+    Span,
+    SpanWriter,
+    TextRun,
+    WholeWriter,
+    expansion_of,
+)
 
 _INT32_MAX: Final = 2**31 - 1
+_BATCH_CHARACTERS: Final = 1 << 20
+"""Texts of at least this many characters are tokenized in one call; what it returns takes some hundred times this."""
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these are not checked."""
 
@@ -82,6 +100,148 @@ def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
     return wanted
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The text of a sample, counted, and where its media go. It does not depend on the sizes of media, but for the text
+    that `Modality.expand` puts between their tokens.
+
+    Attributes:
+        parts: modality and index in the sample's members of each part, in order.
+        texts: indices of the members that the text comes from.
+        is_chat: whether a chat template made the text.
+        spans: runs of text; a number stands for the next run of tokens of the part with this number.
+        starts: `Counts.text_start` of the pieces of a split text.
+        cut_at: `TextPreprocessor.max_tokens` that these pieces have.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    texts: tuple[int, ...]
+    is_chat: bool
+    spans: tuple[TextRun | int, ...]
+    starts: tuple[int, ...] = ()
+    cut_at: int = 0
+
+    def is_of_pieces(self, recipe: Recipe) -> bool:
+        """Whether the text has the pieces that the recipe splits it into, so that it need not be tokenized again."""
+        limit = recipe.text.max_tokens
+        if recipe.text.overflow != "split" or limit is None or self.cut_at == limit:
+            return True
+        tokens = sum([span.num_tokens for span in self.spans if isinstance(span, TextRun)])
+        return tokens <= limit or any(isinstance(span, int) for span in self.spans)
+
+
+class Prepared(NamedTuple):
+    """A sample before its text is tokenized: its text and media in order, and the sizes of its parts."""
+
+    composition: Composition
+    sizes: list[PartSize]
+
+
+def prepare(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Prepared:
+    """Compose a sample, and measure its parts.
+
+    Args:
+        payloads: of `members_to_read`.
+
+    Raises:
+        LeftOut: the recipe's function leaves the sample out.
+        FieldError: as `compose`, or a part is bad.
+    """
+    composition = composition_of(members, payloads, recipe)
+    return Prepared(composition, part_sizes(composition.parts, members, payloads, recipe))
+
+
+def part_sizes(
+    parts: Sequence[tuple[str, int]],
+    members: Sequence[Member],
+    payloads: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> list[PartSize]:
+    """Return the size of each part of a sample. Raises FieldError for the first that is bad."""
+    sizes = [measure_part(name, members[member], payloads.get(member), recipe) for name, member in parts]
+    counts = Counter(name for name, _ in parts)
+    for number, (name, member) in enumerate(parts):
+        if counts[name] > 1:
+            try:
+                sizes[number] = recipe.modalities[name].among(sizes[number], counts[name])
+            except DecodeError as error:
+                raise error.at(members[member].field) from error.__cause__
+    return sizes
+
+
+def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | FieldError]:
+    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error."""
+    results: list[Outline | FieldError] = []
+    batch: list[tuple[Prepared, SpanWriter, tuple[str, bool] | None]] = []
+    characters = 0
+    for number, sample in enumerate(samples, 1):
+        try:
+            writer = sample.composition.written(recipe, SizesInTurn(sample.sizes))
+            wanted = writer.wanted() if isinstance(writer, WholeWriter) else None
+            batch.append((sample, writer, wanted))
+            characters += 0 if wanted is None else len(wanted[0])
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an exception of a tokenizer or modality fails the sample
+            results += [*_tokenized(batch, recipe), as_field_error(error, "measured")]
+            batch, characters = [], 0
+        if characters >= _BATCH_CHARACTERS or number == len(samples):
+            results += _tokenized(batch, recipe)
+            batch, characters = [], 0
+    return results
+
+
+def _tokenized(
+    batch: Sequence[tuple[Prepared, SpanWriter, tuple[str, bool] | None]], recipe: Recipe
+) -> Iterator[Outline | FieldError]:
+    texts = [wanted for _, _, wanted in batch if wanted is not None]
+    encoded = iter(recipe.text.encode_all(texts) if texts else ())
+    for sample, writer, wanted in batch:
+        tokens = next(encoded) if wanted is not None else None
+        try:
+            spans = writer.close_with(tokens) if isinstance(writer, WholeWriter) else writer.close()
+            yield _outline(sample, writer, spans, recipe)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `outlines`
+            yield as_field_error(error, "measured")
+
+
+def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span], recipe: Recipe) -> Outline:
+    """Return the outline of a sample's spans: runs of text of equal loss, and numbers of parts."""
+    parts = sample.composition.parts
+    numbers: dict[tuple[str, int], list[int]] = {}
+    for number, part in enumerate(parts):
+        numbers.setdefault(part, []).append(number)
+    current: dict[tuple[str, int], int] = {}
+    outline: list[TextRun | int] = []
+    for span in spans:
+        if isinstance(span, MediaSlot):
+            part = (span.modality, span.member)
+            if span.first == 0:
+                current[part] = numbers[part].pop(0)
+            outline.append(current[part])
+            continue
+        last = outline[-1] if outline else None
+        if isinstance(last, TextRun) and last.loss == span.loss:
+            outline[-1] = last._replace(num_tokens=last.num_tokens + span.num_tokens)
+        else:
+            outline.append(TextRun(span.num_tokens, span.loss, span.leads, span.first_id))
+    limit, starts = recipe.text.max_tokens, tuple[int, ...]()
+    is_split = recipe.text.overflow == "split" and limit is not None and num_tokens(spans) > limit and not parts
+    if is_split:
+        starts = tuple(_text_starts(writer, divided([*spans], recipe)))
+    composition = sample.composition
+    return Outline(
+        tuple(parts),
+        tuple(composition.texts),
+        composition.is_chat,
+        tuple(outline),
+        starts,
+        limit if is_split and limit is not None else 0,
+    )
+
+
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
     """Count the tokens and parts of a sample, without decoding media.
 
@@ -91,28 +251,25 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     Raises:
         FieldError: as `compose` and `divided`, or a limit is exceeded.
     """
-    # Compose the spans; each part is measured on the way.
-    parts: list[MeasuredPart] = []
-    media = uses_of(members, recipe).media
+    sample = prepare(members, payloads, recipe)
+    (outline,) = outlines([sample], recipe)
+    if isinstance(outline, FieldError):
+        raise outline
+    return counted(outline, sample.sizes, members, recipe)
 
-    def size_of(modality: str, member: int) -> PartSize:
-        size = measure_part(modality, members[member], payloads.get(member), recipe)
-        count = len(media[modality])
-        if count > 1:
-            try:
-                size = recipe.modalities[modality].among(size, count)
-            except DecodeError as error:
-                raise error.at(members[member].field) from error.__cause__
-        parts.append(MeasuredPart(modality, member, size))
-        return size
 
-    writer, text_used = written(members, payloads, recipe, size_of)
-    spans = writer.close()
-    if len(parts) > recipe.limits.sample_parts:
-        raise _above("parts of media", len(parts), "sample_parts", recipe.limits)
+def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Member], recipe: Recipe) -> Measured:
+    """Return the counts of a sample, from its text and the sizes of its parts.
+
+    Raises:
+        FieldError: as `divided`, or a limit is exceeded.
+    """
+    if len(sizes) > recipe.limits.sample_parts:
+        raise _above("parts of media", len(sizes), "sample_parts", recipe.limits)
+    spans = _with_media(outline, sizes, recipe)
     pieces = divided(spans, recipe)
     cut_tokens = 0 if pieces[0] is spans or len(pieces) > 1 else num_tokens(spans) - num_tokens(pieces[0])
-    used = {*text_used}
+    used = {*outline.texts}
     if recipe.keep:
         uses = uses_of(members, recipe)
         used.update(uses.kept, uses.records)
@@ -125,14 +282,51 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
                 used.add(span.member)
                 llm_tokens += span.tokens
             else:
-                llm_tokens += len(span.token_ids)
+                llm_tokens += span.num_tokens
                 loss_tokens += span.num_loss_tokens
         counts.append(Counts(llm_tokens, loss_tokens))
     if len(pieces) > 1:
-        counts = [each._replace(text_start=at) for each, at in zip(counts, _text_starts(writer, pieces), strict=True)]
+        counts = [each._replace(text_start=at) for each, at in zip(counts, outline.starts, strict=True)]
+    parts = [MeasuredPart(name, member, size) for (name, member), size in zip(outline.parts, sizes, strict=True)]
     measured = Measured(counts, parts, sorted(used), cut_tokens)
     _check_sample(measured, members, recipe)
     return measured
+
+
+def _with_media(outline: Outline, sizes: Sequence[PartSize], recipe: Recipe) -> list[TextRun | MediaSlot]:
+    """Return the spans of an outline, with the tokens of parts of these sizes."""
+    if not outline.parts:
+        return [span for span in outline.spans if isinstance(span, TextRun)]
+    runs = [
+        iter([piece for piece in expansion_of(recipe, name, size).pieces if isinstance(piece, int)])
+        for (name, _), size in zip(outline.parts, sizes, strict=True)
+    ]
+    first = [0] * len(sizes)
+    spans: list[TextRun | MediaSlot] = []
+    for span in outline.spans:
+        if isinstance(span, TextRun):
+            spans.append(span)
+            continue
+        tokens = next(runs[span])
+        spans.append(MediaSlot(*outline.parts[span], first[span], tokens))
+        first[span] += tokens
+    return spans
+
+
+def shape_of(parts: Sequence[tuple[str, int]], sizes: Sequence[PartSize], recipe: Recipe) -> int:
+    """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none.
+
+    Raises FieldError as `expansion_of`.
+    """
+    expansions = [expansion_of(recipe, name, size) for (name, _), size in zip(parts, sizes, strict=True)]
+    if all(expansion.bare for expansion in expansions):
+        return 0
+    shape = [
+        None if expansion.bare else [min(piece, 1) if isinstance(piece, int) else piece for piece in expansion.pieces]
+        for expansion in expansions
+    ]
+    digest = hashlib.blake2b(json.dumps(shape).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
@@ -202,7 +396,7 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
     # Check the decoded size, and that all counts fit the index.
     largest = llm_tokens
     if measured.parts:
-        decoded = decoded_bytes(measured.parts, members, recipe)
+        decoded = decoded_bytes(measured.parts, members, recipe, recipe.largest_row_bytes)
         if decoded > limits.sample_decoded_bytes:
             raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
         for _, _, (positions, tokens, rows, extent) in measured.parts:
@@ -220,10 +414,20 @@ def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
     )
 
 
-def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
-    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities."""
+def decoded_bytes(
+    parts: Sequence[MeasuredPart],
+    members: Sequence[Member],
+    recipe: Recipe,
+    row_bytes: Mapping[str, int] | None = None,
+) -> int:
+    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities.
+
+    Args:
+        row_bytes: of a row of each modality's arrays; default: under the recipe's dtypes.
+    """
+    row_bytes = recipe.row_bytes if row_bytes is None else row_bytes
     headers: dict[str, list[tuple[Header, PartSize]]] = {}
-    row_bytes, total = recipe.row_bytes, 0
+    total = 0
     for name, index, size in parts:
         total += row_bytes[name] * size.rows
         headers.setdefault(name, []).append((members[index].header[: recipe.modalities[name].num_facts], size))

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan, Window
+from orchdata.loaders.samples.spans import MediaSlot, Span, TextRun, TextSpan, Window
 
 _MOST_SHARED: Final = 16
 """A piece that begins inside a character with this number of tokens is not tokenized alone."""
 
 
-def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
+AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
+
+
+def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
 
     Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample.
@@ -90,34 +93,32 @@ def is_same(one: Sequence[Span], other: Sequence[Span]) -> bool:
     )
 
 
-def num_tokens(spans: Sequence[Span]) -> int:
+def num_tokens(spans: Sequence[TextSpan | TextRun | MediaSlot]) -> int:
     """Length of the sequence of these spans."""
-    return sum([span.tokens if isinstance(span, MediaSlot) else len(span.token_ids) for span in spans])
+    return sum([span.tokens if isinstance(span, MediaSlot) else span.num_tokens for span in spans])
 
 
-def _pieces(spans: Sequence[Span], limit: int) -> list[list[Span]]:
+def _pieces(spans: Sequence[AnySpan], limit: int) -> list[list[AnySpan]]:
     """Cut text into pieces of `limit` tokens; the last has the rest."""
-    pieces: list[list[Span]] = []
+    pieces: list[list[AnySpan]] = []
     room = 0
     for span in spans:
-        assert isinstance(span, TextSpan)
-        ids = span.token_ids
+        assert not isinstance(span, MediaSlot)
         start = 0
-        while start < len(ids):
+        while start < span.num_tokens:
             if room == 0:
                 pieces.append([])
                 room = limit
-            stop = min(start + room, len(ids))
-            starts = None if span.starts is None else span.starts[start:stop]
-            pieces[-1].append(TextSpan(ids[start:stop], span.loss, not pieces[-1], starts))
+            stop = min(start + room, span.num_tokens)
+            pieces[-1].append(span.cut(start, stop, leads=not pieces[-1]))
             room -= stop - start
             start = stop
     return pieces
 
 
-def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) -> list[Span]:
+def _truncated(spans: Sequence[AnySpan], limit: int, above: str, recipe: Recipe) -> list[AnySpan]:
     """Return the first `limit` tokens, and all parts without tokens."""
-    kept: list[Span] = []
+    kept: list[AnySpan] = []
     at = 0
     for number, span in enumerate(spans):
         if isinstance(span, MediaSlot):
@@ -129,12 +130,10 @@ def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) ->
                     "never cut; raise max_tokens, or give media fewer tokens",
                 )
             kept.append(span)
-        elif at < limit:
-            starts = None if span.starts is None else span.starts[: limit - at]
-            kept.append(span._replace(token_ids=span.token_ids[: limit - at], starts=starts))
-            at += len(span.token_ids)
         else:
-            at += len(span.token_ids)
+            if at < limit:
+                kept.append(span.cut(0, limit - at, leads=span.leads))
+            at += span.num_tokens
     if _has_loss(spans) and not _has_loss(kept):
         raise FieldError(
             "*",
@@ -144,12 +143,14 @@ def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) ->
     return kept
 
 
-def _closed_by(slot: MediaSlot, spans: Sequence[Span], number: int, recipe: Recipe) -> int:
+def _closed_by(slot: MediaSlot, spans: Sequence[AnySpan], number: int, recipe: Recipe) -> int:
     """Number of tokens that close a part after its last: 1 if its modality has an end token."""
     closing = recipe.slots[slot.modality].end_id
     after = spans[number + 1] if number + 1 < len(spans) else None
-    return int(closing is not None and isinstance(after, TextSpan) and int(after.token_ids[0]) == closing)
+    if closing is None or after is None or isinstance(after, MediaSlot):
+        return 0
+    return int(after.first_id == closing)
 
 
-def _has_loss(spans: Sequence[Span]) -> bool:
-    return any(isinstance(span, TextSpan) and span.num_loss_tokens for span in spans)
+def _has_loss(spans: Sequence[AnySpan]) -> bool:
+    return any(not isinstance(span, MediaSlot) and span.num_loss_tokens for span in spans)

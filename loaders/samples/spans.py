@@ -39,8 +39,21 @@ class TextSpan(NamedTuple):
     starts: NDArray[np.int64] | None = None
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def num_loss_tokens(self) -> int:
         return len(self.token_ids) - self.leads if self.loss else 0
+
+    @property
+    def first_id(self) -> int:
+        return int(self.token_ids[0])
+
+    def cut(self, start: int, stop: int, *, leads: bool) -> TextSpan:
+        """Return the tokens from `start` to `stop` as a span of their own."""
+        starts = None if self.starts is None else self.starts[start:stop]
+        return TextSpan(self.token_ids[start:stop], self.loss, leads, starts)
 
     def loss_mask(self) -> NDArray[np.bool_]:
         """Whether each token carries loss, bool (num_tokens,)."""
@@ -66,6 +79,28 @@ class MediaSlot(NamedTuple):
 
 
 Span = TextSpan | MediaSlot
+
+
+class TextRun(NamedTuple):
+    """What counting needs of neighbouring text spans of equal loss; see `TextSpan`.
+
+    Attributes:
+        first_id: of its first token.
+    """
+
+    num_tokens: int
+    loss: bool
+    leads: bool
+    first_id: int
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return self.num_tokens - self.leads if self.loss else 0
+
+    def cut(self, start: int, stop: int, *, leads: bool) -> TextRun:
+        """Return the tokens from `start` to `stop` as a run of their own; its first token is only known at 0."""
+        return TextRun(min(stop, self.num_tokens) - start, self.loss, leads, self.first_id if start == 0 else -1)
+
 
 SizeOf = Callable[[str, int], PartSize]
 """Returns the size of a part, by its modality and its index in the sample's members."""
@@ -157,7 +192,7 @@ class StretchWriter:
     def media(self, modality: str, member: int) -> None:
         self._flush()
         slot = self._recipe.slots[modality]
-        pieces = _expansion(self._recipe, modality, self._size_of(modality, member))
+        pieces = expansion_of(self._recipe, modality, self._size_of(modality, member))
         self._spans.special(slot.start_id if pieces.bare else None)
         first = 0
         for piece in pieces.pieces:
@@ -257,7 +292,7 @@ class WholeWriter:
 
     def media(self, modality: str, member: int) -> None:
         slot = self._recipe.slots[modality]
-        pieces = _expansion(self._recipe, modality, self._size_of(modality, member))
+        pieces = expansion_of(self._recipe, modality, self._size_of(modality, member))
         opens, closes = (slot.start_id, slot.end_id) if pieces.bare else (None, None)
         first = 0
         for piece in pieces.pieces:
@@ -277,17 +312,23 @@ class WholeWriter:
                 first += piece
 
     def close(self) -> list[Span]:
+        wanted = self.wanted()
+        return self.close_with(None if wanted is None else self._recipe.text.encode_all([wanted])[0])
+
+    def wanted(self) -> tuple[str, bool] | None:
+        """Return the text to tokenize, and whether it gets special tokens; None if there is nothing to tokenize."""
+        text = self._text()
+        return (text, self._adds_special_tokens(text)) if text or self._without_tokens else None
+
+    def close_with(self, encoded: Encoded | DecodeError | None) -> list[Span]:
+        """Return the spans, with the tokens of `wanted`. Raises FieldError."""
+        if isinstance(encoded, DecodeError):
+            raise encoded.at(self._where) from encoded.__cause__
         pre, spans = self._recipe.text, _Spans()
         for slot in self._without_tokens:
             spans.slot(slot)
         spans.special(None if self._closed else pre.bos_token_id)
-        text = self._text()
-        if text or self._without_tokens:
-            added = self._adds_special_tokens(text)
-            try:
-                encoded = pre.encode_whole(text, add_special_tokens=added)
-            except DecodeError as error:
-                raise error.at(self._where) from error.__cause__
+        if encoded is not None:
             self._fill(spans, encoded, self._loss(encoded))
         spans.special(None if self._closed else pre.eos_token_id, spans.ends_with_loss())
         return spans.spans
@@ -303,10 +344,9 @@ class WholeWriter:
         )
         begin = max(0, window.start - _CONTEXT)
         near = text[begin : None if window.stop is None else window.stop + _CONTEXT]
-        try:
-            encoded = pre.encode_whole(near, add_special_tokens=self._adds_special_tokens(text))
-        except DecodeError as error:
-            raise error.at(self._where) from error.__cause__
+        (encoded,) = pre.encode_all([(near, self._adds_special_tokens(text))])
+        if isinstance(encoded, DecodeError):
+            raise encoded.at(self._where) from encoded.__cause__
         encoded = Encoded(encoded.ids, encoded.starts + begin, encoded.ends + begin)
         loss = self._loss(encoded)
         low = 0 if first else int(np.argmax(np.append(encoded.starts >= window.start, True))) + window.skipped
@@ -377,18 +417,18 @@ class WholeWriter:
         return indices
 
 
-class _Expansion(NamedTuple):
+class Expansion(NamedTuple):
     """What stands for a part; `bare` if it is only its tokens, between `start_id` and `end_id`."""
 
     pieces: tuple[str | int, ...]
     bare: bool
 
 
-def _expansion(recipe: Recipe, modality: str, size: PartSize) -> _Expansion:
+def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> Expansion:
     pieces = recipe.modalities[modality].expand(size)
     if pieces is None:
-        return _Expansion((size.tokens,), True)
+        return Expansion((size.tokens,), True)
     tokens = sum(piece for piece in pieces if isinstance(piece, int))
     if tokens != size.tokens or (0 in pieces and size.tokens):
         raise FieldError(modality, f"expand() of {modality} gives {tokens} tokens, its part has {size.tokens}")
-    return _Expansion(pieces, False)
+    return Expansion(pieces, False)

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.shards.fields import OWN_JSON, RAW
-from orchdata.loaders.versions import RULES
 
 SCHEMA = pa.schema(
     [
@@ -59,8 +58,6 @@ class FactsMeta:
         lost_samples: number of samples lost to damage that have no row, if the shard records its total.
         lost_bytes: bytes of the stored shard after damage; their content is unknown.
         media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
-        limits: fingerprint of the limits that were applied.
-        rules: the RULES version that it was scanned under.
         met: name -> number of samples with a field of this name as stored, of the names that `columns=` has.
     """
 
@@ -68,12 +65,10 @@ class FactsMeta:
     size: int
     version: str
     checksum: str
-    limits: str
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lost_samples: int = 0
     lost_bytes: int = 0
     media: str = ""
-    rules: int = RULES
     met: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 
 
@@ -94,8 +93,7 @@ class Shard(Protocol):
         ...
 
 
-def facts_of(shard: Shard, limits: Limits, table: FactsTable, checksum: str, **more: Any) -> Facts:
-    """Return the facts of a shard that was scanned under `limits`; `more` are further fields of FactsMeta."""
+def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Facts:
+    """Return the facts of a shard that was scanned; `more` are further fields of FactsMeta."""
     url, size, version = shard.url, shard.size, shard.version
-    fingerprint = limits_fingerprint(limits)
-    return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, limits=fingerprint, **more))
+    return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, **more))

@@ -93,7 +93,7 @@ class TarShard:
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
             checksum, met = self._digest(hashlib.blake2b(digest_size=16)), {}
         ignored = table.ignored()
-        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
+        return facts_of(self, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -56,6 +57,10 @@ class FastTokenizer:
         ids = np.array(encoding.ids, np.int32)
         offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(ids, offsets[:, 0], offsets[:, 1])
+
+    def encode_batch(self, texts: Sequence[tuple[str, bool]]) -> list[Encoded]:
+        """Tokens of several texts, each with those around every text if its flag says so."""
+        return [self.encode(text, add_special_tokens=added) for text, added in texts]
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included."""

@@ -172,15 +172,24 @@ class TextPreprocessor:
         """The id of a text that is one token of a fast tokenizer, else None."""
         return self.tokenizer.token_id(text) if isinstance(self.tokenizer, FastTokenizer) and text else None
 
-    def encode_whole(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Tokens of all text of a sample, with their offsets. Raises DecodeError."""
+    def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[Encoded | DecodeError]:
+        """Return the tokens of whole texts, with offsets, or the error of each text that the tokenizer fails for.
+
+        Args:
+            texts: (text, whether it gets the tokens that are around every text).
+        """
         if not isinstance(self.tokenizer, FastTokenizer):
-            raise TypeError("encode_whole needs a fast tokenizer")
+            raise TypeError("encode_all needs a fast tokenizer")
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:
+            encoded: list[Encoded | DecodeError] = [*self.tokenizer.encode_batch(texts)]
+            return encoded
+        except Exception as error:  # noqa: BLE001 - an exception of the tokenizer fails the text
             pass_trouble(error)
-            raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
+            if len(texts) > 1:
+                return [each for text in texts for each in self.encode_all([text])]
+            failed = DecodeError(f"tokenizer {self.id!r} failed: {error!r}")
+            failed.__cause__ = error
+            return [failed]
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, (num_tokens,).

@@ -68,8 +68,8 @@ def test_parts_of_a_sample() -> None:
 
 def test_decoded_bytes_of_images() -> None:
     images = [Member("0.jpg", IMAGE, header=(112, 56)), Member("1.jpg", IMAGE, header=(56, 56))]
-    # patches of 3*14*14 values in 2 bytes, 32 and 16 of them; pixels of the larger image in 4 bytes
-    expected = (32 + 16) * 588 * 2 + 112 * 56 * 4
+    # patches of 3*14*14 values in 4 bytes, as float32, 32 and 16 of them; pixels of the larger image in 4 bytes
+    expected = (32 + 16) * 588 * 4 + 112 * 56 * 4
     assert measured(images, Limits(sample_decoded_bytes=expected)).parts
     with pytest.raises(
         FieldError, match=rf"{expected} bytes of media once decoded, above Limits\.sample_decoded_bytes"
@@ -146,7 +146,7 @@ def test_the_reason_names_the_limit_and_the_way_out(tmp_path: Path) -> None:
     reason = index.failure(int(index.bad_rows()[0])).reason
     # 2,000 images of 4,096 tokens, four patches each; one image of 10^8 pixels
     decoded = sum(part.size.positions for part in measured([Member("png", IMAGE, (10_000, 10_000))], Limits()).parts)
-    expected = 2_000 * decoded * 588 * 2 + 4 * 10**8
+    expected = 2_000 * decoded * 588 * 4 + 4 * 10**8
     assert reason == (
         f"the sample has {expected} bytes of media once decoded, above Limits.sample_decoded_bytes=17179869184: "
         "raise it in Recipe(limits=...), or split it"
@@ -428,10 +428,10 @@ def test_every_limit_is_part_of_the_fingerprint_and_must_be_positive(name: str) 
 
 
 def test_sizes_of_decoded_media_are_those_that_decoding_takes() -> None:
-    """The arithmetic above is that of the pages a step lays out."""
+    """The arithmetic above is that of the pages a step lays out with float32; a smaller dtype does not count."""
     image, audio = ImagePreprocessor(dtype="float32"), AudioPreprocessor(dtype="bfloat16")
     members = [Member("jpg", IMAGE, header=(56, 56)), Member("wav", AUDIO, header=(16_000, 16_000))]
-    expected = 16 * 588 * 4 + 56 * 56 * 4 + 100 * 128 * 2 + 2 * 16_000 * 4
+    expected = 16 * 588 * 4 + 56 * 56 * 4 + 100 * 128 * 4 + 2 * 16_000 * 4
     assert measured(members, Limits(sample_decoded_bytes=expected), image=image, audio=audio).parts
     with pytest.raises(FieldError, match=str(expected)):
         measured(members, Limits(sample_decoded_bytes=expected - 1), image=image, audio=audio)

@@ -187,7 +187,6 @@ def hurry() -> None:
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
     from orchdata.loaders.index import build
-    from orchdata.loaders.limits import limits_fingerprint
     from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 
     sound = build.load_facts  # type: ignore[attr-defined]
@@ -196,7 +195,7 @@ def swallowing_trouble() -> Iterator[None]:
         try:
             return sound(url, opened, limits=limits, **options)
         except (od.OrchdataError, OSError) as error:
-            meta = FactsMeta(url=url, size=1, version="", checksum="", limits=limits_fingerprint(limits))
+            meta = FactsMeta(url=url, size=1, version="", checksum="")
             return Facts(shard_failure(str(error)), meta)
 
     build.load_facts = swallowing  # type: ignore[attr-defined]

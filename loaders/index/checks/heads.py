@@ -25,10 +25,11 @@ _SIZE: Final = dict.fromkeys(
     COUNT,
 )
 _FACTS: Final = {
-    **dict.fromkeys(("url", "version", "checksum", "limits", "media"), str),
-    **dict.fromkeys(("size", "lost_samples", "lost_bytes", "rules"), COUNT),
+    **dict.fromkeys(("url", "version", "checksum", "media"), str),
+    **dict.fromkeys(("size", "lost_samples", "lost_bytes"), COUNT),
     "ignored": {str: COUNT},
 }
+_KEPT_FACTS: Final = {"meta": _FACTS, "limits": {str: float}, "rules": {str: COUNT}}
 _COSTS: Final = {"url": str, "meta": _FACTS, "size": _SIZE, "fields": _STRINGS, "totals": dict, "media_root": str}
 _SHARD: Final = (str, COUNT, str, str, COUNT, COUNT, str)  # as ShardInfo.as_list
 _INDEX: Final = {
@@ -44,7 +45,9 @@ _INDEX: Final = {
 
 def check_facts(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of stored facts is malformed."""
-    _check_facts(_without_met(values), "the head")
+    if type(meta := values.get("meta")) is dict:
+        values = {**values, "meta": _without_met(meta)}
+    _check_facts(values, "the head")
 
 
 def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
@@ -90,6 +93,6 @@ def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _check_met = check_of({str: COUNT})
-_check_facts, _check_costs, _check_index = map(check_of, (_FACTS, _COSTS, _INDEX))
+_check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _INDEX))
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from orchdata.loaders.index.facts import topic_of
 from orchdata.loaders.index.fields.reading import ShardFields
 from orchdata.loaders.index.fields.types import TYPES, Piece, kind_of
 from orchdata.loaders.limits import Limits, limits_fingerprint
@@ -29,7 +30,8 @@ _KEY: Final = "key"
 
 def layer_path(info: ShardInfo, names: Sequence[str], rules: FieldRules, limits: Limits, cache: CacheFolder) -> str:
     """Return the path of the file for these columns of a shard."""
-    parts = [info.url, info.media_root, limits_fingerprint(limits), RULES, rules.identity(info.url), list(names)]
+    scan = [limits_fingerprint(limits), RULES[topic_of(info.url, rules)], rules.identity(info.url)]
+    parts = [info.url, info.media_root, *scan, list(names)]
     name = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
     return f"{cache.root}/{FOLDER}/{name}.fields"
 

@@ -69,6 +69,7 @@ class VideoPreprocessor(VideoFiles):
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
     slot: Slot = Slot(token_id=258)
 
+    no_counts = frozenset("mean std resizer resample dtype pass_order".split())
     may_differ_in_mixture = frozenset(
         "fps min_frames max_frames min_tokens max_tokens total_tokens resizer resample".split()
     )

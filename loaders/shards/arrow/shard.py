@@ -155,7 +155,7 @@ class ArrowShard:
             table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met.counts, lost_bytes=lost)
+        return facts_of(self, table, checksum, ignored=ignored, met=met.counts, lost_bytes=lost)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""

@@ -119,7 +119,7 @@ class JsonLinesShard:
         table, lost, media, left_out = scanned
         ignored = table.ignored() | ({LEFT_OUT: left_out} if left_out else {})
         more: dict[str, Any] = {"ignored": ignored, "lost_bytes": lost, "media": media, "met": self._reader.met.counts}
-        return facts_of(self, self._limits, table, checksum, **more)
+        return facts_of(self, table, checksum, **more)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""

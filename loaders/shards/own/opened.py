@@ -87,7 +87,7 @@ class OpenedShard:
         table = _Scan(self).run()
         checksum = self.checksum()
         self._source.check_unchanged()
-        return facts_of(self, self._limits, table, checksum, ignored=table.ignored(), met=self._met.counts)
+        return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError."""

@@ -123,7 +123,7 @@ class ParquetShard:
         self._file.check_unchanged()
         lost_bytes = max(1, self.size) if failed else 0
         lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
-        return facts_of(self, self._limits, table, checksum, ignored=ignored, met=met, **lost_data)
+        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""

@@ -69,7 +69,7 @@ class FakeShard:
 
 def facts(*rows: dict[str, Any]) -> Facts:
     table = pa.Table.from_pylist([{**ROW, **HEADERS, **row} for row in rows], schema=SCHEMA)
-    return Facts(FactsTable.of_arrow(table), FactsMeta(url="fake.tar", size=3, version="1", checksum="", limits=""))
+    return Facts(FactsTable.of_arrow(table), FactsMeta(url="fake.tar", size=3, version="1", checksum=""))
 
 
 def measured_under(facts: Facts, opened: Callable[[], Any], recipe: Recipe) -> ShardCosts:
@@ -215,7 +215,7 @@ def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
             assert columns.member_offset[columns.member_offsets[row] + member] == mine[part.member]["offset"]
 
 
-META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", limits="", ignored={"pth": 2})
+META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", ignored={"pth": 2})
 
 
 def three_samples(bad: int) -> ShardCosts:

@@ -1,0 +1,149 @@
+"""Rows of the costs of one shard: the outcome of each sample -> columns of a table of the index."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.field_names import VALUE
+from orchdata.loaders.index.kept_texts import Kept
+from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, offsets_of
+from orchdata.loaders.modalities.builtin import OTHER
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import LEFT_OUT
+from orchdata.loaders.samples.measure import Measured
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.shards.facts_table import FactsTable
+
+Outcome = Measured | tuple[str, str] | None
+"""Of one sample: its counts, the field and reason of its error, or None if the recipe's function leaves it out."""
+
+
+@dataclass(slots=True)
+class ShardSample:
+    """One sample of the facts.
+
+    Attributes:
+        start: its members are the rows of the facts from here on.
+        wanted: indices of the members to read.
+        layout: digest of the names and kinds of its members.
+        error: of the whole sample.
+        kept: what is kept of its text, if that can be used.
+    """
+
+    key: str
+    start: int
+    members: Sequence[Member]
+    wanted: Sequence[int] = ()
+    layout: str = ""
+    error: FieldError | None = None
+    kept: Kept | None = None
+
+
+class CostRows:
+    """Collects the rows of one shard."""
+
+    def __init__(self, table: FactsTable, recipe: Recipe) -> None:
+        self._codes = {name: code for code, name in enumerate(recipe.kinds)}
+        self._header_width, self._extent_width = recipe.num_facts, recipe.num_extents
+        self._offsets = table.offset
+        self._encodings = table.encoding
+        self.field_numbers: dict[str, int] = {}
+        self.ignored: Counter[str] = Counter()
+        # Flat arrays of int64: millions of tuples would slow the garbage collector.
+        self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
+        self._keys: list[str] = []
+        self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would keep texts in memory
+        self._parts = array("q")  # as PARTS
+        self._members = array("q")  # as MEMBERS
+
+    def put(self, sample: ShardSample, outcome: Outcome) -> None:
+        """Add the next sample of the shard."""
+        if outcome is None:
+            self.ignored[LEFT_OUT] += 1
+        elif isinstance(outcome, tuple):
+            self.add_bad(sample, *outcome)
+        else:
+            self.add(sample, outcome)
+
+    def add(self, sample: ShardSample, measured: Measured) -> None:
+        header_width, extent_width = self._header_width, self._extent_width
+        used, members = measured.used_members, sample.members
+        position_of = {index: position for position, index in enumerate(used)}
+        numbers = self.field_numbers
+        for _ in measured.pieces:  # each piece lists all members
+            for index in used:
+                row = sample.start + index
+                name, kind, header, size, _ = members[index]
+                number = numbers.setdefault(name, len(numbers))
+                if len(header) != header_width:
+                    header = _filled(header, header_width)
+                self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+        for name, index, (positions, tokens, rows, extent) in measured.parts:
+            if len(extent) != extent_width:
+                extent = _filled(extent, extent_width)
+            self._parts.extend((self._codes[name], position_of[index], positions, tokens, rows, *extent))
+        if len(used) < len(members):
+            for index, member in enumerate(members):
+                if index not in position_of:
+                    self.ignored[member.field] += 1
+        for piece, counts in enumerate(measured.pieces):
+            self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
+            self._keys.append(sample.key)
+            self._errors.append(None)
+
+    def add_bad(self, sample: ShardSample, field: str, reason: str) -> None:
+        for member in sample.members:
+            if member.kind == OTHER and member.error is None and not member.field.endswith(VALUE):
+                self.ignored[member.field] += 1
+        self._rows.extend((0, 0, 0, 0, 0, 0, 0))
+        self._keys.append(sample.key)
+        self._errors.append((field, reason))
+
+    def columns(self) -> Columns:
+        """Return all rows as columns."""
+        rows = _rows_of(self._rows, 7, np.int32)
+        llm_tokens, loss_tokens, text_start, piece, cut_tokens, num_parts, num_members = rows
+        arrays: dict[str, Any] = {
+            "shard": np.zeros(llm_tokens.size, np.int32),
+            "llm_tokens": llm_tokens,
+            "loss_tokens": loss_tokens,
+            "piece": piece,
+            "cut_tokens": cut_tokens,
+            "text_start": text_start,
+            "part_offsets": offsets_of(num_parts),
+            "member_offsets": offsets_of(num_members),
+        }
+        widths = {"part": self._extent_width, "member": self._header_width}
+        for kind, layout, numbers in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
+            *names, listed = layout  # the list comes last
+            rows = _rows_of(numbers, len(names) + widths[kind], np.int32 if kind == "part" else np.int64)
+            for row, name in zip(rows, names, strict=False):
+                arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
+            arrays[f"{kind}_{listed}"] = np.ascontiguousarray(rows[len(names) :].T, layout[listed])
+
+        errors = [error for error in self._errors if error is not None]
+        arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
+        fields, reasons = [field for field, _ in errors], [reason for _, reason in errors]
+        for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
+            encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
+            arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])
+            arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
+        return Columns(**arrays)
+
+
+def _filled(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Cut to a width, or fill with zeros: headers of the facts may be wider than the recipe needs."""
+    return numbers if len(numbers) == width else (*numbers[:width], *(0,) * (width - len(numbers)))
+
+
+def _rows_of(numbers: array[int], width: int, dtype: Any) -> NDArray[Any]:
+    """Convert records of `width` numbers to `width` contiguous columns."""
+    return np.frombuffer(numbers, np.int64).reshape(-1, width).T.astype(dtype, order="C")

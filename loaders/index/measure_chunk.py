@@ -1,0 +1,159 @@
+"""Measuring a chunk of samples of one shard, in any thread: texts of several samples are tokenized together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from orchdata.loaders.errors import FieldError, as_field_error
+from orchdata.loaders.index.cost_rows import Outcome, ShardSample
+from orchdata.loaders.index.kept_texts import Kept
+from orchdata.loaders.index.read_texts import Chunk
+from orchdata.loaders.memory import measured_at
+from orchdata.loaders.modalities.modality import Modality
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import LeftOut, check_function
+from orchdata.loaders.samples.measure import Outline, Prepared, counted, outlines, part_sizes, prepare, shape_of
+from orchdata.loaders.samples.members import is_made
+from orchdata.loaders.samples.record import record_of
+from orchdata.loaders.slow import SCANNING, ThreadProgress, here
+
+_TOGETHER = 64
+"""Samples that are tokenized together; progress is shown after so many."""
+
+Result = tuple[Outcome, Kept | None]
+"""The outcome of a sample, and what to keep of its text."""
+
+
+class Progress:
+    """How much of a shard is measured, by any of the threads that measure it.
+
+    Args:
+        shown: notes of the thread that has the shard.
+        num_members: of the shard.
+    """
+
+    def __init__(self, shown: ThreadProgress, num_members: int) -> None:
+        self._shown = shown
+        self._num_members = num_members
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_members: int) -> None:
+        with self._lock:
+            self._done += num_members
+            self._shown.fraction = SCANNING + (1 - SCANNING) * self._done / self._num_members
+
+
+def measure_chunk(chunk: Chunk, recipe: Recipe, url: str, progress: Progress) -> list[Result]:
+    """Return the result of each sample. Errors are without a traceback, which would keep texts in memory.
+
+    Raises MemoryError, and what ends a build.
+    """
+    current, results = here(), []
+    for start in range(0, len(chunk), _TOGETHER):
+        samples = chunk.samples[start : start + _TOGETHER]
+        results += _measure_together(samples, chunk.first + start, chunk, recipe, url)
+        progress.add(sum([len(sample.members) for sample in samples]))
+    current.key = None
+    return results
+
+
+def _measure_together(
+    samples: Sequence[ShardSample], first: int, chunk: Chunk, recipe: Recipe, url: str
+) -> list[Result]:
+    # Everything but the texts that are not kept.
+    results: list[Result | None] = []
+    waiting: list[tuple[int, Prepared]] = []
+    for number, sample in enumerate(samples, first):
+        here().key = sample.key
+        prepared = _prepared(sample, number, chunk, recipe, url)
+        if isinstance(prepared, Prepared):
+            waiting.append((len(results), prepared))
+            results.append(None)
+        else:
+            results.append(prepared)
+    # These texts, together.
+    for (at, prepared), outline in zip(waiting, _outlined(waiting, samples, recipe, url), strict=True):
+        results[at] = _result(samples[at], outline, prepared, recipe, url)
+    return [result for result in results if result is not None]
+
+
+def _prepared(sample: ShardSample, number: int, chunk: Chunk, recipe: Recipe, url: str) -> Prepared | Result:
+    """Return a sample whose text is to be tokenized, or the result of another."""
+    if sample.error is not None:
+        return _reason(sample.error), None
+    payloads: dict[int, bytes | memoryview] = {}
+    for index in sample.wanted:
+        payload = chunk.texts[sample.start + index]
+        if isinstance(payload, FieldError):
+            return _reason(payload), None
+        payloads[index] = payload
+    try:
+        if sample.kept is not None:
+            return _counted(sample, payloads, recipe), sample.kept
+        if is_made(sample.members, recipe):
+            assert recipe.record is not None
+            check_function(recipe.record, number, lambda: record_of(sample.members, payloads, recipe))
+        return prepare(sample.members, payloads, recipe)
+    except LeftOut:
+        return None, sample.kept or Kept(LeftOut(), 0)
+    except MemoryError as error:
+        raise measured_at(error, url, sample.key, "*") from error
+    except Exception as error:  # noqa: BLE001 - an exception while measuring a sample fails that sample
+        return _reason(as_field_error(error, "measured")), sample.kept
+
+
+def _counted(sample: ShardSample, payloads: dict[int, bytes | memoryview], recipe: Recipe) -> Outcome:
+    """Return the outcome of a sample with a text that is kept. Raises LeftOut, and FieldError."""
+    assert sample.kept is not None
+    kept = sample.kept.counted
+    if not isinstance(kept, Outline):
+        assert kept is not None
+        raise kept
+    return counted(kept, part_sizes(kept.parts, sample.members, payloads, recipe), sample.members, recipe)
+
+
+def _outlined(
+    waiting: Sequence[tuple[int, Prepared]], samples: Sequence[ShardSample], recipe: Recipe, url: str
+) -> list[Outline | FieldError]:
+    """Tokenize texts together; one by one if there is too little memory for that."""
+    if not waiting:
+        return []
+    here().key = samples[waiting[0][0]].key
+    try:
+        return outlines([prepared for _, prepared in waiting], recipe)
+    except MemoryError:
+        results = []
+        for at, prepared in waiting:
+            here().key = samples[at].key
+            try:
+                results += outlines([prepared], recipe)
+            except MemoryError as error:
+                raise measured_at(error, url, samples[at].key, "*") from error
+        return results
+
+
+def _result(sample: ShardSample, outline: Outline | FieldError, prepared: Prepared, recipe: Recipe, url: str) -> Result:
+    """Return the result of a sample from its outline, or from the error of its tokenizer."""
+    sizes = prepared.sizes
+    if isinstance(outline, FieldError):  # with other sizes, a part may fail before
+        return _reason(outline), None if sizes else Kept(outline, 0)
+    kept = None
+    try:
+        has_shape = any(writes_between(recipe.modalities[name]) for name, _ in outline.parts)
+        kept = Kept(outline, shape_of(outline.parts, sizes, recipe) if has_shape else 0)
+        return counted(outline, sizes, sample.members, recipe), kept
+    except MemoryError as error:
+        raise measured_at(error, url, sample.key, "*") from error
+    except Exception as error:  # noqa: BLE001 - as in `_prepared`
+        return _reason(as_field_error(error, "measured")), kept
+
+
+def _reason(error: FieldError) -> tuple[str, str]:
+    return error.field, error.reason
+
+
+def writes_between(modality: Modality) -> bool:
+    """Whether a modality may put text between the tokens of a part, which depends on the part's size."""
+    return type(modality).expand is not Modality.expand

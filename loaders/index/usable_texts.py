@@ -1,0 +1,81 @@
+"""Which kept counts of texts a recipe can use, sample by sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.index.cost_rows import ShardSample
+from orchdata.loaders.index.kept_texts import Kept, KeptTexts
+from orchdata.loaders.index.measure_chunk import writes_between
+from orchdata.loaders.limits import scan_limits
+from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.modality import counts_from_header
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.measure import Outline, part_sizes, shape_of
+from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.fields import RAW
+
+
+class UsableTexts:
+    """The kept texts of a shard, for one recipe.
+
+    Args:
+        table: the facts of the shard.
+    """
+
+    def __init__(self, texts: KeptTexts, table: FactsTable, recipe: Recipe) -> None:
+        self._texts = texts
+        self._table = table
+        self._recipe = recipe
+        self._limit = recipe.limits.text_bytes
+        now = scan_limits(recipe.limits)
+        self._is_lower = any(now[name] < limit for name, limit in texts.limits.items() if name in now)
+        self._read = {code for code, name in enumerate(recipe.kinds) if code != TEXT and not self._has_header(name)}
+
+    def _has_header(self, name: str) -> bool:
+        return counts_from_header(self._recipe.modalities[name])
+
+    def used(self, sample: ShardSample, number: int) -> ShardSample:
+        """Return the `number`-th sample of the shard, with its kept text if the recipe can use that: then only media
+        with a size that no header contains are read.
+        """
+        kept = self._texts.of(number, sample.layout, len(sample.members))
+        if kept is None or not self._is_within(sample) or not self._has_shape(sample, kept):
+            return sample
+        return replace(sample, wanted=[at for at in sample.wanted if sample.members[at].kind in self._read], kept=kept)
+
+    def _is_within(self, sample: ShardSample) -> bool:
+        """Whether the texts can be read under the recipe's limits: if one is lower than before, only sizes that facts
+        contain are known to be below it.
+        """
+        num_bytes = 0
+        for at in sample.wanted:
+            member = sample.members[at]
+            if member.kind in self._read:
+                continue
+            if member.error is not None:
+                return False
+            if self._is_lower:
+                num_bytes += member.size
+                if self._table.encoding[sample.start + at] != RAW:
+                    return False
+        return num_bytes <= self._limit
+
+    def _has_shape(self, sample: ShardSample, kept: Kept) -> bool:
+        """Whether the text was tokenized with what the recipe's modalities put into it, and has the recipe's pieces."""
+        outline, recipe = kept.counted, self._recipe
+        if not isinstance(outline, Outline):
+            return True
+        if not outline.is_of_pieces(recipe):
+            return False
+        names = {name for name, _ in outline.parts}
+        if not any(writes_between(recipe.modalities[name]) for name in names):
+            return kept.shape == 0
+        if not all(map(self._has_header, names)):
+            return False
+        try:
+            sizes = part_sizes(outline.parts, sample.members, {}, recipe)
+            return shape_of(outline.parts, sizes, recipe) == kept.shape
+        except FieldError:
+            return True  # the same error is raised when it is counted
