@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.field_names import VALUE
+from orchdata.loaders.field_names import VALUE, is_kept_as
 from orchdata.loaders.index.kept_texts import Kept
 from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, offsets_of
 from orchdata.loaders.modalities.builtin import OTHER
@@ -57,6 +57,7 @@ class CostRows:
         self._encodings = table.encoding
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
+        self._counts = recipe.text.count_fields
         # Flat arrays of int64: millions of tuples would slow the garbage collector.
         self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
         self._keys: list[str] = []
@@ -92,7 +93,7 @@ class CostRows:
             self._parts.extend((self._codes[name], position_of[index], positions, tokens, rows, *extent))
         if len(used) < len(members):
             for index, member in enumerate(members):
-                if index not in position_of:
+                if index not in position_of and not any(is_kept_as(member.field, name) for name in self._counts):
                     self.ignored[member.field] += 1
         for piece, counts in enumerate(measured.pieces):
             self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))

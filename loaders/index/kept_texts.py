@@ -1,6 +1,6 @@
 """Counts of the texts of one shard, kept in the cache: a layer between facts and costs.
 
-A text is tokenized once for all recipes that read it alike, whatever the sizes of their media and their limits are.
+A text is tokenized once for all recipes that read it alike, for all sizes of media and all limits.
 
     facts --tokenizer--> outlines (kept here) --sizes of media, limits--> costs
 

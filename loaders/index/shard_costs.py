@@ -212,7 +212,7 @@ def cost_shard(
         StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
     facts = with_inner(facts, recipe)
-    rows, writer, kept_anew = CostRows(facts.table, recipe), TextsWriter(recipe.kinds), False
+    rows, writer, has_new = CostRows(facts.table, recipe), TextsWriter(recipe.kinds), False
     progress = Progress(here(), len(facts.table))
 
     def measured(chunk: Chunk) -> tuple[Chunk, list[Result]]:
@@ -226,11 +226,11 @@ def cost_shard(
             for sample, (outcome, kept) in zip(chunk.samples, outcomes, strict=True):
                 rows.put(sample, outcome)
                 writer.put(kept, sample.layout)
-                kept_anew = kept_anew or kept is not sample.kept
+                has_new = has_new or kept is not sample.kept
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
-    return ShardCosts(columns, fields, totals, recipe.kinds, writer if kept_anew else None)
+    return ShardCosts(columns, fields, totals, recipe.kinds, writer if has_new else None)
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

@@ -22,6 +22,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members
+from orchdata.loaders.samples.declared import Declared, declared_counts, declared_runs, fields_with_counts
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
 from orchdata.loaders.samples.spans import (
@@ -93,7 +94,7 @@ class Measured:
 
 def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Indices of the members with bytes that `measure` needs: text, and media with a size that no header contains."""
-    wanted = text_members(members, recipe)
+    wanted = sorted({*text_members(members, recipe), *fields_with_counts(members, recipe)})
     for name, modality in recipe.modalities.items():
         if not counts_from_header(modality):
             wanted = sorted({*wanted, *uses_of(members, recipe).media[name]})
@@ -131,10 +132,13 @@ class Outline:
 
 
 class Prepared(NamedTuple):
-    """A sample before its text is tokenized: its text and media in order, and the sizes of its parts."""
+    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, and the counts that
+    it declares.
+    """
 
     composition: Composition
     sizes: list[PartSize]
+    declared: Declared | None
 
 
 def prepare(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Prepared:
@@ -148,7 +152,8 @@ def prepare(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
         FieldError: as `compose`, or a part is bad.
     """
     composition = composition_of(members, payloads, recipe)
-    return Prepared(composition, part_sizes(composition.parts, members, payloads, recipe))
+    sizes = part_sizes(composition.parts, members, payloads, recipe)
+    return Prepared(composition, sizes, declared_counts(members, payloads, recipe))
 
 
 def part_sizes(
@@ -176,6 +181,10 @@ def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | Fiel
     characters = 0
     for number, sample in enumerate(samples, 1):
         try:
+            if sample.declared is not None:
+                results += [*_tokenized(batch, recipe), _declared_outline(sample, recipe)]
+                batch, characters = [], 0
+                continue
             writer = sample.composition.written(recipe, SizesInTurn(sample.sizes))
             wanted = writer.wanted() if isinstance(writer, WholeWriter) else None
             batch.append((sample, writer, wanted))
@@ -205,6 +214,13 @@ def _tokenized(
             raise
         except Exception as error:  # noqa: BLE001 - as in `outlines`
             yield as_field_error(error, "measured")
+
+
+def _declared_outline(sample: Prepared, recipe: Recipe) -> Outline:
+    assert sample.declared is not None
+    composition = sample.composition
+    runs = declared_runs(sample.declared, composition, sample.sizes, recipe)
+    return Outline(tuple(composition.parts), tuple(composition.texts), composition.is_chat, tuple(runs))
 
 
 def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span], recipe: Recipe) -> Outline:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.utils.data import IterableDataset
 
 from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.declared_counts import check_declared_counts
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
@@ -48,6 +49,7 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:
         make_plan(plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
     _advise_costs(options, plan.costs.phases)
+    check_declared_counts(prepared.spec)
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
     return prepared

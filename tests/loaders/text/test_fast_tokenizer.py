@@ -66,7 +66,7 @@ def test_a_tokenizer_of_transformers_is_taken_as_it_is():
     pre = od.TextPreprocessor(tokenizer)
     text = "A cat \U0001f600 on\n\nthe mat.<|im_end|>"
     expected = tokenizer(text, return_offsets_mapping=True)
-    encoded = pre.encode_whole(text, add_special_tokens=True)
+    (encoded,) = pre.encode_all([(text, True)])
     assert encoded.ids.tolist() == expected["input_ids"] and encoded.ids.dtype == np.int32
     assert list(zip(encoded.starts.tolist(), encoded.ends.tolist(), strict=True)) == expected["offset_mapping"]
     assert pre.id != od.TextPreprocessor(hf_tokenizer(bos="<bos>")).id
