@@ -54,15 +54,14 @@ class PiecesBench:
 def run(config: PiecesBench) -> list[Result | WideTable]:
     """Measure a configuration."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    texts, tokenizer = _made_up(config)
+    texts, tokenizer = made_up(config)
     cut = TextPreprocessor(tokenizer, max_tokens=config.max_tokens, overflow="split")
     recipes = [Recipe(image=None, audio=None, text=text) for text in (TextPreprocessor(tokenizer), cut)]
     indexing: list[list[float]] = [[], []]
     decoding: list[list[float]] = [[], []]
     notes = ["", ""]
     with tempfile.TemporaryDirectory() as folder:
-        path, cache = Path(folder, "texts.jsonl"), CacheFolder(Path(folder, "cache"))
-        path.write_text("".join(json.dumps({"id": str(at), "text": text}) + "\n" for at, text in enumerate(texts)))
+        path, cache = write_texts(texts, Path(folder, "texts.jsonl")), CacheFolder(Path(folder, "cache"))
         for _ in range(config.repeats):
             for way, recipe in enumerate(recipes):
                 begin = time.perf_counter()
@@ -88,7 +87,7 @@ def _seconds_a_row(index: Index, recipe: Recipe, cache: CacheFolder) -> float:
     return (time.perf_counter() - begin) / index.num_rows
 
 
-def _made_up(config: PiecesBench) -> tuple[Sequence[str], Any]:
+def made_up(config: PiecesBench) -> tuple[Sequence[str], Any]:
     """Documents of words whose frequencies fall as 1/rank, and a tokenizer trained on them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -104,6 +103,12 @@ def _made_up(config: PiecesBench) -> tuple[Sequence[str], Any]:
         texts, trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
     )
     return texts, bpe
+
+
+def write_texts(texts: Sequence[str], path: Path) -> Path:
+    """Write a JSON Lines file of them, and return its path."""
+    path.write_text("".join(json.dumps({"id": str(at), "text": text}) + "\n" for at, text in enumerate(texts)))
+    return path
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -17,6 +17,9 @@ _WAY_OUT: Final = (
     "wrap it, as in TextPreprocessor(lambda text: tokenizer.encode(text, add_special_tokens=False), id=...)"
 )
 _SPLITS: Final = "`split_special_tokens`, `encode_special_tokens`"
+_BATCH_CHARACTERS: Final = 1 << 20
+"""Of the texts of one call: what it returns takes a hundred times as much memory until it is in arrays."""
+_NOWHERE: Final = (0, 0)
 
 
 class Encoded(NamedTuple):
@@ -53,14 +56,45 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Tokens of `text`, including those around every text if `add_special_tokens`."""
-        encoding = self._running.encode(text, add_special_tokens=add_special_tokens)
-        ids = np.array(encoding.ids, np.int32)
-        offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
-        return Encoded(ids, offsets[:, 0], offsets[:, 1])
+        return _arrays(self._encoding(text, add_special_tokens))
 
-    def encode_batch(self, texts: Sequence[tuple[str, bool]]) -> list[Encoded]:
-        """Tokens of several texts, each with those around every text if its flag says so."""
-        return [self.encode(text, add_special_tokens=added) for text, added in texts]
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: Sequence[bool]) -> list[Encoded | Exception]:
+        """Tokens of each text as `encode` returns them, or the exception that it raises, in the order of the texts.
+
+        All cores work, and other Python threads run meanwhile.
+
+        Args:
+            add_special_tokens: of each text.
+        """
+        results: dict[int, Encoded | Exception] = {}
+        for added in (False, True):
+            mine = [number for number, each in enumerate(add_special_tokens) if each == added]
+            for numbers in _batches(mine, texts):
+                encoded = self._results([texts[number] for number in numbers], added)
+                results.update(zip(numbers, encoded, strict=True))
+        return [results[number] for number in range(len(texts))]
+
+    def _results(self, texts: list[str], add_special_tokens: bool) -> Iterator[Encoded | Exception]:
+        try:
+            encodings = self._running.encode_batch(texts, add_special_tokens=add_special_tokens)
+        except Exception:  # noqa: BLE001 - of one of the texts, which is then found
+            for text in texts:
+                try:
+                    yield self.encode(text, add_special_tokens=add_special_tokens)
+                except Exception as error:  # noqa: BLE001 - the caller decides
+                    yield error
+            return
+        encodings.reverse()
+        while encodings:
+            yield _arrays(encodings.pop())  # each is freed before the next becomes arrays
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        """What the tokenizer makes of a text. Its `encode` would hold the interpreter's lock, a batch does not."""
+        running = self._running
+        try:
+            return running.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        except Exception:  # noqa: BLE001 - its `encode` says what is wrong with the text
+            return running.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included."""
@@ -73,7 +107,7 @@ class FastTokenizer:
         return token if token is not None and self(text).count(token) == 1 else None
 
     def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._running.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text, False).ids
         return ids
 
     def start(self) -> None:
@@ -88,6 +122,31 @@ class FastTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FastTokenizer, (self.json, self.special_tokens)
+
+
+def _batches(numbers: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
+    """Group the numbers of texts, in order, so that one call has not too many characters."""
+    batch: list[int] = []
+    characters = 0
+    for number in numbers:
+        if batch and characters + len(texts[number]) > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(number)
+        characters += len(texts[number])
+    if batch:
+        yield batch
+
+
+def _arrays(encoding: Any) -> Encoded:
+    """The tokens of one text. Another Python thread never waits for all of them: `encoding.offsets` is one long call,
+    and so many objects that all objects of the process may be collected.
+    """
+    ids = np.array(encoding.ids, np.int32)
+    place = encoding.token_to_chars
+    pairs = (place(token) or _NOWHERE for token in range(len(ids)))
+    offsets = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return Encoded(ids, offsets[:, 0], offsets[:, 1])
 
 
 def fast_tokenizer(given: Any) -> FastTokenizer | None:

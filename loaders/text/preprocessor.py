@@ -206,16 +206,18 @@ class TextPreprocessor:
         """
         if not isinstance(self.tokenizer, FastTokenizer):
             raise TypeError("encode_all needs a fast tokenizer")
-        try:
-            encoded: list[Encoded | DecodeError] = [*self.tokenizer.encode_batch(texts)]
-            return encoded
-        except Exception as error:  # noqa: BLE001 - an exception of the tokenizer fails the text
-            pass_trouble(error)
-            if len(texts) > 1:
-                return [each for text in texts for each in self.encode_all([text])]
-            failed = DecodeError(f"tokenizer {self.id!r} failed: {error!r}")
-            failed.__cause__ = error
-            return [failed]
+        strings, added = [text for text, _ in texts], [each for _, each in texts]
+        return [
+            self._failed(each) if isinstance(each, Exception) else each
+            for each in self.tokenizer.encode_batch(strings, add_special_tokens=added)
+        ]
+
+    def _failed(self, error: Exception) -> DecodeError:
+        """Return the error of a text that the tokenizer fails for. Raises as `pass_trouble`."""
+        pass_trouble(error)
+        failed = DecodeError(f"tokenizer {self.id!r} failed: {error!r}")
+        failed.__cause__ = error
+        return failed
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, (num_tokens,).

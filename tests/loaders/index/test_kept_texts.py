@@ -161,9 +161,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     given: list[str] = []
     real = FastTokenizer.encode_batch
 
-    def encode_batch(self: FastTokenizer, texts: Any) -> Any:
-        given.extend(text for text, _ in texts)
-        return real(self, texts)
+    def encode_batch(self: FastTokenizer, texts: Any, **options: Any) -> Any:
+        given.extend(texts)
+        return real(self, texts, **options)
 
     monkeypatch.setattr(FastTokenizer, "encode_batch", encode_batch)
     yield given

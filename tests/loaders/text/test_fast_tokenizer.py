@@ -12,6 +12,8 @@ from chat_templates import CHATML, LLAMA3, hf_tokenizer, trained
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text import fast_tokenizer as module
+from orchdata.loaders.text.fast_tokenizer import FastTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -128,3 +130,111 @@ def test_a_tokenizer_that_splits_special_tokens_is_refused():
 def test_what_is_no_template(given, error, message):
     with pytest.raises(error, match=message):
         od.ChatTemplate.from_jinja(**given)
+
+
+def _tokenizers_of_many_kinds():
+    made = {"bytes": trained(), "bytes, added": _added(), "words": tokenizers.Tokenizer(tokenizers.models.WordLevel())}
+    words = made["words"]
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.train_from_iterator(
+        TEXTS, tokenizers.trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
+    )
+    words.model.unk_token = "<unk>"
+    pieces = made["pieces"] = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    pieces.normalizer = tokenizers.normalizers.BertNormalizer()
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    pieces.train_from_iterator(TEXTS, tokenizers.trainers.WordPieceTrainer(special_tokens=special, show_progress=False))
+    pieces.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    unigram = made["unigram"] = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    unigram.normalizer = tokenizers.normalizers.NFKC()
+    unigram.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    unigram.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+def _added():
+    bpe = tokenizers.Tokenizer.from_str(trained().to_str())
+    around = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|> <|im_end|>",
+        special_tokens=[(token, bpe.token_to_id(token)) for token in ("<|im_start|>", "<|im_end|>")],
+    )
+    bpe.post_processor = tokenizers.processors.Sequence([bpe.post_processor, around])
+    return bpe
+
+
+TEXTS = [
+    "",
+    " ",
+    "A cat \U0001f600 on\n\nthe mat.<|im_end|>",
+    "<|im_start|><|im_start|>",
+    "d\u00e9j\u00e0 vu e\u0301\u200d\ufb01 \u4e2d\u6587 \u0627\u0644\u0639",
+    "a\0b\r\n\t\ufeff",
+]
+
+
+def _expected(tokenizer, text, added):
+    encoding = tokenizer.encode(text, add_special_tokens=added)
+    return encoding.ids, encoding.offsets
+
+
+def _pairs(encoded):
+    assert [array.dtype for array in encoded] == [np.int32, np.int64, np.int64]
+    return encoded.ids.tolist(), list(zip(encoded.starts.tolist(), encoded.ends.tolist(), strict=True))
+
+
+def _random_texts(count):
+    rng = np.random.default_rng(0)
+    blocks = [(32, 127), (0xA0, 0x250), (0x300, 0x370), (0x600, 0x700), (0x4E00, 0x4F00), (0x1F600, 0x1F650)]
+    for _ in range(count):
+        drawn = [int(rng.integers(*blocks[rng.integers(len(blocks))])) for _ in range(int(rng.integers(60)))]
+        yield "".join(map(chr, drawn))
+
+
+def test_tokens_are_those_of_a_text_alone(fixtures_dir):
+    texts = TEXTS + list(_random_texts(200))
+    for path in sorted(fixtures_dir.glob("text/**/*.json*")):
+        texts += [line[:5000] for line in path.read_text().splitlines()[::200]]
+    flags = [number % 3 == 0 for number in range(len(texts))]
+    for name, tokenizer in _tokenizers_of_many_kinds().items():
+        fast = FastTokenizer(tokenizer.to_str())
+        batch = fast.encode_batch(texts, add_special_tokens=flags)
+        for text, added, encoded in zip(texts, flags, batch, strict=True):
+            assert _pairs(encoded) == _expected(tokenizer, text, added), (name, text)
+            assert _pairs(fast.encode(text, add_special_tokens=added)) == _pairs(encoded)
+            assert fast(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_text_that_fails_in_a_batch_fails_alone(monkeypatch):
+    fast = FastTokenizer(trained().to_str())
+    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 12)
+    texts = ["a cat", "\ud800", "on", "the mat", "\ud800", "a longer text than a batch has"]
+    flags = [True, True, False, True, False, False]
+    batch = fast.encode_batch(texts, add_special_tokens=flags)
+    for text, added, encoded in zip(texts, flags, batch, strict=True):
+        if text == "\ud800":
+            with pytest.raises(type(encoded), match="must be str"):
+                fast.encode(text, add_special_tokens=added)
+        else:
+            assert _pairs(encoded) == _expected(trained(), text, added)
+    assert fast.encode_batch([], add_special_tokens=[]) == []
+
+
+def test_the_interpreter_is_not_held_while_a_text_is_tokenized():
+    class Encoding:
+        """Without `offsets`, one call that is as long as the text."""
+
+        def __init__(self, encoding):
+            self.ids, self.token_to_chars = encoding.ids, encoding.token_to_chars
+
+    class Running:
+        """Without `encode`, which holds the lock of the interpreter."""
+
+        def encode_batch(self, texts, add_special_tokens):
+            return [Encoding(each) for each in trained().encode_batch(texts, add_special_tokens=add_special_tokens)]
+
+    fast = FastTokenizer(trained().to_str())
+    fast.__dict__["_running"] = Running()
+    expected = trained().encode("a cat", add_special_tokens=True)
+    assert fast("a cat") == fast.encode("a cat", add_special_tokens=True).ids.tolist() == expected.ids
