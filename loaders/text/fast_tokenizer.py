@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.text.tokenizer_threads import note_threads
+
 _PROBE: Final = "It's 1 of 12:\n\n  d\u00e9j\u00e0 vu \U0001f600 <s></s>"
 _WAY_OUT: Final = (
     "wrap it, as in TextPreprocessor(lambda text: tokenizer.encode(text, add_special_tokens=False), id=...)"
@@ -118,6 +120,7 @@ class FastTokenizer:
     def _running(self) -> Any:
         import tokenizers
 
+        note_threads()
         return tokenizers.Tokenizer.from_str(self.json)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,6 +171,7 @@ def fast_tokenizer(given: Any) -> FastTokenizer | None:
         raise ValueError(
             f"{_name(given)} splits special tokens into pieces ({_SPLITS}), which its JSON does not contain: {_WAY_OUT}"
         )
+    note_threads()  # the call of transformers below is a batch
     running = type(backend).from_str(backend.to_str())
     running.no_truncation()
     running.no_padding()

@@ -39,6 +39,7 @@ from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.errors import OrchdataError, StorageError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.loaders.text.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
 from orchdata.order.steps import Begin, StepTask
@@ -166,6 +167,7 @@ class WorkerLoop:
         # Set up the process: environment, kernels, memory limit and seeds.
         worker = self._worker
         os.environ.update(worker.environ)
+        share_cores(worker.options.num_workers)
         torch.set_num_threads(1)
         with contextlib.suppress(Exception):  # a failure is reported when a kernel is called
             load_numba()  # before memory is limited, and by one thread
