@@ -62,6 +62,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.first_hour
 	$(BIN)/python -m benchmarks.papers
+	$(BIN)/python -m benchmarks.index_text
 	$(BIN)/python -m benchmarks.pauses
 	$(BIN)/python -m benchmarks.pieces
 	$(BIN)/python -m benchmarks.plans

@@ -146,6 +146,13 @@ class PackageError(OrchdataError, ImportError):
         return f"{what}{needed} cannot be used ({self.reason}): {self.hint}"
 
 
+class ProcessError(OrchdataError):
+    """A process that measures shards for a build ended, twice with one shard, or cannot be used.
+
+    It says nothing about the data: nothing of the shard is stored.
+    """
+
+
 class StateError(OrchdataError):
     """A state_dict that belongs to another dataset, recipe, order or batch size; names the difference."""
 
@@ -179,7 +186,10 @@ class StepError(OrchdataError, RuntimeError):
         return str(self.args[0])
 
 
-NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError, ContainerError)
+NOT_DATA = (
+    *(StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError, ContainerError),
+    ProcessError,
+)
 """Errors that say nothing about the data that was being read."""
 
 

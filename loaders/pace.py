@@ -88,10 +88,14 @@ class Turns:
 
     Attributes:
         ended: no thread may begin anything any more.
+
+    Args:
+        paced: whether fewer threads than `most` work if that is faster.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, paced: bool = True) -> None:
         self.ended = False
+        self._paced = paced
         self._pace = Pace(most, time.monotonic())
         self._begun: dict[int, float] = {}  # by thread: when its turn began
         self._num_lent = 0
@@ -123,7 +127,7 @@ class Turns:
         finally:
             with self._changed:
                 del self._begun[threading.get_ident()]
-                if amounts:
+                if amounts and self._paced:
                     self._pace.done(sum(amounts), time.monotonic())
                 self._changed.notify_all()
 

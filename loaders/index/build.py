@@ -28,6 +28,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
+from orchdata.loaders.index.jobs import Jobs
 from orchdata.loaders.index.kept_texts import FOLDER as TEXTS
 from orchdata.loaders.index.kept_texts import read_texts, texts_path
 from orchdata.loaders.index.locations import (
@@ -106,6 +107,7 @@ def build_index(
     cache: CacheFolder | None = None,
     reading: Reading = PLAIN,
     num_threads: int | None = None,
+    jobs: int = 1,
     progress: Callable[[BuildProgress], None] | None = None,
     under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
@@ -126,6 +128,8 @@ def build_index(
         cache: stores facts, costs and indexes; default: the folder that the environment names.
         reading: how the shards are read; part of the identity of the index.
         num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
+        jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
+            the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
         progress: called in this thread after each shard.
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
             that are being measured count in part, and the number of all.
@@ -134,7 +138,9 @@ def build_index(
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
     Raises:
-        ValueError: no shards, an unknown suffix, two paths of one file, or columns to rename that the data do not have.
+        ValueError: no shards, an unknown suffix, two paths of one file, columns to rename that the data do not have, or
+            `jobs` with something that does not pickle, or with `num_threads`.
+        ProcessError: a process of `jobs` ended, twice with one shard.
         StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
             below a media_root exists.
         MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
@@ -145,8 +151,12 @@ def build_index(
     if not urls:
         raise ValueError("no shards to index")
     workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
-    if workers < 1:
-        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    if workers < 1 or jobs < 1:
+        raise ValueError(f"num_threads and jobs must be at least 1, got {num_threads} and {jobs}")
+    if jobs > 1:
+        if num_threads is not None:
+            raise ValueError(f"num_threads={num_threads} is for jobs=1: each of {jobs} processes has one thread")
+        workers = jobs
 
     # Packages are imported, and the folder, old formats and duplicate paths checked, before any shard is read.
     load_for_scanning(recipe)
@@ -162,6 +172,10 @@ def build_index(
         warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
+    if jobs > 1:
+        builder.jobs = Jobs(
+            jobs, functools.partial(_Builder, recipe, fingerprint, cache, reading, force), recipe, paths
+        )
 
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
@@ -260,7 +274,7 @@ class _Crew:
     def __init__(self, builder: _Builder, workers: int, patience: Patience) -> None:
         self._builder = builder
         self._patience = patience
-        self._turns = Turns(workers)
+        self._turns = Turns(workers, paced=builder.jobs is None)
         self._spread = Spread(self._turns, workers)
         self._others: list[str] = []
         self._waits = False
@@ -366,8 +380,11 @@ class _Builder:
         self._free_bytes = _IN_MEMORY_BYTES
         self.missing_media = MissingMedia()
         self.claims = Claims(cache.file("locks", "index"))
+        self.jobs: Jobs | None = None
 
     def close(self) -> None:
+        if self.jobs is not None:
+            self.jobs.close()
         self.claims.close()
 
     def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
@@ -401,6 +418,9 @@ class _Builder:
                     return None
                 if (table := cached()) is not None:  # another process has measured it
                     return self._kept_in_memory(table), False
+                if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
+                    self.missing_media.add_found(self.jobs.measure(url))
+                    return self._kept_in_memory(_named(self._stored(path, url, root, access), rules)), True
                 facts = load_facts(
                     url,
                     opened,
@@ -433,6 +453,13 @@ class _Builder:
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
+
+    def _stored(self, path: str, url: str, media_root: str | None, access: Access) -> CostTable:
+        """Return the costs of a shard that a child has just stored. Raises StorageError."""
+        try:
+            return CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
+        except (OSError, ValueError) as error:
+            raise StorageError(path, f"was removed or damaged during the build: {error}") from error
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """Return the index of these tables: the existing one if it is valid, else a new one."""
@@ -503,6 +530,8 @@ class _Builder:
                 raise StaleIndexError(current.url, "was changed while it was indexed")
             return current
 
+        if self.jobs is not None:
+            spread = self.jobs.spread(meta.url, len(facts.table))
         try:
             costs = cost_shard(facts, shard, recipe, self._probes, spread, texts)
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard

@@ -57,6 +57,7 @@ def index(
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that measure shards; 1 for threads of this one.")] = 1,
     max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
 ) -> None:
@@ -70,7 +71,7 @@ def index(
     start = time.perf_counter()
     given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
-    built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force)
+    built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)
     own = _open_fields(dataset, built, force=force)
     report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {})
     if as_json:
@@ -268,7 +269,7 @@ def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[st
     return {name: {"type": kind, "nulls": nulls} for name, (kind, nulls) in fields.items()}
 
 
-def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool) -> tuple[Index, int]:
+def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool, jobs: int = 1) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.loaders.index.build import BuildProgress, build_index
 
@@ -279,7 +280,9 @@ def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool
             nonlocal scanned
             scanned += shard.measured
 
-        index = build_index(urls, recipe, reading=reading, force=force, progress=shard_done, under_way=advance)
+        index = build_index(
+            urls, recipe, reading=reading, force=force, jobs=jobs, progress=shard_done, under_way=advance
+        )
         return index, scanned
 
 

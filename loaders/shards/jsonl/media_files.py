@@ -168,6 +168,10 @@ class MediaFolder:
             return next(entries, None) is not None
 
 
+Found = tuple[dict[str, list[str]], set[str]]
+"""Missing files by media_root, and each media_root that has some of its files."""
+
+
 class MissingMedia:
     """The missing files of all shards of one build, by media_root. Safe from many threads."""
 
@@ -182,6 +186,20 @@ class MissingMedia:
             self._missing.setdefault(folder.root, []).extend(folder.missing)
             if folder.has_files:
                 self._has_files.add(folder.root)
+
+    def take(self) -> Found:
+        """Return what was added, and forget it."""
+        with self._lock:
+            found = self._missing, self._has_files
+            self._missing, self._has_files = {}, set()
+            return found
+
+    def add_found(self, found: Found) -> None:
+        """Add what another process has found."""
+        with self._lock:
+            for root, names in found[0].items():
+                self._missing.setdefault(root, []).extend(names)
+            self._has_files |= found[1]
 
     def check(self) -> None:
         """Raise StorageError if records name many files below a folder, and none of them exists."""
