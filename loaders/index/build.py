@@ -28,7 +28,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.jobs import Jobs
+from orchdata.loaders.index.jobs.jobs import Jobs
 from orchdata.loaders.index.kept_texts import FOLDER as TEXTS
 from orchdata.loaders.index.kept_texts import read_texts, texts_path
 from orchdata.loaders.index.locations import (

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.text.tokenizer_threads import note_threads
+from orchdata.loaders.tokenizer_threads import note_threads
 
 _PROBE: Final = "It's 1 of 12:\n\n  d\u00e9j\u00e0 vu \U0001f600 <s></s>"
 _WAY_OUT: Final = (

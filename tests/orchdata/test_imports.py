@@ -35,7 +35,7 @@ balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
 loaders: memory
-loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
+loaders: errors versions locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
@@ -174,7 +174,8 @@ def test_datasets_folder_holds_no_python() -> None:
 def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     users = [name for name, path in MODULES.items() if folder in _imports(path)]
     # The user's own objects go to his own workers, and what his own functions make there comes back from them. What a
-    # benchmark measures goes to a child of its own, and its figures come back. So does a container that is tested.
+    # benchmark measures goes to a child of its own, and its figures come back. So does a container that is tested. The
+    # recipe goes to the children of an index build, and they send back what they have measured.
     ours = [
         *(f"orchdata.bench.throughput.{name}" for name in ("child", "processes")),
         *(
@@ -182,6 +183,7 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
             for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
         ),
         "orchdata.testing",
+        *(f"orchdata.loaders.index.jobs.{name}" for name in ("child", "process")),
     ]
     assert users == (ours if folder == "pickle" else [])
     assert "pickle.load" not in MODULES["orchdata.engines.pickling"].read_text().replace(

@@ -39,7 +39,7 @@ from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.errors import OrchdataError, StorageError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
-from orchdata.loaders.text.tokenizer_threads import share_cores
+from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
 from orchdata.order.steps import Begin, StepTask

@@ -19,9 +19,9 @@ import pytest
 from shard_factory import RECIPE, omni_shards
 
 from orchdata.loaders.errors import ProcessError, StorageError
-from orchdata.loaders.index import jobs
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.jobs import jobs
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -53,7 +53,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(given: bytes) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(jobs, "_Child", refuse)
+    monkeypatch.setattr(jobs, "ChildProcess", refuse)
 
 
 def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert shown == sorted(shown) and shown[-1] == 1
 
     # Nothing is measured again, except by force.
-    monkeypatch.setattr(jobs, "_Child", None)
+    monkeypatch.setattr(jobs, "ChildProcess", None)
     seen.clear()
     again = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "together"), jobs=2, progress=seen.append)
     assert same(again, alone) and not any(each.measured for each in seen)

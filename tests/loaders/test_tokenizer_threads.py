@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-JOB = Path(__file__).parents[2] / "support" / "tokenizer_threads_job.py"
+JOB = Path(__file__).parents[1] / "support" / "tokenizer_threads_job.py"
 CORES = len(os.sched_getaffinity(0))
 SHARE = max(1, CORES // 2)
 
