@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import OrchdataError, ProcessError
-from orchdata.loaders.index.shard_costs import _Chunk, _measure_chunk, _Progress
+from orchdata.loaders.index.measure_chunk import Progress, measure_chunk
+from orchdata.loaders.index.read_texts import Chunk
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
@@ -92,12 +93,12 @@ def _received(channel: Connection[Any, Any]) -> Iterator[tuple[Any, ...]]:
             yield channel.recv()
 
 
-def _done(builder: Builds, recipe: Recipe, kind: str, url: str, *chunk: _Chunk) -> Any:
+def _done(builder: Builds, recipe: Recipe, kind: str, url: str, *chunk: Chunk) -> Any:
     if kind == "shard":
         builder.costs(url, lambda: True)
         return builder.missing_media.take()
     with here().at(url):
-        return _measure_chunk(chunk[0], recipe, url, _Progress(ThreadProgress(), len(chunk[0])))
+        return measure_chunk(chunk[0], recipe, url, Progress(ThreadProgress(), len(chunk[0])))
 
 
 def _described(message: tuple[Any, ...]) -> bytes:

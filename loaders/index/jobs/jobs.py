@@ -9,8 +9,6 @@ reason lose only what they were measuring, and what is complete is in the cache.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -23,11 +21,13 @@ from typing import Any, Final
 from orchdata.loaders.errors import ProcessError
 from orchdata.loaders.index.jobs.child import Builds
 from orchdata.loaders.index.jobs.process import ATTEMPTS, ChildProcess, Died, check_may_have_children
-from orchdata.loaders.index.shard_costs import _Chunk, _Outcome, _Progress
+from orchdata.loaders.index.measure_chunk import Progress, Result
+from orchdata.loaders.index.read_texts import Chunk
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
+from orchdata.loaders.storage.local import LOCAL
 
 _POLL_SECONDS: Final = 0.1
 
@@ -78,11 +78,11 @@ class Jobs:
         """Return what shares the chunks of a shard with so many members."""
         return _ChunkSpread(partial(self._run_chunk, url), self._pool, self._count, num_members)
 
-    def _run_chunk(self, url: str, chunk: _Chunk, ended: Callable[[], bool]) -> list[_Outcome]:
+    def _run_chunk(self, url: str, chunk: Chunk, ended: Callable[[], bool]) -> list[Result]:
         shown = ThreadProgress()
         shown.ended, shown.shard = ended, url
-        outcomes: list[_Outcome] = self._run(("chunk", url, _sent(chunk)), shown)
-        return outcomes
+        results: list[Result] = self._run(("chunk", url, _sent(chunk)), shown)
+        return results
 
     def _run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
         for attempt in range(1, ATTEMPTS + 1):
@@ -128,7 +128,7 @@ class _ChunkSpread(Spread):
 
     def __init__(
         self,
-        run: Callable[[_Chunk, Callable[[], bool]], list[_Outcome]],
+        run: Callable[[Chunk, Callable[[], bool]], list[Result]],
         pool: ThreadPoolExecutor,
         count: int,
         num_members: int,
@@ -141,14 +141,14 @@ class _ChunkSpread(Spread):
     def in_order(self, function: object, items: Iterable[Any]) -> Generator[Any]:
         """Yield each chunk without its texts, and its outcomes; the error of a chunk is raised in its place."""
         mine = here()
-        progress = _Progress(mine, self._num_members)
+        progress = Progress(mine, self._num_members)
         given_up = threading.Event()
         ended = mine.ended
 
         def is_over() -> bool:
             return given_up.is_set() or (ended is not None and ended())
 
-        under_way: deque[tuple[_Chunk, Future[list[_Outcome]]]] = deque()
+        under_way: deque[tuple[Chunk, Future[list[Result]]]] = deque()
         try:
             for chunk in items:
                 future = self._pool.submit(self._run, chunk, is_over)
@@ -162,13 +162,13 @@ class _ChunkSpread(Spread):
             wait([future for _, future in under_way])
 
 
-def _shown(chunk: _Chunk, outcomes: Future[list[_Outcome]], progress: _Progress) -> tuple[_Chunk, list[_Outcome]]:
+def _shown(chunk: Chunk, outcomes: Future[list[Result]], progress: Progress) -> tuple[Chunk, list[Result]]:
     result = chunk, outcomes.result()
     progress.add(sum(len(sample.members) for sample in chunk.samples))
     return result
 
 
-def _sent(chunk: _Chunk) -> _Chunk:
+def _sent(chunk: Chunk) -> Chunk:
     """Return the chunk with texts that pickle."""
     texts = chunk.texts.items()
     return replace(chunk, texts={row: bytes(text) if isinstance(text, memoryview) else text for row, text in texts})
@@ -187,7 +187,8 @@ def _pickled(open_builder: Callable[[], Builds], recipe: Recipe, count: int) -> 
 def _larger_than_a_share(urls: Sequence[str], count: int) -> set[str]:
     sizes: dict[str, int] = {}
     for url in urls:
-        with contextlib.suppress(OSError):
-            sizes[url] = os.stat(url).st_size
+        version = LOCAL.version(url)
+        if version is not None:
+            sizes[url] = version.size
     share = sum(sizes.values()) / count
     return {url for url, size in sizes.items() if size > share}
