@@ -9,12 +9,13 @@ killed one the next only repeats unfinished work. Cached files are verified befo
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import json
+import operator
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,8 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
+from orchdata.loaders.kept.builds import building
+from orchdata.loaders.kept.prune import keep_within, remove_leftovers
 from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns
@@ -59,20 +62,16 @@ from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
+from orchdata.loaders.storage.atomic import remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
-from orchdata.loaders.storage.shared.files import names_in
-from orchdata.loaders.storage.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 Done = list[tuple[str, CostTable, bool]]
 """For each shard: its path, its costs, and whether they were measured now."""
 
 _TICK_SECONDS = 0.5
-_KEEP_SECONDS = 24 * 3600
-_KEEP_NOTES_SECONDS = 30 * _KEEP_SECONDS
 _CHUNK_SHARDS = 16
 """Shards that a thread takes together if there are very many; it retries those with errors at the end of the chunk."""
 _SHARD_WORK = 5
@@ -179,15 +178,16 @@ def build_index(
 
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
-    with closing(builder):
+    with closing(builder), building(cache) as build:
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
         if reading.columns:
             check_met(reading.columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
-            index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
-    _remove_leftovers(cache)
+            index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
+        keep_within(cache, build, [table.path for table in tables])
+    remove_leftovers(cache)
     return index
 
 
@@ -475,17 +475,21 @@ class _Builder:
         try:
             merge_tables(path, tables, identity, build_id=build_id, access=access)
             return Index(path)
-        except (ValueError, DamagedIndexError):
-            sound = [self._sound(table) for table in tables]
-            if sound == list(tables):
+        except (ValueError, DamagedIndexError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno != errno.ENOENT:
                 raise
-            remove(path)
+            sound = [self._sound(table) for table in tables]
+            if all(map(operator.is_, sound, tables)):
+                raise
+            if not isinstance(error, StorageError):
+                remove(path)
         return self.merged(path, sound)
 
     def _sound(self, table: CostTable) -> CostTable:
-        """Return the table; measure the shard again if its columns have impossible values."""
-        if table.is_sound():
-            return table
+        """Return the table; measure the shard again if its columns have impossible values, or were removed."""
+        with contextlib.suppress(StorageError):
+            if table.is_sound():
+                return table
         remove(table.path)
         costs = self.costs(table.url, lambda: True)
         assert costs is not None  # because it waits for other processes
@@ -564,22 +568,3 @@ def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:
     except DamagedIndexError as error:
         warnings.warn(f"the index {path} is damaged: {error.reason}; it is built again", RuntimeWarning, stacklevel=3)
         return None
-
-
-def _remove_leftovers(cache: CacheFolder) -> None:
-    """Remove day-old temporary files of killed builders, and month-old notes of verified files (of other machines).
-
-    Best effort: other users' files stay.
-    """
-    for kind in ("facts", TEXTS, "costs", "index", "fields", "item_costs", "shards"):
-        with contextlib.suppress(OSError):
-            for name in names_in(cache.root / kind):
-                if name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):
-                    with contextlib.suppress(OSError):
-                        _remove_old(cache.root / kind / name)
-
-
-def _remove_old(path: Path) -> None:
-    kept_seconds = _KEEP_NOTES_SECONDS if path.name.endswith(NOTE_SUFFIX) else _KEEP_SECONDS
-    if time.time() - path.lstat().st_mtime > kept_seconds:
-        path.unlink()

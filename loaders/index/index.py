@@ -38,6 +38,7 @@ from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
 from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.shared.use import hold, still_used
 from orchdata.loaders.storage.verified import forget, is_noted, note
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
@@ -48,7 +49,7 @@ KIND = b"indx"
 
 
 class Index:
-    """A mapped index; pickles as its path.
+    """A mapped index; pickles as its path. While it is open, no prune of the cache folder removes its file.
 
     n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
     one row or, if it is split, one row per piece, in order. Bad samples have a row too: no tokens, parts or members,
@@ -154,6 +155,7 @@ class Index:
             now = retry(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise self.damaged("it was changed while it was open")
+        still_used(self.path)
 
     def _mapped(self) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
         def map_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
@@ -441,6 +443,7 @@ def _opened_again(path: Path) -> Index:
 def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
     """Return verified head and mapped columns of an index, a descriptor, and its status. Raises ValueError, OSError."""
     with opened(path) as fd:
+        hold(fd, path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
         check_index(head.values)

@@ -148,7 +148,8 @@ class CostTable:
         try:
             table = CostTable.open(self.path, self.url, self.kinds, self.media_root)
         except (OSError, ValueError) as error:
-            raise StorageError(str(self.path), f"was removed or damaged during the build: {error}") from error
+            code = getattr(error, "errno", None)
+            raise StorageError(str(self.path), f"was removed or damaged during the build: {error}", code) from error
         if table.digest != self.digest:
             raise StaleIndexError(self.url, "was changed, and measured by another build, during this one: build again")
         return table.body()

@@ -19,18 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
+from orchdata.loaders.amounts import bytes_of
 from orchdata.loaders.storage.atomic import create_temporary, move, remove, write_once
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.storage.shared.files import make_folder, names_in, open_lock, opened, read_small, status_of
+from orchdata.loaders.storage.shared.use import USED_SUFFIX, mark_of
 from orchdata.loaders.storage.verified import forget, is_noted, note
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
+BYTES_VARIABLE = "ORCHDATA_CACHE_BYTES"
 _TOUCH_SECONDS = 60.0
 _ENTRY_SUFFIX = ".tar"
-_PARTIAL_SUFFIX = ".part"
-_USED_SUFFIX = ".used"
-_SUM_SUFFIX = ".sum"
+PARTIAL_SUFFIX = ".part"
+SUM_SUFFIX = ".sum"
 _SUM_BYTES = 256
 _BLOCK_BYTES = 1 << 20
 
@@ -42,11 +44,25 @@ class CacheFolder:
         root: the folder; default: $ORCHDATA_CACHE, else ~/.cache/orchdata, which only this user can access. It is
             created at the first write; a given folder gets the permissions of the umask, so that users can share it.
         max_bytes: cap on all decompressed shards in it together. The least recently opened are removed first.
+        max_kept_bytes: bound on the whole folder, which each build of an index enforces at its end, see `kept.prune`;
+            default: $ORCHDATA_CACHE_BYTES, else none.
+
+    Raises ValueError for a variable that is no number of bytes.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None, *, max_bytes: int = 256 << 30) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        max_bytes: int = 256 << 30,
+        max_kept_bytes: int | None = None,
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+        if max_kept_bytes is not None and max_kept_bytes < 0:
+            raise ValueError(f"max_kept_bytes must be at least 0, got {max_kept_bytes}")
+        if max_kept_bytes is None and (bound := os.environ.get(BYTES_VARIABLE)):
+            max_kept_bytes = bytes_of(bound, BYTES_VARIABLE)
         named = root or os.environ.get(CACHE_VARIABLE)
         self._mode = 0o777 if named else 0o700
         self.root = Path(named or "~/.cache/orchdata")
@@ -55,9 +71,10 @@ class CacheFolder:
         except RuntimeError as error:  # no $HOME, and the user has no entry in the system's list
             raise OSError(f"no cache folder: {self.root} needs a home directory; set {CACHE_VARIABLE}") from error
         self.max_bytes = max_bytes
+        self.max_kept_bytes = max_kept_bytes
 
     def make(self, kind: str) -> Path:
-        """Create the folder for files of one kind, and return it. These files are never evicted.
+        """Create the folder for files of one kind, and return it.
 
         Raises StorageError if it cannot be created.
         """
@@ -106,7 +123,7 @@ class CacheFolder:
 
     def remove_entry(self, name: str) -> None:
         """Remove a decompressed shard; best effort. Processes that have it open can still read it."""
-        for suffix in (_ENTRY_SUFFIX, _USED_SUFFIX, _SUM_SUFFIX):
+        for suffix in (_ENTRY_SUFFIX, USED_SUFFIX, SUM_SUFFIX):
             remove(self.root / "shards" / (name + suffix))
 
     def _make(
@@ -116,7 +133,7 @@ class CacheFolder:
             if _is_whole(path, changed_ns):  # written while this process waited
                 return
             self._remove_partials(path.parent)
-            descriptor, partial = create_temporary(path, _PARTIAL_SUFFIX, access)
+            descriptor, partial = create_temporary(path, PARTIAL_SUFFIX, access)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX)  # shows other processes that its writer is alive
@@ -127,13 +144,13 @@ class CacheFolder:
                     status = os.fstat(file.fileno())
                     self._evict(path.parent, status.st_size)
                     kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns, changed_ns)
-                    write_once(path.with_suffix(_SUM_SUFFIX), kept.encoded())
+                    write_once(path.with_suffix(SUM_SUFFIX), kept.encoded())
                     move(partial, path)
                     note(path, os.fstat(file.fileno()))
             except BaseException:
                 remove(partial)
                 if not os.path.lexists(path):
-                    remove(path.with_suffix(_SUM_SUFFIX))
+                    remove(path.with_suffix(SUM_SUFFIX))
                 raise
 
     def _mark_used(self, path: Path) -> None:
@@ -141,7 +158,7 @@ class CacheFolder:
 
         That file is written again each time: changing its times in place could change another user's file.
         """
-        mark = path.with_suffix(_USED_SUFFIX)
+        mark = mark_of(path)
         with contextlib.suppress(OSError):
             status = status_of(mark)
             if status is None or time.time() - status.st_mtime > _TOUCH_SECONDS:
@@ -168,7 +185,7 @@ class CacheFolder:
             if total + needed <= self.max_bytes:
                 break
             remove(path)  # processes that have it open can still read it
-            for suffix in (_USED_SUFFIX, _SUM_SUFFIX):
+            for suffix in (USED_SUFFIX, SUM_SUFFIX):
                 remove(path.with_suffix(suffix))
             forget(path)
             if not os.path.lexists(path):
@@ -176,7 +193,7 @@ class CacheFolder:
 
     def _remove_partials(self, folder: Path) -> None:
         """Remove the partial files of killed writers: these are not locked."""
-        for path in _files_in(folder, _PARTIAL_SUFFIX):
+        for path in _files_in(folder, PARTIAL_SUFFIX):
             with contextlib.suppress(OSError), opened(path) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Younger ones may be between creation and flock.
@@ -214,7 +231,7 @@ def _is_whole(path: Path, changed_ns: int) -> bool:
     Its bytes are read once per machine, see `verified`.
     """
     try:
-        kept = _Sum(*map(int, read_small(path.with_suffix(_SUM_SUFFIX), _SUM_BYTES).split()))
+        kept = _Sum(*map(int, read_small(path.with_suffix(SUM_SUFFIX), _SUM_BYTES).split()))
         # A file system may have another clock: then the entry is not newer than its source even when it was just made.
         if changed_ns > max(kept.mtime_ns, kept.changed_ns) and os.access(path.parent, os.W_OK):
             return False
@@ -236,7 +253,7 @@ def _is_whole(path: Path, changed_ns: int) -> bool:
 
 
 def _last_used(path: Path, status: os.stat_result) -> float:
-    mark = status_of(path.with_suffix(_USED_SUFFIX))
+    mark = status_of(mark_of(path))
     return status.st_mtime if mark is None else mark.st_mtime
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeVar
@@ -103,7 +105,11 @@ class LocalFile:
     def _open(self) -> int:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         links = 0 if self._follow else os.O_NOFOLLOW
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
+        if not self._follow:  # a file of the cache folder, which a prune must not remove while it is open
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return fd
 
     def _retry(self, offset: int, read: Callable[[], T], error: OSError) -> T:
         def reopened() -> T:

@@ -2,7 +2,8 @@
 
     array --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
 
-The file is written when the array is first pickled, so that arrays which stay in their process leave no files.
+The file is written when the array is first pickled, so that arrays which stay in their process leave no files. Both
+processes hold it as long as they have the array: another worker may map it later, by its path.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,12 @@ from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.shared.use import hold
 
 KIND = "arrays"
+_held: dict[int, int] = {}
+"""Descriptors of held files, by the id of the array that they are of."""
+_lock = threading.Lock()
 
 
 class MappedArray:
@@ -40,24 +47,51 @@ class MappedArray:
         data = np.ascontiguousarray(self.array).data.cast("B")
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         path = CacheFolder().file(KIND, f"{digest}.int64")
-        if tried(str(path), "cannot be read", lambda: _map_verified(path, digest)) is None:
+        if not _is_held(path, digest, self.array):
             write_whole(path, data)
+            if not _is_held(path, digest, self.array):
+                raise StorageError(str(path), "is not what was just written to it, or was removed: try again")
         return _mapped, (str(path), digest)
 
 
 def _mapped(path: str, digest: str) -> MappedArray:
-    mapped = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest))
-    if mapped is None:
+    array = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest))
+    if array is None:
         raise StorageError(path, "is gone, or its content has changed: create the loader again")
-    return MappedArray(np.frombuffer(mapped, np.int64))
+    return MappedArray(array)
 
 
-def _map_verified(path: Path, digest: str) -> mmap.mmap | None:
-    """Map the file; None if it does not exist with the content of this digest."""
+def _map_verified(path: Path, digest: str, array: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
+    """Map the file; None if it does not exist with the content of this digest. It is held for `array`, default: for
+    what is returned.
+    """
     try:
         with opened(path) as fd:
+            hold(fd, path)
             with open(fd, "rb", closefd=False) as file:
                 actual = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ) if actual == digest else None
+            if actual != digest:
+                return None
+            mapped = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ), np.int64)
+            _keep_open(fd, mapped if array is None else array)
+            return mapped
     except FileNotFoundError:
         return None
+
+
+def _is_held(path: Path, digest: str, array: NDArray[np.int64]) -> bool:
+    """Return whether there is a file with this content, which is held for the array from now on."""
+    return tried(str(path), "cannot be read", lambda: _map_verified(path, digest, array)) is not None
+
+
+def _keep_open(fd: int, array: NDArray[np.int64]) -> None:
+    with _lock:
+        if id(array) in _held:
+            os.dup2(fd, _held[id(array)], inheritable=False)  # the earlier file may be gone
+        else:
+            _held[id(array)] = os.dup(fd)
+            weakref.finalize(array, _close, id(array))
+
+
+def _close(array_id: int) -> None:
+    os.close(_held.pop(array_id))

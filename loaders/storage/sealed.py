@@ -26,6 +26,7 @@ from typing import Any
 from orchdata.loaders.storage.atomic import Buffer, write_at
 from orchdata.loaders.storage.local import read_into_at
 from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.shared.use import touch
 
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -74,11 +75,14 @@ def body_start(values: Mapping[str, Any], size: int) -> int:
 def read_sealed(path: str | Path, kind: bytes, format: int) -> tuple[Head, memoryview]:
     """Return head and body of a file, both verified; they are read, not mapped, so later changes do not reach them.
 
+    The use of the file is recorded.
+
     Raises:
         Damaged: as `head_of`, or the body has changed.
         OSError: it cannot be read.
     """
     with opened(path) as fd:
+        touch(fd, os.fstat(fd))
         first = os.pread(fd, _READ_BYTES, 0)
         head = _read_head(fd, kind, format, first)
         body = memoryview(_pread(fd, head.start, head.size, first))
@@ -95,6 +99,18 @@ def head_of(fd: int, kind: bytes, format: int) -> Head:
         OSError: it cannot be read.
     """
     return _read_head(fd, kind, format, os.pread(fd, _READ_BYTES, 0))
+
+
+def kind_and_format(fd: int) -> tuple[bytes, int] | None:
+    """Return what an open file says it is, of any release; None if it does not begin like a sealed file.
+
+    Raises OSError.
+    """
+    first = os.pread(fd, _FIXED.size, 0)
+    if len(first) < _FIXED.size or first[: len(_MAGIC)] != _MAGIC:
+        return None
+    _, kind, format, *_ = _FIXED.unpack(first)
+    return kind, format
 
 
 def verify_body(fd: int, head: Head) -> None:

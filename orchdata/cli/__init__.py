@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import bench, data, doctor, runs, show
+from orchdata.cli import bench, cache, data, doctor, runs, show
 
 app = typer.Typer(
     name="orchdata",
@@ -43,6 +43,7 @@ app.command()(show.show)
 app.command()(doctor.doctor)
 app.command()(runs.synth)
 app.command()(runs.demo)
+app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
 

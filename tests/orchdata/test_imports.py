@@ -35,11 +35,12 @@ balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
 loaders: memory
-loaders: errors versions locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
+loaders: errors versions amounts locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
 loaders: claims
+loaders: kept
 loaders: text modalities
 loaders: field_names
 loaders: recipe

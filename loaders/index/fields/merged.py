@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +24,7 @@ from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import Damaged, body_start, finish, head_of, verify_body
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.shared.use import hold
 from orchdata.loaders.storage.verified import is_noted, note
 from orchdata.loaders.versions import FIELDS_FORMAT
 from orchdata.native.key_hash import hash_keys
@@ -43,12 +45,15 @@ class FieldInfo(NamedTuple):
 
 class IndexFields:
     """The user's own columns, with a value for each row of an index; pieces of a sample have the value of the sample.
+    While it exists, no prune of the cache folder removes its file.
 
     Attributes:
         fields: name -> what it has.
     """
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
+    def __init__(self, batch: pa.RecordBatch, fd: int) -> None:
+        """Show a batch of a file that is open, and held, as `fd`, which is closed with this object."""
+        weakref.finalize(self, os.close, fd)
         self._batch = batch
         self.fields: Mapping[str, FieldInfo] = {
             name: FieldInfo(kind_of(column.type), column.null_count)
@@ -83,6 +88,7 @@ def open_merged(index: Index, names: Sequence[str], cache: CacheFolder) -> Index
 
 def _mapped(path: Path, index: Index, names: Sequence[str]) -> IndexFields:
     with opened(path) as fd:
+        hold(fd, path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, FIELDS_FORMAT)
         if head.values["build_id"] != index.build_id:
@@ -98,7 +104,7 @@ def _mapped(path: Path, index: Index, names: Sequence[str]) -> IndexFields:
         if not noted:
             batch.validate(full=True)
             note(path, status)
-        return IndexFields(batch)
+        return IndexFields(batch, os.dup(fd))
 
 
 def _schema(names: Sequence[str], kinds: Sequence[str]) -> pa.Schema:

@@ -42,6 +42,23 @@ def opened(path: str | Path) -> Iterator[int]:
         os.close(fd)
 
 
+@contextmanager
+def opened_to_lock(path: str | Path) -> Iterator[int]:
+    """Open a file as `opened`; for writing too if this user may, because over a network no other file can be locked
+    alone. Nothing is written to it.
+    """
+    try:
+        fd = _open(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        fd = _open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def read_small(path: str | Path, most_bytes: int) -> bytes:
     """Return the content of a small file. Raises as `opened`, and ValueError for a larger file."""
     with opened(path) as fd:

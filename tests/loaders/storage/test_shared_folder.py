@@ -21,9 +21,9 @@ from shard_factory import omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.index import build as build_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.kept.prune import remove_leftovers
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.files import open_lock, opened, read_small
@@ -208,7 +208,7 @@ def test_old_files_are_removed_through_no_link(shards: list[str], other: Path) -
     old = other.with_name(".x.tmp")
     other.rename(old)
     (CacheFolder().root / "facts").symlink_to(other.parent)
-    build_module._remove_leftovers(CacheFolder())
+    remove_leftovers(CacheFolder())
     old.rename(other)
 
 

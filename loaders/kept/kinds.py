@@ -1,0 +1,110 @@
+"""All kinds of kept files, in one table. A kind has a folder of its own, below the cache folder.
+
+A new kind of file is one entry here: then it is listed and pruned, and what killed processes leave of it is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from orchdata.loaders.storage.cache import SUM_SUFFIX
+from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT
+
+LOCKS: Final = "locks"
+"""The folder of locks: never removed, because a process may just be waiting for one."""
+
+
+class Sealed(NamedTuple):
+    """A kind of sealed files.
+
+    Attributes:
+        format: of this release.
+        shards: head of a file -> the shards that it is of.
+    """
+
+    format: int
+    shards: Callable[[Mapping[str, Any]], list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of kept files.
+
+    Attributes:
+        folder: its name in the cache folder.
+        content: what they have, for people.
+        suffixes: of their names; other files in the folder are not ours.
+        sealed: what their first bytes may say, see `storage.sealed`; none: they are other files.
+        companions: suffixes of files next to one, besides its mark.
+        claims: the file in `LOCKS` on which a writer claims the path of what it writes, and reads after that.
+        is_held: whether processes that are running need the file, and hold it.
+    """
+
+    folder: str
+    content: str
+    suffixes: tuple[str, ...]
+    sealed: Mapping[bytes, Sealed] = field(default_factory=dict)
+    companions: tuple[str, ...] = ()
+    claims: str | None = None
+    is_held: bool = False
+
+
+def _of_url(head: Mapping[str, Any]) -> list[str]:
+    return [head["url"]]
+
+
+def _of_first(name: str) -> Callable[[Mapping[str, Any]], list[str]]:
+    return lambda head: [head[name][0]]
+
+
+def _of_shards(head: Mapping[str, Any]) -> list[str]:
+    return [shard[0] for shard in head["shards"]]
+
+
+def _of_none(_: Mapping[str, Any]) -> list[str]:
+    return []
+
+
+KINDS: Final = (
+    Kind(
+        folder="facts",
+        content="places and headers of members",
+        suffixes=(".facts", ".headers"),
+        sealed={b"fact": Sealed(FACTS_FORMAT, _of_url), b"head": Sealed(FACTS_FORMAT, _of_first("meta"))},
+    ),
+    Kind(
+        folder="costs",
+        content="costs of a shard under a recipe",
+        suffixes=(".costs",),
+        sealed={b"cost": Sealed(TABLE_FORMAT, _of_url)},
+        claims="index",
+    ),
+    Kind(
+        folder="fields",
+        content="values of index_fields",
+        suffixes=(".fields", ".merged"),
+        sealed={b"flds": Sealed(FIELDS_FORMAT, _of_first("shard")), b"merg": Sealed(FIELDS_FORMAT, _of_none)},
+        claims="fields",
+        is_held=True,
+    ),
+    Kind(
+        folder="index",
+        content="indexes",
+        suffixes=(".index",),
+        sealed={b"indx": Sealed(TABLE_FORMAT, _of_shards)},
+        claims="index",
+        is_held=True,
+    ),
+    Kind(
+        folder="item_costs",
+        content="costs of map-style items",
+        suffixes=(".costs",),
+        sealed={b"item": Sealed(1, _of_none)},
+    ),
+    Kind(folder="arrays", content="arrays of loaders with workers", suffixes=(".int64",), is_held=True),
+    Kind(folder="shards", content="decompressed shards", suffixes=(".tar",), companions=(SUM_SUFFIX,)),
+    Kind(folder="packing", content="which models keep packed samples apart", suffixes=(".json",)),
+    Kind(folder="forwards", content="which samples models take", suffixes=(".json",)),
+)
