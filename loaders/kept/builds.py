@@ -19,7 +19,7 @@ from orchdata.loaders.kept.kinds import LOCKS
 from orchdata.loaders.storage.atomic import remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.shared.files import names_in, open_lock, opened_to_lock, status_of
-from orchdata.loaders.storage.shared.use import NoLocks, hold, lock_alone
+from orchdata.loaders.storage.shared.use import NoLocks, lock_alone, lock_shared
 
 _PREFIX: Final = "build-"
 _TRIES: Final = 3
@@ -38,9 +38,9 @@ class Build(NamedTuple):
 def building(cache: CacheFolder) -> Iterator[Build]:
     """Show other processes, for the duration of the block, that what this build uses must stay; best effort."""
     path = cache.root / LOCKS / f"{_PREFIX}{secrets.token_hex(8)}"
-    fd = _locked(cache, path)
+    fd, began = _locked(cache, path)
     try:
-        yield Build(path, time.time() if fd is None else os.fstat(fd).st_mtime)
+        yield Build(path, began)
     finally:
         if fd is not None:
             remove(path)
@@ -48,19 +48,20 @@ def building(cache: CacheFolder) -> Iterator[Build]:
                 os.close(fd)
 
 
-def _locked(cache: CacheFolder, path: Path) -> int | None:
-    """Create a locked file; return its descriptor, or None if that is not possible now."""
+def _locked(cache: CacheFolder, path: Path) -> tuple[int | None, float]:
+    """Create a locked file; return its descriptor, None if that is not possible now, and when it was created."""
     for _ in range(_TRIES):
         fd = None
-        try:
+        with suppress(OSError, StorageError):
             cache.make(LOCKS)
             fd = open_lock(path)
-            hold(fd, path)
-            return fd
-        except (OSError, StorageError):  # a prune may have removed it before it was locked
-            if fd is not None:
+            lock_shared(fd)
+            if (status := status_of(path)) is not None:  # no prune has removed it before it was locked
+                return fd, status.st_mtime
+        if fd is not None:
+            with suppress(OSError):
                 os.close(fd)
-    return None
+    return None, time.time()
 
 
 def builds(cache: CacheFolder, *, cleans: bool = False) -> list[Build]:

@@ -73,7 +73,7 @@ def folders(cache: CacheFolder) -> Iterator[Folder]:
     names = tried(root, "cannot be listed", lambda: _names(cache.root))
     for name in [*(name for name in known if name in names), *(name for name in names if name not in known)]:
         path = cache.root / name
-        status = tried(str(path), "cannot be looked at", lambda path=path: _status(path))  # type: ignore[misc]
+        status = _looked_at(path)
         if name != LOCKS and status is not None and stat.S_ISDIR(status.st_mode):
             yield folder_of(cache, known.get(name) or Kind(folder=name, content="not of this release", suffixes=()))
 
@@ -81,7 +81,7 @@ def folders(cache: CacheFolder) -> Iterator[Folder]:
 def num_foreign(cache: CacheFolder) -> int:
     """Return the number of things in the cache folder that are no folders. Raises StorageError."""
     names = tried(str(cache.root), "cannot be listed", lambda: _names(cache.root))
-    statuses = [_status(cache.root / name) for name in names]
+    statuses = [_looked_at(cache.root / name) for name in names]
     return sum(status is not None and not stat.S_ISDIR(status.st_mode) for status in statuses)
 
 
@@ -98,7 +98,7 @@ def folder_of(cache: CacheFolder, kind: Kind) -> Folder:
         if name in belonging:
             continue
         is_ours = name.endswith(kind.suffixes)
-        status = tried(str(path), "cannot be looked at", lambda path=path: _status(path))  # type: ignore[misc]
+        status = _looked_at(path)
         if status is None:  # another process removed it
             continue
         if not stat.S_ISREG(status.st_mode):
@@ -126,7 +126,7 @@ def leftovers_in(cache: CacheFolder) -> Iterator[Path]:
 def _kept(kind: Kind, path: Path, status: os.stat_result, companions: tuple[Path, ...]) -> KeptFile:
     size, last = status.st_size, status.st_mtime
     for each in companions:
-        of_it = tried(str(each), "cannot be looked at", lambda each=each: _status(each))  # type: ignore[misc]
+        of_it = _looked_at(each)
         if of_it is not None and stat.S_ISREG(of_it.st_mode):
             size += of_it.st_size
             last = max(last, of_it.st_mtime) if each.suffix == USED_SUFFIX else last
@@ -166,6 +166,11 @@ def _names(root: Path) -> list[str]:
         return sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _looked_at(path: Path) -> os.stat_result | None:
+    """Return the status of anything with this path, None if there is nothing. Raises StorageError."""
+    return tried(str(path), "cannot be looked at", lambda: _status(path))
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from orchdata.loaders.kept.builds import builds
@@ -162,7 +161,7 @@ class _Lister:
         """Look into a file. Raises FileNotFoundError if it is gone, or StorageError."""
         is_held: bool | None = False
         if file.kind.is_held:
-            is_held = tried(str(file.path), "cannot be looked at", lambda: _is_held(file.path))
+            is_held = tried(str(file.path), "cannot be looked at", lambda: _is_held(file))
             if is_held is None:
                 listed.in_use = None
             elif listed.in_use is not None:
@@ -238,6 +237,8 @@ def _head_of(file: KeptFile) -> tuple[bytes, Sealed, dict[str, Any]] | str | Non
                     return "newer"
                 return (said[0], sealed, head_of(fd, *said).values) if said[1] == sealed.format else "earlier"
         except (FileNotFoundError, PermissionError) as error:
+            if file.is_own and isinstance(error, PermissionError):
+                raise
             return error
 
     found = tried(str(file.path), "cannot be read", read)
@@ -246,12 +247,16 @@ def _head_of(file: KeptFile) -> tuple[bytes, Sealed, dict[str, Any]] | str | Non
     return found
 
 
-def _is_held(path: Path) -> bool | None:
+def _is_held(file: KeptFile) -> bool | None:
     """Return whether a process holds a file; None if the file system has no locks. Raises OSError."""
     try:
-        with opened_to_lock(path) as fd:
+        with opened_to_lock(file.path) as fd:
             return not lock_alone(fd)
-    except (NoLocks, PermissionError):
+    except NoLocks:
+        return None
+    except PermissionError:
+        if file.is_own:
+            raise
         return None
     except FileNotFoundError:
         return False

@@ -106,8 +106,8 @@ def kind_and_format(fd: int) -> tuple[bytes, int] | None:
 
     Raises OSError.
     """
-    first = os.pread(fd, _FIXED.size, 0)
-    if len(first) < _FIXED.size or first[: len(_MAGIC)] != _MAGIC:
+    first = bytearray(_FIXED.size)
+    if read_into_at(fd, 0, memoryview(first)) < len(first) or first[: len(_MAGIC)] != _MAGIC:
         return None
     _, kind, format, *_ = _FIXED.unpack(first)
     return kind, format

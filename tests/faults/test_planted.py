@@ -16,7 +16,7 @@ FAULTS = faults()
 KINDS = {
     "order": ("orchdata/order", "orchdata/planning", "orchdata/dataset", "orchdata/building"),
     "state": ("orchdata/loop", "orchdata/delivery", "orchdata/order", "orchdata/dataset"),
-    "cache": ("loaders/storage",),
+    "cache": ("loaders/storage", "loaders/kept"),
     "index": ("loaders/index", "loaders/shards", "orchdata/dataset"),
 }
 """What the first word of a name says a fault is of, and the folders that it may change."""

@@ -39,6 +39,8 @@ from shard_factory import RECIPE
 import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.kept.listing import listing
+from orchdata.loaders.kept.prune import prune
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
 from orchdata.loaders.storage.cache import CacheFolder
@@ -169,6 +171,43 @@ class Trial:
         index = self.armed(lambda: self.dataset(self.paths).index())
         self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
         return index_digest(index)
+
+    def age(self) -> None:
+        """Everything that is kept was last used long ago."""
+        for path in self.cache.rglob("*"):
+            if path.is_file() and path.suffix != NOTE_SUFFIX:
+                os.utime(path, (path.stat().st_mtime - 1e7,) * 2)
+
+    def prune(self) -> str:
+        """All of a cache folder is removed."""
+        self.age()
+        self.armed(lambda: prune(CacheFolder(), older_than_seconds=0.0))
+        return "pruned"
+
+    def prune_in_use(self) -> str:
+        """All but the index, which this process has open."""
+        index = self.dataset(self.paths).index()
+        self.age()
+        self.armed(lambda: prune(CacheFolder(), older_than_seconds=0.0))
+        assert index.path.exists(), "what is in use was removed"
+        return index_digest(index)
+
+    def listing(self) -> str:
+        self.age()
+        found = self.armed(lambda: listing(CacheFolder()))
+        kinds = [(name, kind.files, kind.damaged, kind.foreign) for name, kind in found.kinds.items()]
+        return _digest(json.dumps([kinds, [index.samples for index in found.indexes], found.files]))
+
+    def bounded(self) -> str:
+        """A build over a folder with another index, which ends with as little as possible."""
+        recipe = fault_data.RECIPE
+        other = od.Recipe(image=recipe.modalities["image"], audio=recipe.modalities["audio"])
+        reading = self.dataset(self.paths).reading
+        build_index(self.paths, other, cache=CacheFolder(self.cache), reading=reading)
+        self.age()
+        cache = CacheFolder(self.cache, max_kept_bytes=1)
+        given = {"cache": cache, "reading": reading, "num_threads": 1}
+        return index_digest(self.armed(lambda: build_index(self.paths, recipe, **given)))
 
     def start_and_epoch(self) -> str:
         """From the paths of a container to the end of an epoch, over an index that is there."""

@@ -39,12 +39,20 @@ class NoLocks(OSError):
 def hold(fd: int, path: str | Path) -> None:
     """Hold an open file until its descriptor, and all copies of it, are closed; and record its use.
 
-    Where the file system has no locks, this does nothing.
+    Where the file system has no locks, it is not held.
 
     Raises:
         FileNotFoundError: it was removed since it was opened.
         OSError: it cannot be looked at now.
     """
+    lock_shared(fd)
+    if status_of(path) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    mark_used(path)
+
+
+def lock_shared(fd: int) -> None:
+    """Lock an open file, together with others, until its descriptor and all copies of it are closed; best effort."""
     for _ in range(_TRIES):  # whoever removes a file has it locked for a moment
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,9 +61,6 @@ def hold(fd: int, path: str | Path) -> None:
             time.sleep(_POLL_SECONDS)
         except OSError:
             break
-    if status_of(path) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    mark_used(path)
 
 
 def lock_alone(fd: int) -> bool:
