@@ -30,8 +30,6 @@ from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageE
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
 from orchdata.loaders.index.jobs.jobs import Jobs
-from orchdata.loaders.index.kept_texts import FOLDER as TEXTS
-from orchdata.loaders.index.kept_texts import read_texts, texts_path
 from orchdata.loaders.index.locations import (
     check_function_of,
     index_path,
@@ -39,6 +37,8 @@ from orchdata.loaders.index.locations import (
     refuse_other_source,
     stored_description,
 )
+from orchdata.loaders.index.measuring.kept_texts import FOLDER as TEXTS
+from orchdata.loaders.index.measuring.kept_texts import read_texts, texts_path
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats

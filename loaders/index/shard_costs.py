@@ -19,14 +19,14 @@ import numpy as np
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_costs
-from orchdata.loaders.index.cost_rows import CostRows, ShardSample
-from orchdata.loaders.index.kept_texts import KeptTexts, TextsWriter, layout_digest
-from orchdata.loaders.index.measure_chunk import Progress, Result, measure_chunk
+from orchdata.loaders.index.measuring.chunk import Progress, Result, measure_chunk
+from orchdata.loaders.index.measuring.kept_texts import KeptTexts, TextsWriter, layout_digest
+from orchdata.loaders.index.measuring.reading import Chunk, read_chunks
+from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
+from orchdata.loaders.index.measuring.usable_texts import UsableTexts
 from orchdata.loaders.index.probed import Probes, with_inner
-from orchdata.loaders.index.read_texts import Chunk, read_chunks
 from orchdata.loaders.index.table import Columns, TableSize, body_bytes, pack, views
 from orchdata.loaders.index.totals import Totals, summarize
-from orchdata.loaders.index.usable_texts import UsableTexts
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import members_to_read

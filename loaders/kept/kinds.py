@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.storage.cache import SUM_SUFFIX
-from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT
+from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
 
 LOCKS: Final = "locks"
 """The folder of locks: never removed, because a process may just be waiting for one."""
@@ -55,6 +55,10 @@ def _of_url(head: Mapping[str, Any]) -> list[str]:
     return [head["url"]]
 
 
+def _of_facts(head: Mapping[str, Any]) -> list[str]:
+    return [head["meta"]["url"]]
+
+
 def _of_first(name: str) -> Callable[[Mapping[str, Any]], list[str]]:
     return lambda head: [head[name][0]]
 
@@ -72,7 +76,13 @@ KINDS: Final = (
         folder="facts",
         content="places and headers of members",
         suffixes=(".facts", ".headers"),
-        sealed={b"fact": Sealed(FACTS_FORMAT, _of_url), b"head": Sealed(FACTS_FORMAT, _of_first("meta"))},
+        sealed={b"fact": Sealed(FACTS_FORMAT, _of_facts), b"head": Sealed(FACTS_FORMAT, _of_first("meta"))},
+    ),
+    Kind(
+        folder="texts",
+        content="counts of texts",
+        suffixes=(".texts",),
+        sealed={b"text": Sealed(TEXTS_FORMAT, _of_first("meta"))},
     ),
     Kind(
         folder="costs",

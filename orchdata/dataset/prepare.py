@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch.utils.data import IterableDataset
 
 from orchdata.dataset.arguments import Arguments
-from orchdata.dataset.declared_counts import check_declared_counts
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shards import prepare_shards
+from orchdata.declared_counts import check_declared_counts
 from orchdata.notices import warn_once
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan

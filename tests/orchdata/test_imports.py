@@ -57,7 +57,7 @@ orchdata: building
 orchdata: engines
 orchdata: delivery
 orchdata: loop
-orchdata: trainers repeatable
+orchdata: trainers repeatable declared_counts
 orchdata: dataset
 orchdata: testing
 orchdata: runtime

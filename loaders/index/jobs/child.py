@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import OrchdataError, ProcessError
-from orchdata.loaders.index.measure_chunk import Progress, measure_chunk
-from orchdata.loaders.index.read_texts import Chunk
+from orchdata.loaders.index.measuring.chunk import Progress, measure_chunk
+from orchdata.loaders.index.measuring.reading import Chunk
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning

@@ -21,8 +21,8 @@ from typing import Any, Final
 from orchdata.loaders.errors import ProcessError
 from orchdata.loaders.index.jobs.child import Builds
 from orchdata.loaders.index.jobs.process import ATTEMPTS, ChildProcess, Died, check_may_have_children
-from orchdata.loaders.index.measure_chunk import Progress, Result
-from orchdata.loaders.index.read_texts import Chunk
+from orchdata.loaders.index.measuring.chunk import Progress, Result
+from orchdata.loaders.index.measuring.reading import Chunk
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here

@@ -15,9 +15,9 @@ from shard_factory import chat, jpeg, omni_samples, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import FunctionError
-from orchdata.loaders.index import kept_texts
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.measuring import kept_texts
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.fast_tokenizer import FastTokenizer

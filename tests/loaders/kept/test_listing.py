@@ -19,13 +19,14 @@ from orchdata.hf.packing import kept as packing
 from orchdata.loaders.index import facts, index, probed, shard_costs
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import layer, merged
+from orchdata.loaders.index.measuring import kept_texts
 from orchdata.loaders.kept.builds import building
 from orchdata.loaders.kept.kinds import KINDS, LOCKS
 from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import seal
-from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT
+from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DAY = 24 * 3600.0
@@ -40,6 +41,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
     formats = {code: sealed.format for kind in KINDS for code, sealed in kind.sealed.items()}
     assert formats == {
         facts.KIND: FACTS_FORMAT,
+        kept_texts.KIND: TEXTS_FORMAT,
         probed.KIND: FACTS_FORMAT,
         shard_costs.KIND: TABLE_FORMAT,
         index.KIND: TABLE_FORMAT,
@@ -48,7 +50,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
         item_costs.KIND: item_costs.FORMAT,
     }
     named = {layer.FOLDER, mapped_array.KIND, packing._KIND, forwards._FOLDER, "item_costs", "shards"}
-    assert {kind.folder for kind in KINDS} == named | {"facts", "costs", "index"}
+    assert {kind.folder for kind in KINDS} == named | {"facts", "texts", "costs", "index"}
 
 
 def test_no_code_makes_a_folder_that_the_table_lacks() -> None:
@@ -75,6 +77,7 @@ def test_kinds_data_and_indexes_are_listed(shards: list[str]) -> None:
     found = listing(CacheFolder())
     assert {name: (kind.files, kind.in_use) for name, kind in found.kinds.items()} == {
         "facts": (3, 0),
+        "texts": (3, 0),
         "costs": (3, 0),
         "index": (1, 1),
     }
@@ -117,7 +120,7 @@ def test_the_command_prints_a_table_or_json(shards: list[str], private_cache: Pa
     assert run.invoke(app, ["cache"]).output == f"nothing is kept in {private_cache}\n"
     build_index(shards, od.Recipe())
     output = run.invoke(app, ["cache"]).output
-    assert f"{private_cache}: 7 files" in output
+    assert f"{private_cache}: 10 files" in output
     for words in ("costs of a shard under a recipe", str(Path(shards[0]).parent), "text, image, audio", "just now"):
         assert words in output
     found = json.loads(run.invoke(app, ["cache", "--json"]).output)
@@ -129,7 +132,7 @@ def test_the_command_prunes(shards: list[str], private_cache: Path) -> None:
     run = CliRunner()
     build_index(shards, od.Recipe())
     assert run.invoke(app, ["cache", "prune"]).output.startswith("removed 0 files, 0 B, from")
-    assert "would remove 7 files" in run.invoke(app, ["cache", "prune", "--older-than", "0s", "--dry-run"]).output
+    assert "would remove 10 files" in run.invoke(app, ["cache", "prune", "--older-than", "0s", "--dry-run"]).output
     opened = build_index(shards, od.Recipe())
     output = run.invoke(app, ["cache", "prune", "--max-bytes", "0"]).output
     assert "removed 6 files" in output and "  costs: 3 files" in output and "not removed, in use: 1 file" in output

@@ -41,6 +41,7 @@ from orchdata.loaders.versions import TABLE_FORMAT
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 DAY = 24 * 3600.0
+ALL = {"facts": 3, "texts": 3, "costs": 3, "index": 1}
 BOB = 61_002
 
 
@@ -110,9 +111,13 @@ def test_what_was_not_used_for_long_goes_and_is_made_again(shards: list[str]) ->
     young = CacheFolder().file("packing", "young.json")
     young.write_text("{}")
     dry = prune(CacheFolder(), older_than_seconds=30 * DAY, dry_run=True)
-    assert len(kept()) == 8  # facts and costs of three shards, the index, and the young one
+    assert len(kept()) == 11  # facts, counts of texts and costs of three shards, the index, and the young one
     pruned = prune(CacheFolder(), older_than_seconds=30 * DAY)
-    assert pruned == dry and counts(pruned.removed) == {"facts": 3, "costs": 3, "index": 1} and not pruned.stays
+    assert (
+        pruned == dry
+        and counts(pruned.removed) == {"facts": 3, "texts": 3, "costs": 3, "index": 1}
+        and not pruned.stays
+    )
     assert (pruned.left.files, pruned.left.bytes) == (1, 2)
     assert kept() == [young] and not list((CacheFolder().root / "index").iterdir())  # no note and no mark is left
     assert open_index(shards, od.Recipe()) is None
@@ -135,7 +140,7 @@ def test_each_use_of_an_index_is_recorded_without_touching_it(shards: list[str])
     assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
     assert path.with_suffix(use.USED_SUFFIX) in kept("index")
     assert not prune(CacheFolder(), older_than_seconds=30 * DAY).removed
-    assert counts(prune_all().removed) == {"facts": 3, "costs": 3, "index": 1}
+    assert counts(prune_all().removed) == ALL
     assert not kept()
 
 
@@ -171,7 +176,7 @@ def test_an_index_that_a_process_has_open_stays_until_the_process_ends(shards: l
     age_all(100)
     with process(OPENS_INDEX, str(path)) as child:
         pruned = prune_all()
-        assert counts(pruned.removed) == {"facts": 3, "costs": 3} and counts(pruned.stays) == {IN_USE: 1}
+        assert counts(pruned.removed) == {"facts": 3, "texts": 3, "costs": 3} and counts(pruned.stays) == {IN_USE: 1}
         assert answer(child) == str(rows)
         child.send_signal(signal.SIGKILL)
     assert counts(prune_all().removed) == {"index": 1}
@@ -205,9 +210,14 @@ def test_a_prune_while_a_build_is_under_way_leaves_what_it_uses(shards: list[str
     build_index(shards, od.Recipe())
     with building(CacheFolder()) as own:
         assert builds(CacheFolder()) == [own]
-        assert counts(prune_all().stays) == {IN_USE: 7}
+        assert counts(prune_all().stays) == {IN_USE: 10}
         age_all(100)
-        assert counts(prune_all().removed) == {"facts": 3, "costs": 3, "index": 1}  # all of it is older than the build
+        assert counts(prune_all().removed) == {
+            "facts": 3,
+            "texts": 3,
+            "costs": 3,
+            "index": 1,
+        }  # all of it is older than the build
     assert not list((CacheFolder().root / "locks").glob("build-*"))
 
 
@@ -373,7 +383,7 @@ def test_files_of_other_users_stay_and_are_counted(shards: list[str]) -> None:
     os.chown(kept("index")[0], BOB, BOB)
     age_all(100)
     pruned = prune_all()
-    assert counts(pruned.stays) == {OTHER_USERS: 2} and counts(pruned.removed) == {"facts": 3, "costs": 2}
+    assert counts(pruned.stays) == {OTHER_USERS: 2} and counts(pruned.removed) == {"facts": 3, "texts": 3, "costs": 2}
     before = kept("costs")[0].stat().st_mtime_ns
     build_index(shards, od.Recipe())
     assert kept("costs")[0].stat().st_mtime_ns == before or kept("costs")[0].stat().st_uid == 0  # or made again
@@ -412,7 +422,7 @@ def test_without_locks_what_processes_hold_stays_for_long(shards: list[str], mon
     path = build_index(shards, od.Recipe()).path
     age_all(89)
     pruned = prune_all()
-    assert counts(pruned.stays) == {NO_LOCKS: 1} and counts(pruned.removed) == {"facts": 3, "costs": 3}
+    assert counts(pruned.stays) == {NO_LOCKS: 1} and counts(pruned.removed) == {"facts": 3, "texts": 3, "costs": 3}
     age(path, 2)
     assert counts(prune_all().removed) == {"index": 1}
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 
 from orchdata.loaders.errors import FieldError, as_field_error
-from orchdata.loaders.index.cost_rows import Outcome, ShardSample
-from orchdata.loaders.index.kept_texts import Kept
-from orchdata.loaders.index.read_texts import Chunk
+from orchdata.loaders.index.measuring.kept_texts import Kept
+from orchdata.loaders.index.measuring.reading import Chunk
+from orchdata.loaders.index.measuring.rows import Outcome, ShardSample
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.cost_rows import ShardSample
-from orchdata.loaders.index.kept_texts import Kept, KeptTexts
-from orchdata.loaders.index.measure_chunk import writes_between
+from orchdata.loaders.index.measuring.chunk import writes_between
+from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts
+from orchdata.loaders.index.measuring.rows import ShardSample
 from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import counts_from_header

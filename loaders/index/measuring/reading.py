@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from orchdata.loaders.errors import FieldError, as_field_error, pass_trouble
-from orchdata.loaders.index.cost_rows import ShardSample
+from orchdata.loaders.index.measuring.rows import ShardSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.samples.members import Member

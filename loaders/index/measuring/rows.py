@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.field_names import VALUE, is_kept_as
-from orchdata.loaders.index.kept_texts import Kept
+from orchdata.loaders.index.measuring.kept_texts import Kept
 from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, offsets_of
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
