@@ -48,6 +48,15 @@ def progress_bar(title: str) -> Iterator[Advance]:
             bar.stop()
 
 
+def in_words(seconds: float) -> str:
+    """Return a time for messages: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
 def _lines(title: str) -> Advance:
     due = time.monotonic() + _FIRST_LINE_SECONDS
 

@@ -499,6 +499,7 @@ def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
             *(basename(shard.url), shard.size, shard.checksum),
             *([shard.columns] if shard.columns else []),
             *([{"container": shard.container}] if shard.container else []),
+            *([{"reach": shard.reach}] if shard.reach else []),
         ]
         for shard in shards
     ]

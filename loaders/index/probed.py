@@ -62,13 +62,13 @@ class Probes:
 
     Args:
         recipe: with the modalities to probe.
-        cache: stores headers.
+        cache: stores headers; None: they are not kept.
         force: probe again even if the cache has fresh headers.
         accesses: who may read copies of shards; default: computed here.
     """
 
     def __init__(
-        self, recipe: Recipe, cache: CacheFolder, *, force: bool = False, accesses: Accesses | None = None
+        self, recipe: Recipe, cache: CacheFolder | None, *, force: bool = False, accesses: Accesses | None = None
     ) -> None:
         self._recipe = recipe
         self._cache = cache
@@ -124,9 +124,11 @@ class Probes:
         self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]
     ) -> list[Header | str]:
         """Return the header of each of `rows`, or the reason why there is none."""
-        path, access = self._path(facts, modality), self._accesses.of(facts.meta.url)
-        restrict(path, access)
-        headers = {} if self._force else _cached(path, facts, modality.num_facts, self._recipe.limits)
+        headers: dict[int, Header | str] = {}
+        if self._cache is not None:
+            path, access = self._path(self._cache, facts, modality), self._accesses.of(facts.meta.url)
+            restrict(path, access)
+            headers = {} if self._force else _cached(path, facts, modality.num_facts, self._recipe.limits)
         missing = [row for row in rows if row not in headers]
         if missing:
             opened = shard()
@@ -135,15 +137,16 @@ class Probes:
                 current.key = facts.table.key[row]
                 headers[row] = _probed(modality, facts, row, opened, self._recipe)
             current.key = None
-            self._cache.make("facts")
-            write_whole(path, _sealed(headers, facts, self._recipe.limits), access)
+            if self._cache is not None:
+                self._cache.make("facts")
+                write_whole(path, _sealed(headers, facts, self._recipe.limits), access)
         return [headers[row] for row in rows]
 
-    def _path(self, facts: Facts, modality: Modality) -> str:
+    def _path(self, cache: CacheFolder, facts: Facts, modality: Modality) -> str:
         identity = [LOCAL.identity(facts.meta.url), probe_id(modality)]
         identity.append(str(len(facts.table)))  # `with_inner` may have added rows
         name = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
-        return f"{self._cache.root}/facts/{name}.headers"
+        return f"{cache.root}/facts/{name}.headers"
 
 
 def with_inner(facts: Facts, recipe: Recipe) -> Facts:

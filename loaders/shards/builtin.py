@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypedDict
 
 from orchdata.loaders.shards.arrow.shard import ArrowShard
-from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.compressed import UnpackedFile, compression, open_decompressed
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.own.shard import OpenContext
@@ -39,8 +39,8 @@ class Builtin(Protocol):
     def shards(self, storage: FileSystem, path: str) -> list[str]:
         """Return the shards of a path that it claims."""
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
-        """Open a shard. Raises ShardError."""
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
+        """Open a shard, or its beginning up to `reach` as of ShardInfo. Raises ShardError."""
 
     def describe(self) -> dict[str, Any]:
         """Return what its samples depend on, JSON-safe."""
@@ -71,9 +71,9 @@ class TarContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = TAR_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
         # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-        content, stored = _decompressed(source, context)
+        content, stored = _decompressed(source, context, reach)
         return TarShard(source.url, content, limits=context.limits, names=rules.columns, **stored)
 
 
@@ -83,8 +83,8 @@ class ParquetContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = PARQUET_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
-        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns)
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
+        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns, reach=reach)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ArrowContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = ARROW_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
         return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
 
 
@@ -103,10 +103,10 @@ class RecordContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = RECORD_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
         content, stored = source, _Stored(size=source.size, version=source.version, is_new=False)
         if is_compressed(source.url):
-            content, stored = _decompressed(source, context)
+            content, stored = _decompressed(source, context, reach)
         return JsonLinesShard(
             source.url,
             content,
@@ -140,13 +140,13 @@ class _Stored(TypedDict):
     is_new: bool
 
 
-def _decompressed(file: Storage, context: OpenContext) -> tuple[Storage, _Stored]:
+def _decompressed(file: Storage, context: OpenContext, reach: int) -> tuple[Storage, _Stored]:
     """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
     stored = _Stored(size=file.size, version=file.version, is_new=False)
-    if compression(file.read(0, 4)) is None:
+    if isinstance(file, UnpackedFile) or compression(file.read(0, 4)) is None:
         return file, stored
     try:
-        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache)
+        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache, reach=reach)
     finally:
         file.close()
     counted = content if context.reads is None else CountedFile(content, context.reads.cache)

@@ -90,6 +90,8 @@ def _affordable(shards: Sequence[ShardInfo]) -> Iterator[ShardInfo]:
 
 
 def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder, containers: Mapping[str, Container]) -> bool:
+    if indexed.reach:
+        return True  # its beginning is measured again as fast as it is compared
     try:
         with closing(
             open_shard(

@@ -26,8 +26,8 @@ from orchdata.loaders.storage.local import LOCAL, LocalFolder
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
 
-_Key = tuple[str, tuple[tuple[str, str], ...], str, str]
-"""A shard's path, its renamed fields, its container, and the id of the function that makes its records."""
+_Key = tuple[str, tuple[tuple[str, str], ...], str, int, str]
+"""A shard's path, its renamed fields, its container, its reach, and the id of the function that makes its records."""
 
 
 def open_shard(
@@ -38,6 +38,7 @@ def open_shard(
     media_root: str | None = None,
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
+    reach: int = 0,
 ) -> Shard:
     """Open a shard by the user's container that claims it, or by its suffix. A compressed one is first decompressed
     into the cache, once.
@@ -45,6 +46,7 @@ def open_shard(
     Args:
         rules: names of fields, the function that makes records, and the container.
         reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
+        reach: open its beginning up to here, as of ShardInfo; 0: all of it.
 
     Raises:
         ValueError: unknown suffix.
@@ -56,7 +58,7 @@ def open_shard(
         return OpenedShard(rules.container, ShardSource(folder or LOCAL.open(url), reads), context, rules)
     container = builtin_of(url)
     file = LOCAL.open(url)
-    return container.open(file if reads is None else CountedFile(file, reads.storage), context, rules)
+    return container.open(file if reads is None else CountedFile(file, reads.storage), context, rules, reach)
 
 
 def open_indexed(
@@ -77,7 +79,9 @@ def open_indexed(
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
     try:
-        shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads)
+        shard = open_shard(
+            url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads, reach=indexed.reach
+        )
     except StaleIndexError:
         raise
     except ShardError as error:
@@ -92,7 +96,7 @@ def open_indexed(
         difference = describe_change(shard, indexed)
         if difference is not None:
             if shard.is_new:  # the next process must compare its content too
-                cache.remove_entry(copy_name(url, shard.size, shard.version))
+                cache.remove_entry(copy_name(url, shard.size, shard.version, indexed.reach))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
         shard.close()
@@ -157,7 +161,7 @@ class OpenShards:
             StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
-        how = ((), "") if indexed is None else (indexed.columns, indexed.container)
+        how = ((), "", 0) if indexed is None else (indexed.columns, indexed.container, indexed.reach)
         key = url, *how, "" if record is None else record.id
         if (shard := self._find(key)) is not None:
             return shard
@@ -204,6 +208,9 @@ def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
     # A copy of the same data has another modification time; equal headers show that it is a copy. For Parquet all bytes
     # are compared: a damaged page can crash the library that decodes it.
+    # Of a shard whose beginning alone was indexed, nothing else is compared.
+    if indexed.reach:
+        return None if shard.version == indexed.version else "has another modification time than when it was indexed"
     is_unsure = shard.version != indexed.version or shard.is_new
     if is_unsure and shard.checksum() != indexed.checksum:
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Final, Protocol
 
+from orchdata.loaders.shards.beginning import Beginning, first_samples
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
+
+_LEAST_SHARE: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,9 @@ class ShardInfo:
         media_root: folder of the media files that its records name; empty for shards that contain their media.
         columns: (old name, new name) of each renamed field.
         container: digest of the description of the user's container that opens it; empty: by its suffix.
+        reach: how far it was read if only its beginning was indexed: bytes of its content, decompressed; rows of a
+            Parquet or Arrow file; samples of a container of the user's. The checksum is then of what the facts of these
+            samples say. 0: all of it was indexed.
     """
 
     url: str
@@ -33,13 +40,15 @@ class ShardInfo:
     media_root: str = ""
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
+    reach: int = 0
 
     def as_list(self) -> list[Any]:
-        """Return JSON-safe values for `of_list`. The last two are left out if they are empty."""
-        *values, columns, container = (getattr(self, name) for name in ShardInfo.__slots__)
-        if columns or container:
-            values.append([list(pair) for pair in columns])
-        return [*values, container] if container else values
+        """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
+        *values, columns, container, reach = (getattr(self, name) for name in ShardInfo.__slots__)
+        more = [[list(pair) for pair in columns], container, reach]
+        while more and not more[-1]:
+            more.pop()
+        return [*values, *more]
 
     @classmethod
     def of_list(cls, values: Sequence[Any]) -> ShardInfo:
@@ -66,6 +75,12 @@ class Shard(Protocol):
 
     def facts(self) -> Facts:
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
+        ...
+
+    def begin(self, most: int) -> Beginning:
+        """Read the first `most` samples, at least 1, and no more of the shard than that takes. Bad data become rows
+        with an error, as by `facts`.
+        """
         ...
 
     def checksum(self) -> str:
@@ -97,3 +112,15 @@ def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Fac
     """Return the facts of a shard that was scanned; `more` are further fields of FactsMeta."""
     url, size, version = shard.url, shard.size, shard.version
     return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, **more))
+
+
+def beginning_of(
+    shard: Shard, table: FactsTable, most: int, *, is_whole: bool, share: float, reach: int, **more: Any
+) -> Beginning:
+    """Return a beginning with the first `most` samples of a table; `more` are further fields of FactsMeta."""
+    table = first_samples(table, most)
+    rows = hashlib.blake2b(digest_size=16)
+    for column in fields(table):
+        rows.update(repr(getattr(table, column.name)).encode("utf-8", "backslashreplace"))
+    facts = facts_of(shard, table, rows.hexdigest(), ignored=table.ignored(), **more)
+    return Beginning(facts, is_whole, 1.0 if is_whole else min(1.0, max(share, _LEAST_SHARE)), max(1, reach))

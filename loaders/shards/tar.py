@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import sys
 import zlib
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -20,10 +22,12 @@ from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
+from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, Met, classify_renamed, printable, split_name
-from orchdata.loaders.shards.shard import facts_of
+from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.shards.tar_walk import (
+    BLOCKS,
     NotATar,
     SparseError,
     TarBatch,
@@ -41,6 +45,8 @@ T = TypeVar("T")
 
 COALESCE_GAP_BYTES = 8192
 """Members of a sample with smaller gaps are read with one call, including the headers between them."""
+
+_FIRST_BLOCKS = 64  # headers in a batch where only the first samples are wanted
 
 
 class TarShard:
@@ -95,16 +101,29 @@ class TarShard:
         ignored = table.ignored()
         return facts_of(self, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
 
-    def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
+    def begin(self, most: int) -> Beginning:
+        """Walk the archive up to the sample after the first `most`. Bad data become rows with an error."""
+        try:
+            scan, _ = self._walked(lambda it: _Scan(self._file, self._limits, self._names, most).run(it), _FIRST_BLOCKS)
+            table, met = scan.table, scan.met
+        except NotATar as error:
+            table, met = shard_failure(f"not a tar ({error})"), {}
+        after = bisect_left(table.sample, most)
+        is_whole = after == len(table)
+        end = self._file.size if is_whole else max(table.offset[: after + 1])  # a link's content is further ahead
+        share = end / max(1, self._file.size)
+        return beginning_of(self, table, most, is_whole=is_whole, share=share, reach=end, met=met)
+
+    def _walked(self, consume: Callable[[Iterator[TarBatch]], T], blocks: int = BLOCKS) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""
         if self._file.size == 0:
             raise NotATar("empty file")
         digest = hashlib.blake2b(digest_size=16)
         try:
-            result = consume(walk_plain(self._file, digest))
+            result = consume(walk_plain(self._file, digest, blocks))
         except UnusualTar:
             digest = hashlib.blake2b(digest_size=16)
-            result = consume(walk_any(self._file, digest))
+            result = consume(walk_any(self._file, digest, blocks))
         finally:
             self._file.check_unchanged()  # a change of the file can look like damage
         return result, self._digest(digest)
@@ -203,9 +222,13 @@ class _Scanned(NamedTuple):
 
 
 class _Scan:
-    """One pass over an archive: groups members into samples and reads their media headers."""
+    """One pass over an archive: groups members into samples and reads their media headers.
 
-    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str]) -> None:
+    Args:
+        most: it ends where a sample begins after so many.
+    """
+
+    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], most: int = sys.maxsize) -> None:
         self._file = file
         self._limits = limits
         self._names = names
@@ -219,6 +242,7 @@ class _Scan:
         self._classes: dict[str, tuple[int, int]] = {}
         self._nameless: list[str] = []
         self._regular = 0
+        self._most = most
 
     def run(self, batches: Iterator[TarBatch]) -> _Scanned:
         damage: str | None = None
@@ -231,6 +255,8 @@ class _Scan:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
                 return _Scanned(shard_failure(reason), self._file.size, self.met.counts)
             self._scan_headers(batch, taken, first_row)
+            if self._sample >= self._most:  # those before it are complete
+                break
             damage = batch.damage
             if batch.offsets:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead

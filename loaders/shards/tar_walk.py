@@ -32,8 +32,7 @@ from orchdata.native.scan.tar import (
 
 BLOCK_BYTES = 4096
 BLOCKS = 512
-MEMBERS = 2 * BLOCKS
-"""Most members in a batch: small ones share a block."""
+_MEMBERS_OF_A_BLOCK = 2  # about as many are in a batch at most: small ones share a block
 
 EXTENDED_HEADER_LIMIT = 1 << 20
 """Limit on PAX headers, long names and the map of one sparse member together (a map of some 50,000 segments); tarfile
@@ -82,13 +81,17 @@ class TarBatch:
     unread: Mapping[int, str] = field(default_factory=dict)
 
 
-def walk_plain(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
-    """Walk a plain archive. Raises UnusualTar for any other; `digest` is then useless."""
+def walk_plain(file: Storage, digest: hashlib.blake2b, blocks: int = BLOCKS) -> Iterator[TarBatch]:
+    """Walk a plain archive. Raises UnusualTar for any other; `digest` is then useless.
+
+    Args:
+        blocks: most reads for one batch.
+    """
     read_into, total = file.read_into, file.size
     # No larger than the archive: clearing new memory would take most of the time for a small archive.
-    buffer = np.empty(min(BLOCKS, -(-total // BLOCK_BYTES)) * BLOCK_BYTES, np.uint8)
+    buffer = np.empty(min(blocks, -(-total // BLOCK_BYTES)) * BLOCK_BYTES, np.uint8)
     view = buffer.data
-    capacity = min(MEMBERS, total // HEADER_BYTES + 1)
+    capacity = min(_MEMBERS_OF_A_BLOCK * blocks, total // HEADER_BYTES + 1)
     members, headers = np.zeros((capacity, NUM_COLUMNS), np.int64), np.empty((capacity, HEADER_BYTES), np.uint8)
     position, ended = 0, False
     while not ended:
@@ -187,7 +190,7 @@ def open_tarfile(file: Storage, *, limit: int, position: int = 0) -> tarfile.Tar
     return tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")
 
 
-def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
+def walk_any(file: Storage, digest: hashlib.blake2b, blocks: int = BLOCKS) -> Iterator[TarBatch]:
     """Walk any archive with tarfile. Raises NotATar if it does not begin with a header."""
     try:
         archive = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT)
@@ -202,7 +205,7 @@ def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
         members: list[_Member] = []
         damage = None
         name_length = 0
-        while len(members) < BLOCKS and name_length < _NAMES_OF_A_BATCH and not ended:
+        while len(members) < blocks and name_length < _NAMES_OF_A_BATCH and not ended:
             info, damage = _next_member(file, archive)
             ended = info is None or damage is not None
             if info is not None:

@@ -58,6 +58,12 @@ def index(
     index_field: IndexFieldsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that measure shards; 1 for threads of this one.")] = 1,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Estimate in seconds: measure about N samples of up to 32 shards, keep nothing."
+        ),
+    ] = None,
     max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
 ) -> None:
@@ -71,6 +77,9 @@ def index(
     start = time.perf_counter()
     given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
+    if limit is not None:
+        _look(dataset, limit, force=force, max_failures=max_failures, as_json=as_json)
+        return
     built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)
     own = _open_fields(dataset, built, force=force)
     report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {})
@@ -284,6 +293,33 @@ def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool
             urls, recipe, reading=reading, force=force, jobs=jobs, progress=shard_done, under_way=advance
         )
         return index, scanned
+
+
+def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fraction | int, as_json: bool) -> None:
+    """Print an estimate from about `limit` samples; the exact figures if the full index is there."""
+    from orchdata.cli.first_look import complete_index, estimate_report, print_estimate
+
+    if limit < 1:
+        raise ValueError(f"--limit is a number of samples, at least 1, got {limit}")
+    if force:
+        raise ValueError("--limit keeps nothing, and --force makes what is kept again: leave one of them out")
+    start = time.perf_counter()
+    built = complete_index(dataset)
+    if built is not None:
+        report = index_report(built, 0, time.perf_counter() - start) | {"estimate": False}
+    else:
+        report = estimate_report(dataset, limit)
+    if as_json:
+        print_json(report)
+    elif built is not None:
+        typer.echo("these shards are indexed already: the figures are exact")
+        _print_index(report)
+    else:
+        print_estimate(report)
+    if not as_json:
+        _print_unit(dataset)
+    if code := _exit_code(report, max_failures):
+        raise typer.Exit(code)
 
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:

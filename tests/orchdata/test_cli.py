@@ -325,3 +325,37 @@ def test_profile_of_microbatches_of_one_length_says_how_full_they_are(mixed: Pat
     (scale,) = run_json(*arguments)["scales"]
     assert 0 < scale["scopes"]["none"]["fill"] <= scale["scopes"]["global"]["fill"] <= 1
     assert "fill: tokens of samples" in run(*arguments).stdout
+
+
+def test_index_with_a_limit_estimates_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    shards = [write_texts(tmp_path / f"{number}.tar", 50) for number in range(4)]
+    report = run_json("index", *shards, "--limit", "20")
+    assert (report["estimate"], report["shards"], report["looked_at"], report["measured"]) == (True, 4, 4, 20)
+    assert report["samples"] == pytest.approx(200, rel=0.2) and report["index_seconds"] > 0
+    shown = run("index", *shards, "--limit", "20").stdout
+    assert "an estimate: 20 samples of 4 of 4 shards" in shown and "the full index takes about" in shown
+    assert not (tmp_path / "cache").exists()
+
+
+def test_index_with_a_limit_is_exact_where_all_is_indexed(tmp_path: Path) -> None:
+    shards = [write_texts(tmp_path / f"{number}.tar", 50) for number in range(4)]
+    full = run_json("index", *shards)
+    report = run_json("index", *shards, "--limit", "20")
+    assert report["estimate"] is False and report["totals"] == full["totals"] and report["scanned"] == 0
+    assert "indexed already: the figures are exact" in run("index", *shards, "--limit", "20").stdout
+    write_texts(Path(shards[0]), 60)
+    assert run_json("index", *shards, "--limit", "20")["estimate"] is True
+
+
+def test_index_with_a_limit_ends_as_index_does(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"this is not a tar, in spite of its name" * 100)
+    result = run("index", broken, "--limit", "20")
+    assert result.exit_code == 1 and f"shard failed: {broken}" in result.stderr
+    shard = write_texts(tmp_path / "a.tar", 50)
+    assert run("index", shard, broken, "--limit", "20").exit_code == 3
+    assert run("index", shard, broken, "--limit", "20", "--max-failures", "50%").exit_code == 0
+    for wrong in ("0", "-5"):
+        assert "at least 1" in run("index", shard, f"--limit={wrong}").stderr
+    assert "leave one of them out" in run("index", shard, "--limit", "5", "--force").stderr

@@ -64,7 +64,8 @@ def check_index(values: Mapping[str, Any]) -> None:
         longest = len(_SHARD)
         more = [shard[longest:] for shard in shards if type(shard) is list and len(shard) > longest]
         _check_renamed([each[:1] for each in more], "shards")
-        _check_containers([each[1:] for each in more if each[1:]], "shards")
+        _check_containers([each[1:2] for each in more if each[1:]], "shards")
+        _check_reaches([each[2:] for each in more if each[2:]], "shards")
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(values, "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
@@ -96,3 +97,4 @@ _check_met = check_of({str: COUNT})
 _check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _INDEX))
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])
+_check_reaches = check_of([(COUNT,)])

@@ -51,7 +51,7 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
     """Scan a file of records. Bad records and media become rows with an error."""
     rows = _Scan(reader, limits)
     states = MediaStates()
-    for read, probed in _probed(reader, limits):
+    for read, probed in _probed(reader, reader.all(), limits):
         rows.add(read, probed)
         states.add([one.state for one in probed])
         if len(rows.table) > limits.shard_rows:
@@ -59,6 +59,27 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
     if not len(rows.table) and not rows.left_out:
         return Scanned(shard_failure("no samples: the file has no records"), 0, "")
     return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out)
+
+
+def scan_first(reader: RecordReader, limits: Limits, most: int) -> tuple[FactsTable, int | None]:
+    """Return the facts of the first `most` records, and the offset of the next one; None if there is none."""
+    rows = _Scan(reader, limits)
+    after: list[Record] = []
+
+    def records() -> Iterator[Record]:
+        for number, record in enumerate(reader.all()):
+            if number == most:
+                after.append(record)
+                return
+            yield record
+
+    for read, probed in _probed(reader, records(), limits):
+        rows.add(read, probed)
+        if len(rows.table) > limits.shard_rows:
+            break  # the whole file has more
+    if not len(rows.table) and not rows.left_out and not after:
+        return shard_failure("no samples: the file has no records"), None
+    return rows.table, after[0].offset if after else None
 
 
 def media_state(reader: RecordReader, limits: Limits) -> str:
@@ -145,7 +166,9 @@ def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def _probed(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read], list[_Probed]]]:
+def _probed(
+    reader: RecordReader, all_records: Iterator[Record], limits: Limits
+) -> Iterator[tuple[list[_Read], list[_Probed]]]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
         current, number = here(), 0
         shard = current.shard
@@ -158,7 +181,7 @@ def _probed(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read],
             finally:
                 mine.key = None
 
-        for records in _batches(reader.all(), _CHUNK):
+        for records in _batches(all_records, _CHUNK):
             read = []
             current.fraction = SCANNING * records[0].offset / max(1, reader.size)
             for record in records:

@@ -16,14 +16,15 @@ from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import LEFT_OUT
+from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
-from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan
-from orchdata.loaders.shards.shard import facts_of
+from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan, scan_first
+from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.storage import Storage
@@ -120,6 +121,14 @@ class JsonLinesShard:
         ignored = table.ignored() | ({LEFT_OUT: left_out} if left_out else {})
         more: dict[str, Any] = {"ignored": ignored, "lost_bytes": lost, "media": media, "met": self._reader.met.counts}
         return facts_of(self, table, checksum, **more)
+
+    def begin(self, most: int) -> Beginning:
+        """Read the first records, and the headers of the media that they name. Bad data become rows with an error."""
+        table, end = scan_first(self._reader, self._limits, most)
+        self._file.check_unchanged()
+        is_whole, reach = end is None, self._file.size if end is None else end
+        more = {"share": reach / max(1, self._file.size), "reach": reach, "met": self._reader.met.counts}
+        return beginning_of(self, table, most, is_whole=is_whole, **more)  # type: ignore[arg-type]
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""

@@ -22,13 +22,14 @@ from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.fields import GZIP, OWN_JSON, OWN_TEXT, RAW, Met, printable
 from orchdata.loaders.shards.own.fields import Cell, cells_of
 from orchdata.loaders.shards.own.shard import ByteRange, Container, OpenContext, Shard, name_of
 from orchdata.loaders.shards.own.source import ShardSource
-from orchdata.loaders.shards.shard import facts_of
+from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.shards.tar import gunzip
 from orchdata.loaders.slow import SCANNING, here
 
@@ -88,6 +89,13 @@ class OpenedShard:
         checksum = self.checksum()
         self._source.check_unchanged()
         return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
+
+    def begin(self, most: int) -> Beginning:
+        """Ask for all keys, and for the first samples. Bad samples become rows with an error."""
+        table, count = _Scan(self).run_first(most)
+        self._source.check_unchanged()
+        more = {"share": most / max(1, count), "reach": most, "met": self._met.counts}
+        return beginning_of(self, table, most, is_whole=count <= most, **more)  # type: ignore[arg-type]
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError."""
@@ -249,6 +257,15 @@ class _Scan:
         if not keys:
             return shard_failure(f"no samples: {self._shard._name}: keys() gives none")
         return self._table
+
+    def run_first(self, most: int) -> tuple[FactsTable, int]:
+        """Return the facts of the first samples, and the number of all."""
+        keys = list(self._shard.keys())
+        for number, given in enumerate(keys[:most]):
+            here().key = printable(given)
+            self._add_sample(number, printable(given))
+        here().key = None
+        return self._table if keys else shard_failure(f"no samples: {self._shard._name}: keys() gives none"), len(keys)
 
     def _add_sample(self, number: int, key: str) -> None:
         table, first = self._table, len(self._table)

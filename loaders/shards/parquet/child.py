@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import signal
+import sys
 import threading
 from collections import OrderedDict
 from contextlib import suppress
@@ -92,7 +93,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
-        table, ignored = scan(reader, limits)
+        table, ignored = scan(reader, limits, int(request["most"]) or sys.maxsize)
         facts = _serialized(table.arrow())
     except Ended:
         raise

@@ -35,7 +35,7 @@ class Measurement:
     Attributes:
         table: its facts; one row with the reason if it failed.
         ignored: rows of each ignored column.
-        checksum: of size and content, hex.
+        checksum: of size and content, hex; empty if only the first rows were measured.
         failed: whether the file as a whole failed.
         promised_rows: number of rows in its footer; 0 if the footer could not be read.
         met: as of FactsMeta.
@@ -62,8 +62,11 @@ def measuring() -> Iterator[None]:
         _pool.leave()
 
 
-def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> Measurement:
+def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, most: int = 0) -> Measurement:
     """Measure a Parquet file in a child process; outside a `measuring` block, in a new one.
+
+    Args:
+        most: no batch is decoded after so many rows; 0: all are.
 
     Raises:
         StorageError: no child can be started, children are killed from outside, or the file takes far too long. Also
@@ -73,7 +76,7 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) ->
     for attempt in (1, 2):
         child = _pool.take(file.url)
         try:
-            scanned = child.measure(file, limits, rules, digest)
+            scanned = child.measure(file, limits, rules, digest, most)
         except Died as death:
             _pool.discard(child)
             if child.unwanted:
@@ -89,21 +92,22 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) ->
             if attempt == 2 and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if attempt == 2 and not death.external:
-                return _measurement(f"the Parquet library {death}", child.promised_rows, digest)
+                return _measurement(f"the Parquet library {death}", child.promised_rows, None if most else digest)
         except BaseException:
             _pool.discard(child)  # it still waits for an answer
             raise
         else:
             _pool.give_back(child)
-            return _measurement(scanned, child.promised_rows, digest)
+            return _measurement(scanned, child.promised_rows, None if most else digest)
     raise AssertionError("the second attempt returns or raises")
 
 
-def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
+def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest | None) -> Measurement:
     failed = isinstance(scanned, str)
     table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
+    checksum = "" if digest is None else digest.hexdigest()
     return Measurement(
-        table=table, ignored=ignored, checksum=digest.hexdigest(), failed=failed, promised_rows=promised_rows, met=met
+        table=table, ignored=ignored, checksum=checksum, failed=failed, promised_rows=promised_rows, met=met
     )
 
 

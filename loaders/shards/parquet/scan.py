@@ -5,6 +5,7 @@ For Parquet it runs in a child process (see `children`), because the first decod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -41,8 +42,11 @@ class RowReader(Protocol):
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
 
 
-def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
+def scan(reader: RowReader, limits: Limits, most: int = sys.maxsize) -> tuple[FactsTable, dict[str, int]]:
     """Return the facts of a file, and the number of rows of each ignored column. Bad cells are rows with an error.
+
+    Args:
+        most: no batch is decoded after so many rows.
 
     Raises:
         Refused: the file as a whole cannot be a shard, or is above the limits.
@@ -54,7 +58,7 @@ def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]
         too_long = limits.name_error("column's name", column.name)
         if too_long is not None:
             raise Refused(f"{shortened(column.name)!r}: {too_long}")
-    return _Scan(reader, limits).run(), dict.fromkeys(reader.ignored, reader.promised_rows)
+    return _Scan(reader, limits).run(most), dict.fromkeys(reader.ignored, reader.promised_rows)
 
 
 class _Scan:
@@ -66,7 +70,7 @@ class _Scan:
         self._table = FactsTable()
         self._first_row: dict[str, int] = {}
 
-    def run(self) -> FactsTable:
+    def run(self, most: int) -> FactsTable:
         reader, key = self._reader, self._reader.key
         names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
         columns = [] if reader.columns.are_whole else reader.columns
@@ -85,6 +89,9 @@ class _Scan:
                 current.key = f"row {number}"  # its batch is decoded next
                 if len(self._table) > self._limits.shard_rows:
                     raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
+                if number >= most:
+                    current.key = None
+                    return self._table
         current.key = None
         return self._table
 
