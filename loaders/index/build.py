@@ -161,25 +161,25 @@ def build_index(
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
-    patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
+    patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
     path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
             check_function_of(Index(path), recipe)
-    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, reading, force), StorageError)
+    builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, force), StorageError)
     if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, reading=reading), StorageError):
         warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
     if jobs > 1:
         builder.jobs = Jobs(
-            jobs, functools.partial(_Builder, recipe, fingerprint, cache, reading, force), recipe, paths
+            jobs, functools.partial(Builder, recipe, fingerprint, cache, reading, force), recipe, paths
         )
 
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
     with closing(builder), building(cache) as build:
-        measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
+        measured = in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
         if reading.columns:
@@ -191,18 +191,20 @@ def build_index(
     return index
 
 
-def _warn_of_retries(error: Exception, seconds: float) -> None:
+def warn_of_retries(error: Exception, seconds: float) -> None:
+    """Warn that reads are tried again."""
     warnings.warn(f"{error}; trying again for up to {seconds:g} s of waiting in this build", stacklevel=2)
 
 
-def _in_parallel(
-    builder: _Builder,
+def in_parallel(
+    builder: Builder,
     urls: Sequence[str],
     workers: int,
     progress: Callable[[BuildProgress], None] | None,
     under_way: Callable[[float, int], None] | None,
     patience: Patience,
 ) -> dict[str, CostTable]:
+    """Measure shards in threads, each by one or more, and return their tables by path."""
     # A task per small shard would take a fifth of the time of measuring it.
     length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
@@ -271,7 +273,7 @@ def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
 class _Crew:
     """The threads of a build: how many may work, and which shards are retried."""
 
-    def __init__(self, builder: _Builder, workers: int, patience: Patience) -> None:
+    def __init__(self, builder: Builder, workers: int, patience: Patience) -> None:
         self._builder = builder
         self._patience = patience
         self._turns = Turns(workers, paced=builder.jobs is None)
@@ -354,7 +356,7 @@ class _Crew:
         self._spread.close()
 
 
-class _Builder:
+class Builder:
     """Measures the shards of a build, and merges their tables."""
 
     def __init__(
@@ -386,6 +388,10 @@ class _Builder:
         if self.jobs is not None:
             self.jobs.close()
         self.claims.close()
+
+    def access_of(self, url: str) -> Access:
+        """Return the most that permissions of what is known of a shard may allow."""
+        return self._accesses.of(url)
 
     def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
         """Return the costs of a shard, and whether they were measured now.
@@ -420,7 +426,7 @@ class _Builder:
                     return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
                     self.missing_media.add_found(self.jobs.measure(url))
-                    return self._kept_in_memory(_named(self._stored(path, url, root, access), rules)), True
+                    return self._kept_in_memory(named(self._stored(path, url, root, access), rules)), True
                 facts = load_facts(
                     url,
                     opened,
@@ -433,7 +439,7 @@ class _Builder:
                 )
                 costs = self._measured(facts, opened, spread, self._texts_path(url, root, rules), access)
                 table = costs.write(path, url, facts.meta, root, access)
-                return self._kept_in_memory(_named(table, rules)), True
+                return self._kept_in_memory(named(table, rules)), True
 
     def _cached(
         self,
@@ -447,7 +453,7 @@ class _Builder:
         """Return the cached costs of a shard if the shard, and the files that it names, have not changed."""
         restrict(path, access)
         try:
-            table = _named(CostTable.open(path, url, self._recipe.kinds, media_root or "", access), rules)
+            table = named(CostTable.open(path, url, self._recipe.kinds, media_root or "", access), rules)
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
@@ -550,7 +556,7 @@ class _Builder:
         return costs
 
 
-def _named(table: CostTable, rules: FieldRules) -> CostTable:
+def named(table: CostTable, rules: FieldRules) -> CostTable:
     """Return the table with the new names of fields, and its container, which its file does not contain."""
     if not rules.columns and rules.container is None:
         return table

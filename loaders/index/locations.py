@@ -79,9 +79,15 @@ def index_path(
     reading: Reading = PLAIN,
     *,
     table_format: int = TABLE_FORMAT,
+    first: int = 0,
 ) -> Path:
-    """Return the path of the index of these shards under a recipe fingerprint; no shard is read."""
-    name = digest([table_format, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity()])
+    """Return the path of the index of these shards under a recipe fingerprint; no shard is read.
+
+    Args:
+        first: of the index of so many samples at the beginning; 0: of all.
+    """
+    only = [{"first": first}] if first else []
+    name = digest([table_format, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"
 
 

@@ -66,7 +66,7 @@ class CostTable:
         packed: its columns; if None, `body` reads and verifies them again.
         access: the most that permissions of an index with this table may allow.
         columns: (old name, new name) of each renamed field.
-        container: as in ShardInfo.
+        container, reach: as in ShardInfo.
     """
 
     path: str
@@ -82,6 +82,7 @@ class CostTable:
     access: Access | None = None
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
+    reach: int = 0
 
     @classmethod
     def open(
@@ -120,8 +121,8 @@ class CostTable:
     def shard(self) -> ShardInfo:
         meta = self.meta
         lost = meta.lost_samples, meta.lost_bytes
-        how = {"media_root": self.media_root, "columns": self.columns, "container": self.container}
-        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, **how)  # type: ignore[arg-type]
+        how = {name: getattr(self, name) for name in ("media_root", "columns", "container", "reach")}
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, **how)
 
     def without_body(self) -> CostTable:
         """Return the same table without its columns in memory."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
 
-from orchdata.loaders.shards.beginning import Beginning, first_samples
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
+from orchdata.loaders.shards.first.beginning import Beginning, first_samples
 
 _LEAST_SHARE: Final = 1e-12
 

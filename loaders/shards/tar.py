@@ -22,9 +22,9 @@ from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
-from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, Met, classify_renamed, printable, split_name
+from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,

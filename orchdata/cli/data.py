@@ -188,7 +188,7 @@ def verify(
     Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
     command fails if any sample is bad.
     """
-    from orchdata.dataset.shard_dataset import reading_of
+    from orchdata.dataset.indexed.arguments import reading_of
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
 

@@ -14,7 +14,7 @@ from orchdata.progress import in_words, progress_bar
 
 if TYPE_CHECKING:
     from orchdata.dataset.shard_dataset import ShardDataset
-    from orchdata.loaders.index.first_look import Estimate
+    from orchdata.loaders.index.first.look import Estimate
     from orchdata.loaders.index.index import Index
 
 
@@ -39,7 +39,7 @@ def complete_index(dataset: ShardDataset) -> Index | None:
 
 def estimate_report(dataset: ShardDataset, limit: int) -> dict[str, Any]:
     """Look at about `limit` samples, and return the result, JSON-safe."""
-    from orchdata.loaders.index.first_look import first_look
+    from orchdata.loaders.index.first.look import first_look
 
     start = time.perf_counter()
     with progress_bar("looking at shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.indexed.first import content_of, num_first_rows
 from orchdata.dataset.mixed_state import MixtureState, load_mixture
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.index import Index, content_fingerprint
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
@@ -97,8 +98,10 @@ def mixture_order(
     for number, (leaf, own) in enumerate(zip(mixture.leaves, index.indexes, strict=True)):
         first = int(index.first_rows[number])
         left_out = excluded[bounds[number] : bounds[number + 1]] - first
+        num_rows = num_first_rows(own, leaf.dataset.selections)
+        left_out = left_out[left_out < num_rows]
         own_seed = _seed_of(seed, leaf.name)
-        order = Order(own.num_rows, shuffle=shuffle, seed=own_seed, excluded=left_out, source=number)
+        order = Order(num_rows, shuffle=shuffle, seed=own_seed, excluded=left_out, source=number)
         if not order.num_samples:
             raise ValueError(f"source {leaf.name!r} has no usable sample: leave it out of the mixture")
         counts = IndexTokens(own, multiple_of)
@@ -135,7 +138,7 @@ def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: Mixtu
         "mixture": order.describe(),
         "sources": {
             leaf.name: {
-                "dataset": content_fingerprint(own.shards, ""),
+                "dataset": content_of(own, leaf.dataset.selections),
                 "recipe": leaf.dataset.recipe.describe(),
                 "loss_weight": float(leaf.loss_weight),
                 **({"selection": [each.describe() for each in chosen]} if (chosen := leaf.dataset.selections) else {}),

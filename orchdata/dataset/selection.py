@@ -204,6 +204,15 @@ class Taken:
         return inside if step == 1 else inside & is_good & ((numbers - start) % step == 0)
 
 
+def first_numbers(numbers: slice) -> range | None:
+    """Return the samples of a slice that do not depend on how many there are; None for another slice."""
+    start, stop, step = 0 if numbers.start is None else numbers.start, numbers.stop, numbers.step or 1
+    if not all(hasattr(each, "__index__") for each in (start, stop, step)):
+        return None
+    start, stop, step = start.__index__(), stop.__index__(), step.__index__()
+    return range(start, stop, step) if 0 <= start < stop and step > 0 else None
+
+
 def left_out(index: Index, selections: Sequence[Selection | Taken], own: OwnColumns = NO_COLUMNS) -> Rows:
     """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do.
 

@@ -6,8 +6,6 @@ Open files (the index, shards from which single samples were read) are kept apar
 from __future__ import annotations
 
 import copy
-import itertools
-import keyword
 import operator
 import os
 import shlex
@@ -20,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.indexed.arguments import checked_fields, reading_of
+from orchdata.dataset.indexed.first import num_first_samples
+from orchdata.dataset.indexed.found import Wanted, found_or_built
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
     Selection,
     Split,
     Taken,
+    first_numbers,
     left_out,
-    names_of_counts,
 )
-from orchdata.engines.pickling import pickle_container
-from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
-from orchdata.loaders.index.build import build_index
+from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.index.fields.build import open_fields
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute
-from orchdata.loaders.index.locations import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.required import load_required
@@ -44,12 +42,9 @@ from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.jsonl.media_changes import changed_media
 from orchdata.loaders.shards.open import OpenShards, by_identity
-from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.paths import is_folder
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
@@ -154,7 +149,11 @@ class ShardDataset:
         return self._with(Split(part=part, fraction=fraction, seed=seed))
 
     def take(self, count: int) -> ShardDataset:
-        """Return the data set with only its first `count` samples, or all of them if it has fewer."""
+        """Return the data set with only its first `count` samples, or all of them if it has fewer.
+
+        Without an index only these samples are measured, as many shards as they take, each from its beginning: they are
+        the same as those of the full index. After a `filter`, or with index_fields, all shards are indexed.
+        """
         if not hasattr(count, "__index__") or count.__index__() < 1:
             raise ValueError(f"take needs a number of samples, at least 1, got {count!r}")
         return self._with(Taken(range(count.__index__())))
@@ -268,26 +267,15 @@ class ShardDataset:
     def _index(
         self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[float, int], None] | None
     ) -> Index:
-        if not rebuild:
-            problem = f"no index for these {len(self.urls)} shards under this recipe"
-            try:
-                index = open_index(self.urls, self.recipe, reading=self.reading)
-            except DamagedIndexError as error:
-                problem = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
-                index = None
-            if index is not None:
-                return index
-            if is_outdated(self.urls, self.recipe, reading=self.reading):
-                problem = f"the index of these {len(self.urls)} shards has an earlier format"
-            if num_ranks > 1 and rank is None:
-                raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {self._how_to_index()}")
-        return build_index(
-            self.urls,
-            self.recipe,
-            reading=self.reading,
-            share=(rank or 0, num_ranks),
-            under_way=progress,
+        wanted = Wanted(
+            self.urls, self.recipe, self.reading, self._first, self._how_to_index(), self._as_arguments(), progress
         )
+        return found_or_built(wanted, num_ranks, rank, rebuild=rebuild)
+
+    @property
+    def _first(self) -> int | None:
+        """The number of the first good samples that the selections choose from; None: all."""
+        return None if self.index_fields else num_first_samples(self.selections)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
@@ -320,7 +308,8 @@ class ShardDataset:
         DataError if the sample cannot be decoded.
         """
         if isinstance(number, slice):
-            return self._with(Taken.of(range(len(self))[number], len(self)))
+            ahead = first_numbers(number)
+            return self._with(Taken(ahead) if ahead is not None else Taken.of(range(len(self))[number], len(self)))
         try:
             number = operator.index(number)
         except TypeError:
@@ -451,59 +440,3 @@ class _Opened:
                 load_required(recipe)
                 self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=by_identity(containers))
             return self._shards
-
-
-def reading_of(
-    media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None, containers: Iterable[Container] = ()
-) -> Reading:
-    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
-    root, pairs = _checked_media_root(media_root), _checked_columns(columns)
-    checked = checked_containers(containers)
-    for each in checked:
-        pickle_container(each)  # worker processes get one: find out now
-    return Reading(media_root=root, columns=pairs, containers=checked)
-
-
-def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """Return (old name, new name) of each renamed field, by old name. Raises TypeError, and ValueError for two fields
-    with one new name.
-    """
-    if columns is None:
-        return ()
-    if not isinstance(columns, Mapping) or not all(isinstance(each, str) for pair in columns.items() for each in pair):
-        raise TypeError(f"columns is a dict of old name -> new name, got {columns!r}")
-    pairs = tuple(sorted((old, new) for old, new in columns.items() if old != new))
-    for (old, new), (other, its_new) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[1])):
-        if new == its_new:
-            raise ValueError(f"columns gives {old!r} and {other!r} the same new name {new!r}")
-    return pairs
-
-
-def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
-    """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
-    if media_root is None:
-        return None
-    root = LOCAL.identity(fspath(media_root))
-    if not is_folder(root):
-        raise ValueError(f"media_root {root!r} is not a folder")
-    return root
-
-
-def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
-    """Return names of `index_fields`, in order. Raises TypeError and ValueError for names that no filter could have."""
-    names = names if isinstance(names, str) else tuple(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"index_fields is a tuple of names, such as ('score',), got {names!r}")
-    counts = names_of_counts(recipe.modalities)
-    for name in names:
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise ValueError(
-                f"index_fields: {name!r} is no name that a filter can have: give the field another name with "
-                f"columns={{{name!r}: 'my_name'}}"
-            )
-        if name in counts:
-            raise ValueError(
-                f"index_fields: every index has a column {name!r} of its own: give the field another name with "
-                f"columns={{{name!r}: 'my_{name}'}}"
-            )
-    return tuple(sorted(set(names)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
+from orchdata.dataset.indexed.first import content_of, is_partial, num_first_rows
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
@@ -23,7 +24,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.fields.missing import missing_names
-from orchdata.loaders.index.index import Index, content_fingerprint
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
@@ -98,7 +99,7 @@ def prepare_shards(
     lost = lost_samples(index, bad)
     refuse_above_budget(unusable_of(index, bad, lost, unchosen, [leaf.name for leaf in leaves]), options.policy)
     warn_of_bad(index, bad)
-    _warn_of_missing(recipes, index, by_identity(dataset.containers))
+    _warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own" and length is None:
@@ -120,11 +121,14 @@ def prepare_shards(
         identity = mixture_fingerprint(dataset.leaves, index, order)
     else:
         if options.listed is None:
-            order = Order(index.num_rows, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+            # Rows that no selection can choose are no part of the order, whether the index has them or not.
+            num_rows = num_first_rows(index, dataset.selections)
+            among = excluded[excluded < num_rows]
+            order = Order(num_rows, shuffle=options.shuffle, seed=options.seed, excluded=among)
         else:
             order = ListedOrder(options.listed[~np.isin(options.listed, excluded)])
         identity = {
-            "dataset": content_fingerprint(index.shards, ""),
+            "dataset": content_of(index, dataset.selections),
             "recipe": dataset.recipe.describe(),
             "order": order.describe(),
             **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
@@ -175,12 +179,20 @@ def _warn_of_unread(index: Index | JoinedIndex) -> None:
         )
 
 
-def _warn_of_missing(
-    recipes: Sequence[Recipe], index: Index | JoinedIndex, containers: Mapping[str, Container]
-) -> None:
+def _whole_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[ShardDataset, Index]]:
+    """Return the data sets with their indexes, without those of first samples alone: other samples are not known."""
+    mine: list[tuple[ShardDataset, Index]] = []
+    if isinstance(dataset, ShardDataset):
+        mine = [(dataset, index)]
+    elif isinstance(index, JoinedIndex):
+        mine = [(leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
+    return [(one, each) for one, each in mine if not is_partial(each, one.urls)]
+
+
+def _warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
     """Warn once about names of `Recipe.keep` that no sample has."""
-    indexes = index.indexes if isinstance(index, JoinedIndex) else (index,)
-    keeping = [(each, recipe) for each, recipe in zip(indexes, recipes, strict=True) if recipe.keep]
+    containers = by_identity(dataset.containers)
+    keeping = [(each, one.recipe) for one, each in _whole_parts(dataset, index) if one.recipe.keep]
     found = [missing_names(each, recipe, containers) for each, recipe in keeping]
     there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
     if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
@@ -196,12 +208,7 @@ def _warn_of_missing(
 
 def _warn_of_unused_root(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
     """Warn once about a `media_root` without media: their names are probably under a key that is not read."""
-    mine: list[tuple[ShardDataset, Index]] = []
-    if isinstance(index, Index):
-        mine = [(dataset, index)] if isinstance(dataset, ShardDataset) else []
-    elif isinstance(dataset, Mixture):
-        mine = [(leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
-    for one, each in mine:
+    for one, each in _whole_parts(dataset, index):
         totals = each.totals
         if one.media_root is None or totals["samples"] == totals["bad"]:
             continue

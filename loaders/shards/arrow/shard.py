@@ -19,9 +19,9 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
-from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
+from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.parquet.cells import (
     field_clash,
     is_json_field,

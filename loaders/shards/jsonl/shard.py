@@ -16,10 +16,10 @@ from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import LEFT_OUT
-from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import NAMED
+from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader

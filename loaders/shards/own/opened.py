@@ -22,10 +22,10 @@ from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.fields import GZIP, OWN_JSON, OWN_TEXT, RAW, Met, printable
+from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.own.fields import Cell, cells_of
 from orchdata.loaders.shards.own.shard import ByteRange, Container, OpenContext, Shard, name_of
 from orchdata.loaders.shards.own.source import ShardSource

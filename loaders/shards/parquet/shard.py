@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.beginning import Beginning
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
+from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.parquet.cells import is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns

@@ -20,10 +20,10 @@ from shard_factory import omni_samples, write_shard
 
 import orchdata as od
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.first_look import first_look
+from orchdata.loaders.index.first.look import first_look
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import cost_shard
-from orchdata.loaders.shards.begun import begun
+from orchdata.loaders.shards.first.begun import begun
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile

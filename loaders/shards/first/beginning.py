@@ -17,12 +17,14 @@ class Beginning(NamedTuple):
         is_whole: whether the shard has no others.
         share: of its samples that these are, above 0, at most 1; an estimate where a container does not count them.
         reach: how far the shard was read, above 0, as `ShardInfo.reach`.
+        is_short: whether there are fewer samples than were wanted, because they are too large for memory.
     """
 
     facts: Facts
     is_whole: bool
     share: float
     reach: int
+    is_short: bool = False
 
 
 def first_samples(table: FactsTable, most: int) -> FactsTable:

@@ -22,7 +22,7 @@ from orchdata.loaders.index.shard_costs import ShardCosts, cost_shard
 from orchdata.loaders.index.totals import Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
-from orchdata.loaders.shards.begun import begun
+from orchdata.loaders.shards.first.begun import begun
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.children import measuring
@@ -175,12 +175,11 @@ class _Looker:
         began = time.perf_counter()
         try:
             costs, share = self._costs(url, most)
-        except ShardError as error:
-            return error, 1.0, time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
-            reason = f"cannot be scanned: {type(error).__name__}: {error}"
-            return ShardError(url, reason), 1.0, time.perf_counter() - began
+            if not isinstance(error, ShardError):
+                error = ShardError(url, f"cannot be scanned: {type(error).__name__}: {error}")
+            return error, 1.0, time.perf_counter() - began
         return costs, share, time.perf_counter() - began
 
     def _costs(self, url: str, most: int) -> tuple[ShardCosts, float]:

@@ -9,10 +9,10 @@ from typing import Final
 
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.beginning import Beginning, first_samples
 from orchdata.loaders.shards.builtin import Builtin, RecordContainer, TarContainer, builtin_of
 from orchdata.loaders.shards.compressed import UnpackedFile, compression, unpack
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
+from orchdata.loaders.shards.first.beginning import Beginning, first_samples
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.own.shard import OpenContext
 from orchdata.loaders.shards.shard import Shard
@@ -39,7 +39,7 @@ def begun(
 ) -> Iterator[tuple[Shard, Beginning]]:
     """Open a shard for the block, with its first `most` samples: only these can be read from it.
 
-    A compressed shard may have fewer of them, if so many would take more than `MOST_BYTES`; then `is_whole` is false.
+    A compressed shard may have fewer of them, if so many would take more than `MOST_BYTES`: `is_short` says so.
 
     Args:
         limits, cache, media_root, rules: as of `open_shard`; nothing is kept in the cache.
@@ -76,7 +76,7 @@ def _unpacked(
         table = first_samples(table, table.sample[-1] if len(table) else 0)
         if content.damage is not None or not len(table):
             raise ShardError(file.url, content.damage or f"its first sample has more than {MOST_BYTES} bytes")
-        beginning = beginning._replace(facts=beginning.facts._replace(table=table), is_whole=False)
+        beginning = beginning._replace(facts=beginning.facts._replace(table=table), is_whole=False, is_short=True)
     facts = beginning.facts._replace(meta=replace(beginning.facts.meta, size=file.size, version=file.version))
     share = beginning.share * content.share
     return shard, beginning._replace(facts=facts, share=share, reach=len(content.data))

@@ -1,0 +1,73 @@
+"""Arguments of `ShardDataset`, checked."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
+
+from orchdata.dataset.selection import names_of_counts
+from orchdata.engines.pickling import pickle_container
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.own.checks import checked_containers
+from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.paths import is_folder
+
+
+def reading_of(
+    media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None, containers: Iterable[Container] = ()
+) -> Reading:
+    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
+    root, pairs = _checked_media_root(media_root), _checked_columns(columns)
+    checked = checked_containers(containers)
+    for each in checked:
+        pickle_container(each)  # worker processes get one: find out now
+    return Reading(media_root=root, columns=pairs, containers=checked)
+
+
+def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """Return (old name, new name) of each renamed field, by old name. Raises TypeError, and ValueError for two fields
+    with one new name.
+    """
+    if columns is None:
+        return ()
+    if not isinstance(columns, Mapping) or not all(isinstance(each, str) for pair in columns.items() for each in pair):
+        raise TypeError(f"columns is a dict of old name -> new name, got {columns!r}")
+    pairs = tuple(sorted((old, new) for old, new in columns.items() if old != new))
+    for (old, new), (other, its_new) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[1])):
+        if new == its_new:
+            raise ValueError(f"columns gives {old!r} and {other!r} the same new name {new!r}")
+    return pairs
+
+
+def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
+    """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
+    if media_root is None:
+        return None
+    root = LOCAL.identity(fspath(media_root))
+    if not is_folder(root):
+        raise ValueError(f"media_root {root!r} is not a folder")
+    return root
+
+
+def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
+    """Return names of `index_fields`, in order. Raises TypeError and ValueError for names that no filter could have."""
+    names = names if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"index_fields is a tuple of names, such as ('score',), got {names!r}")
+    counts = names_of_counts(recipe.modalities)
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(
+                f"index_fields: {name!r} is no name that a filter can have: give the field another name with "
+                f"columns={{{name!r}: 'my_name'}}"
+            )
+        if name in counts:
+            raise ValueError(
+                f"index_fields: every index has a column {name!r} of its own: give the field another name with "
+                f"columns={{{name!r}: 'my_{name}'}}"
+            )
+    return tuple(sorted(set(names)))

@@ -1,0 +1,62 @@
+"""The index of a data set: opened if it is there, else built, and what is said while that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.first.build import build_first_index, open_first
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.locations import is_outdated, open_index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.reading import Reading
+
+
+class Wanted(NamedTuple):
+    """The index that a data set needs.
+
+    Attributes:
+        urls, recipe, reading: what it is of.
+        first: the number of the good samples at the beginning that suffice; None: all are needed.
+        how_to_index: how it is built ahead, for errors.
+        arguments: of the command that builds it.
+        progress: as of `ShardDataset.index`.
+    """
+
+    urls: tuple[str, ...]
+    recipe: Recipe
+    reading: Reading
+    first: int | None
+    how_to_index: str
+    arguments: str
+    progress: Callable[[float, int], None] | None
+
+
+def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild: bool) -> Index:
+    """Return the index: the full one if it is there, even if the first samples suffice. Arguments are those of
+    `ShardDataset.index`; raises as it does.
+    """
+    urls, recipe, reading, first = wanted.urls, wanted.recipe, wanted.reading, wanted.first
+    problem = f"no index for these {len(urls)} shards under this recipe"
+    is_full = first is None
+    try:
+        index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
+        if index is not None and not rebuild:
+            return index
+        is_full = is_full or index is not None
+        if first is not None and not is_full and not rebuild:
+            index = open_first(urls, recipe, first, reading=reading)
+            if index is not None:
+                return index
+    except DamagedIndexError as error:
+        problem = f"the index of these {len(urls)} shards is damaged ({error.path}: {error.reason})"
+    if not rebuild:
+        if is_outdated(urls, recipe, reading=reading):
+            problem = f"the index of these {len(urls)} shards has an earlier format"
+        if num_ranks > 1 and rank is None:
+            raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
+    if first is not None and not is_full:
+        return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
+    return build_index(urls, recipe, reading=reading, share=(rank or 0, num_ranks), under_way=wanted.progress)
