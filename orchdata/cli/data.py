@@ -280,17 +280,24 @@ def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[st
 
 def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool, jobs: int = 1) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
+    from orchdata.dataset.indexed.forecast import Forecast
     from orchdata.loaders.index.build import BuildProgress, build_index
 
     scanned = 0
+    forecast = Forecast(urls, "finished shards are kept if you stop it; for a first look in seconds, `--limit 1000`")
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
 
         def shard_done(shard: BuildProgress) -> None:
             nonlocal scanned
             scanned += shard.measured
+            forecast.shard_done(shard)
+
+        def under_way(done: float, total: int) -> None:
+            forecast.look()
+            advance(done, total)
 
         index = build_index(
-            urls, recipe, reading=reading, force=force, jobs=jobs, progress=shard_done, under_way=advance
+            urls, recipe, reading=reading, force=force, jobs=jobs, progress=shard_done, under_way=under_way
         )
         return index, scanned
 

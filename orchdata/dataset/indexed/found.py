@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from orchdata.dataset.indexed.forecast import Forecast
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first.build import build_first_index, open_first
@@ -59,4 +60,17 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
     if first is not None and not is_full:
         return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
-    return build_index(urls, recipe, reading=reading, share=(rank or 0, num_ranks), under_way=wanted.progress)
+    advice = (
+        f"to build it ahead, `orchdata index {wanted.arguments}`; for a first look in seconds, the same with --limit "
+        "1000, or dataset.take(1000)"
+    )
+    forecast = Forecast(urls, advice, processes=num_ranks)
+
+    def under_way(done: float, total: int) -> None:
+        if not rank:
+            forecast.look()
+        if wanted.progress is not None:
+            wanted.progress(done, total)
+
+    share = rank or 0, num_ranks
+    return build_index(urls, recipe, reading=reading, share=share, progress=forecast.shard_done, under_way=under_way)
