@@ -71,6 +71,7 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench index
 	$(BIN)/python -m benchmarks.parquet
 	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.first_look
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
 	$(BIN)/orchdata bench exchange

@@ -172,9 +172,7 @@ def build_index(
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
     if jobs > 1:
-        builder.jobs = Jobs(
-            jobs, functools.partial(Builder, recipe, fingerprint, cache, reading, force), recipe, paths
-        )
+        builder.jobs = Jobs(jobs, functools.partial(Builder, recipe, fingerprint, cache, reading, force), recipe, paths)
 
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]

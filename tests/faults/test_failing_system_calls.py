@@ -205,13 +205,15 @@ def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list
 
 
 def walks() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of each container the build of its index, its load, and the load that decompresses what was evicted; and of some
-    what prunes the cache folder, or lists it.
+    """Of each container the build of its index, its load, and the load that decompresses what was evicted; a first
+    look at it, and the index of its first samples; and of some what prunes the cache folder, or lists it.
     """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in CONTAINERS:
         found[f"{name}, build"] = ("index", {"container": name})
         found[f"{name}, load"] = ("start_and_epoch", {"container": name})
+        found[f"{name}, first look"] = ("look", {"container": name})
+        found[f"{name}, take"] = ("take", {"container": name})
         if name in ("tar.gz", "tar.zst"):
             found[f"{name}, cache fill"] = ("start_and_epoch", {"container": name, "evicted": True})
     for scenario, name in (("prune", "tar.gz"), ("prune_in_use", "jsonl"), ("listing", "tar.gz"), ("bounded", "tar")):

@@ -73,6 +73,7 @@ def build_first_index(
     *,
     cache: CacheFolder | None = None,
     reading: Reading = PLAIN,
+    num_threads: int | None = None,
     under_way: Callable[[float, int], None] | None = None,
     retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
@@ -85,7 +86,7 @@ def build_first_index(
         urls: paths of the shards, expanded, in order; at least one.
         recipe: defines the costs.
         count: number of good samples, at least 1.
-        cache, reading, under_way, retry_seconds: as of `build_index`.
+        cache, reading, num_threads, under_way, retry_seconds: as of `build_index`.
 
     Raises as `build_index`, but not for columns to rename that these samples do not have.
     """
@@ -103,14 +104,16 @@ def build_first_index(
             with suppress(DamagedIndexError):
                 if (index := open_first(urls, recipe, count, cache=cache, reading=reading)) is not None:
                     return index
-        first = _First(builder, recipe, reading, cache, under_way, patience)
+        workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
+        first = _First(builder, recipe, reading, cache, workers, under_way, patience)
         tables = first.tables(paths, count)
         builder.missing_media.check()
         if not tables[-1].reach and len(tables) == len(paths):
             tables = []
         else:
             return patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
-    return build_index(urls, recipe, cache=cache, reading=reading, under_way=under_way, retry_seconds=retry_seconds)
+    rest: dict[str, Any] = {"num_threads": num_threads, "under_way": under_way, "retry_seconds": retry_seconds}
+    return build_index(urls, recipe, cache=cache, reading=reading, **rest)
 
 
 def _changed(path: Path) -> tuple[int, int] | None:
@@ -130,6 +133,7 @@ class _First:
         recipe: Recipe,
         reading: Reading,
         cache: CacheFolder,
+        workers: int,
         under_way: Callable[[float, int], None] | None,
         patience: Patience,
     ) -> None:
@@ -137,6 +141,7 @@ class _First:
         self._recipe = recipe
         self._reading = reading
         self._cache = cache
+        self._workers = workers
         self._under_way = under_way
         self._patience = patience
         self._probes = Probes(recipe, None)
@@ -175,8 +180,7 @@ class _First:
         return inside
 
     def _whole(self, paths: Sequence[str]) -> list[CostTable]:
-        workers = min(8, os.cpu_count() or 1)
-        measured = in_parallel(self._builder, paths, workers, None, self._under_way, self._patience)
+        measured = in_parallel(self._builder, paths, self._workers, None, self._under_way, self._patience)
         return [measured[path] for path in paths]
 
     def _cut(self, url: str, left: int) -> CostTable | None:

@@ -71,7 +71,9 @@ def first_look(
     *,
     reading: Reading = PLAIN,
     seed: int = 0,
+    num_threads: int | None = None,
     progress: Callable[[float, int], None] | None = None,
+    retry_seconds: float = BUILD_SECONDS,
 ) -> Estimate:
     """Measure about `limit` samples of up to 32 shards spread over all, each from its beginning. Nothing is kept.
 
@@ -81,6 +83,7 @@ def first_look(
         limit: number of samples, at least 1.
         reading: how the shards are read.
         seed: chooses the shards.
+        num_threads, retry_seconds: as of `build_index`.
         progress: called after each shard with the number that is done, and the number to look at.
 
     Raises:
@@ -94,9 +97,9 @@ def first_look(
     load_for_scanning(recipe)
     paths = [absolute(url) for url in urls]
     chosen = _chosen(paths, min(MOST_SHARDS, limit), seed)
-    workers = min(8, os.cpu_count() or 1)
+    workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
     missing = MissingMedia()
-    patience = Patience(BUILD_SECONDS, lambda error: None)
+    patience = Patience(retry_seconds, lambda error: None)
     looker = _Looker(recipe, reading, -(-limit // len(chosen)), missing)
 
     def look(url: str) -> _Look:
