@@ -93,7 +93,7 @@ def prepare_shards(
     _warn_of_unused_root(dataset, index)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
-    without = np.union1d(_quarantined_rows(index, named), unchosen)
+    without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
     lost = lost_samples(index, bad)
@@ -410,13 +410,17 @@ def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
     return [(shard, key) for shard, key in pairs]
 
 
-def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
-    """Return all rows with these names; if some rows of a name are bad, only these."""
+def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
+    """Return all rows with these names; if some rows of a name are bad, only these. Raises ValueError for a name that
+    no sample has; where the index has first samples alone, it may be that of another one.
+    """
+    parts = index.indexes if isinstance(index, JoinedIndex) else (index,)
+    is_whole = bool(quarantine) and len(_whole_parts(dataset, index)) == len(parts)
     rows: list[int] = []
     bad = set(index.bad_rows().tolist()) if quarantine else set()
     for shard, key in quarantine:
         matches = index.find_all(shard, key)
-        if not matches:
+        if not matches and is_whole:
             raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
         rows.extend([row for row in matches if row in bad] or matches)
     return np.unique(np.array(rows, np.int64))

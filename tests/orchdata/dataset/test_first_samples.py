@@ -251,3 +251,14 @@ def test_counts_that_are_refused(tmp_path: Path, count: Any) -> None:
 def test_empty_and_huge_slices(tmp_path: Path) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=5))
     assert len(dataset[:0]) == 0 and len(dataset[: 10**12]) == 10 and len(dataset.take(10**12)) == 10
+
+
+def test_a_quarantine_may_name_samples_that_come_later(tmp_path: Path) -> None:
+    urls = omni_shards(tmp_path, shards=2, samples=10)
+    named = [(urls[0], "s0-0001"), (urls[1], "s1-0003")]
+    loaders = [od.DataLoader(od.ShardDataset(urls).take(6), batch_size=3, quarantine=named)]
+    od.ShardDataset(urls).index()
+    loaders.append(od.DataLoader(od.ShardDataset(urls).take(6), batch_size=3, quarantine=named))
+    first, full = ([key for batch in loader for _, key in batch.sample_ids] for loader in loaders)
+    assert first == full == [f"s0-000{number}" for number in (0, 2, 3, 4, 5)]
+    loaders[1].load_state_dict(loaders[0].state_dict())
