@@ -124,7 +124,7 @@ def test_the_command_prints_a_table_or_json(shards: list[str], private_cache: Pa
     for words in ("costs of a shard under a recipe", str(Path(shards[0]).parent), "text, image, audio", "just now"):
         assert words in output
     found = json.loads(run.invoke(app, ["cache", "--json"]).output)
-    assert found["files"] == 7 and found["kinds"]["costs"]["files"] == 3 and found["indexes"][0]["samples"] == 27
+    assert found["files"] == 10 and found["kinds"]["costs"]["files"] == 3 and found["indexes"][0]["samples"] == 27
     assert found["indexes"][0]["last_used"].endswith("+00:00")
 
 
@@ -135,7 +135,7 @@ def test_the_command_prunes(shards: list[str], private_cache: Path) -> None:
     assert "would remove 10 files" in run.invoke(app, ["cache", "prune", "--older-than", "0s", "--dry-run"]).output
     opened = build_index(shards, od.Recipe())
     output = run.invoke(app, ["cache", "prune", "--max-bytes", "0"]).output
-    assert "removed 6 files" in output and "  costs: 3 files" in output and "not removed, in use: 1 file" in output
+    assert "removed 9 files" in output and "  costs: 3 files" in output and "not removed, in use: 1 file" in output
     del opened
     found = json.loads(run.invoke(app, ["cache", "prune", "--older-than", "0s", "--json"]).output)
     assert found["removed"]["index"]["files"] == 1 and found["left"] == {"files": 0, "bytes": 0}
