@@ -3,16 +3,24 @@
     PYTHONPATH=tests/support .venv/bin/python tests/support/golden_cases.py NAME...
 
 makes the cases of these names again and leaves all others unchanged. A name may be a pattern, as 'plan, *'. A case
-that no longer exists is removed by its name.
+that no longer exists is removed by its name. Before a release that writes other states,
+
+    PYTHONPATH=tests/support .venv/bin/python tests/support/golden_cases.py --keep NAME
+
+keeps the states as NAME.json.xz in `states_of_before`; every later release must load them. Recipes, which many states
+have, are stored once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,6 +30,7 @@ from golden_data import GoldenData
 from golden_states import STATES
 
 PATH = Path(__file__).resolve().parents[1] / "orchdata" / "golden" / "golden.json"
+STATES_OF_BEFORE = PATH.parent / "states_of_before"
 CASES: dict[str, Callable[[GoldenData], Any]] = {
     **{f"state, {name}": case.stored for name, case in STATES.items()},
     **{f"plan, {name}": case.stored for name, case in PLANS.items()},
@@ -32,17 +41,65 @@ CASES: dict[str, Callable[[GoldenData], Any]] = {
 }
 _WIDTH = 120
 _DEEP = 4
+_RECIPE, _RECIPES = "recipe", "recipes"
 
 
 def read() -> dict[str, Any]:
     """The stored cases by name."""
-    cases: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {}
-    return cases
+    return _unpacked(PATH.read_text()) if PATH.exists() else {}
+
+
+def read_before(name: str) -> dict[str, Any]:
+    """The states of an earlier release, by the names of their cases."""
+    return _unpacked(lzma.decompress((STATES_OF_BEFORE / name).read_bytes()).decode())
 
 
 def as_text(cases: dict[str, Any]) -> str:
     """The content of the file: in the order of `CASES`, so that a change of one case changes its lines alone."""
-    return _laid_out({name: cases[name] for name in CASES if name in cases}, "") + "\n"
+    recipes: dict[str, Any] = {}
+    packed = {name: _packed(cases[name], recipes) for name in CASES if name in cases}
+    return _laid_out({_RECIPES: dict(sorted(recipes.items())), **packed}, "") + "\n"
+
+
+def _packed(value: Any, recipes: dict[str, Any]) -> Any:
+    """A value whose recipes are names in `recipes`."""
+    if isinstance(value, list):
+        return [_packed(each, recipes) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for key, each in value.items():
+        if key == _RECIPE and isinstance(each, dict):
+            name = hashlib.blake2b(json.dumps(each).encode(), digest_size=4).hexdigest()
+            recipes[name] = each
+            found[key] = f"{_RECIPES}/{name}"
+        else:
+            found[key] = _packed(each, recipes)
+    return found
+
+
+def _unpacked(text: str) -> dict[str, Any]:
+    cases: dict[str, Any] = json.loads(text)
+    recipes = {f"{_RECIPES}/{name}": each for name, each in cases.pop(_RECIPES, {}).items()}
+
+    def unpacked(value: Any) -> Any:
+        if isinstance(value, list):
+            return [unpacked(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: deepcopy(recipes[each]) if isinstance(each, str) and each in recipes else unpacked(each)
+            for key, each in value.items()
+        }
+
+    return {name: unpacked(each) for name, each in cases.items()}
+
+
+def _keep(name: str) -> None:
+    states = {each: case for each, case in read().items() if each.startswith("state, ")}
+    STATES_OF_BEFORE.mkdir(exist_ok=True)
+    data = lzma.compress(as_text(states).encode(), preset=9 | lzma.PRESET_EXTREME)
+    (STATES_OF_BEFORE / f"{name}.json.xz").write_bytes(data)
 
 
 def _laid_out(value: Any, indent: str) -> str:
@@ -61,6 +118,9 @@ def _laid_out(value: Any, indent: str) -> str:
 
 def main(patterns: Sequence[str]) -> int:
     """The exit status: 1 where a name is no case."""
+    if len(patterns) == 2 and patterns[0] == "--keep":
+        _keep(patterns[1])
+        return 0
     cases = read()
     known = {*CASES, *cases}
     unknown = [each for each in patterns if not any(fnmatchcase(name, each) for name in known)]

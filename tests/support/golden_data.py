@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,16 @@ RECIPES: dict[str, od.Recipe] = {
     "text": od.Recipe(image=RECIPE.image, audio=RECIPE.audio, text=replace(OTHER_TEXT, eos_token_id=None)),
     "long": od.Recipe(image=None, audio=None, text=od.TextPreprocessor(max_tokens=48, overflow="split")),
     "records": od.Recipe(image=RECIPE.image, audio=None),
+    "plain": od.Recipe(image=None, audio=None),
 }
-RECIPE_OF_FILES = {name: name for name in ("omni", "chat", "text", "long", "records")} | {
+FILES_OF_RECIPE = {name: name for name in ("omni", "chat", "text", "long", "records")} | {
     "omni in float32": "omni",
     "omni, as waves": "omni",
+    "plain": "long",
 }
+OTHER_CONTAINERS = ("parquet", "arrow", "notes")
+"""Files that all have the recipe "records"."""
+FOLDER = Path(__file__).resolve().parents[1] / "orchdata" / "golden"
 
 
 def draw(*numbers: int) -> int:
@@ -64,12 +70,17 @@ class GoldenData:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._urls = {name: write(folder) for name, write in _FILES.items()}
+        # Writers of these formats write other bytes from release to release, so the files are kept.
+        self._urls |= {name: [shutil.copy(FOLDER / f"table.{name}", folder)] for name in ("parquet", "arrow")}
         self._sets: dict[str, od.ShardDataset] = {}
 
     def shards(self, name: str) -> od.ShardDataset:
         """A data set by the name of its recipe; it is made, and indexed, once."""
         if name not in self._sets:
-            self._sets[name] = od.ShardDataset(self._urls[RECIPE_OF_FILES[name]], RECIPES[name])
+            other = name in OTHER_CONTAINERS
+            files, recipe = (name, "records") if other else (FILES_OF_RECIPE[name], name)
+            containers = [Notes()] if name == "notes" else []
+            self._sets[name] = od.ShardDataset(self._urls[files], RECIPES[recipe], containers=containers)
             self._sets[name].index()  # several ranks refuse to build it
         return self._sets[name]
 
@@ -102,7 +113,53 @@ def _records(folder: Path) -> list[str]:
     return [str(folder / "records.jsonl")]
 
 
-_FILES = {"omni": _omni, "chat": _chat, "text": _text, "long": _long, "records": _records}
+def _notes(folder: Path) -> list[str]:
+    lines = [f"n{n}\t{_words(1 + draw(7, n) % 12, n)}\n" for n in range(11)]
+    (folder / "notes.notes").write_text("".join(lines))
+    return [str(folder / "notes.notes")]
+
+
+_FILES = {"omni": _omni, "chat": _chat, "text": _text, "long": _long, "records": _records, "notes": _notes}
+
+
+class NotesShard(od.Shard):
+    """A sample in each line: its key and its text."""
+
+    def __init__(self, source: od.ShardSource) -> None:
+        with source.file() as file:
+            self._lines = [line.split("\t") for line in file.read().decode().splitlines()]
+
+    def keys(self) -> list[str]:
+        return [key for key, _ in self._lines]
+
+    def sample(self, number: int) -> dict[str, bytes]:
+        return {"txt": self._lines[number][1].encode()}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Notes(od.Container):
+    """A container of the user's."""
+
+    def claims(self, path: str) -> bool:
+        return path.endswith(".notes")
+
+    def open(self, source: od.ShardSource, context: od.OpenContext) -> NotesShard:
+        return NotesShard(source)
+
+
+def write_tables() -> None:
+    """Write the files that are kept."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [_words(1 + draw(8, n) % 12, n) for n in range(13)]
+    table = pa.table({"id": [f"q{n}" for n in range(13)], "text": texts})
+    pq.write_table(table, FOLDER / "table.parquet", row_group_size=5)
+    with pa.ipc.new_stream(FOLDER / "table.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=6)
 
 
 def _omni_sample(shard: int, number: int) -> dict[str, Any]:

@@ -182,6 +182,37 @@ def nested(data: GoldenData, **more: Any) -> od.DataLoader:
     return od.DataLoader(outer, **{"batch_size": 6, "shuffle": True, "num_threads": 0} | more)
 
 
+def twice(data: GoldenData, **more: Any) -> od.DataLoader:
+    """The same samples under two names, next to others."""
+    sources = {
+        "once": od.Source(data.shards("omni")),
+        "again": od.Source(data.shards("omni"), weight=2),
+        "text": od.Source(data.shards("text")),
+    }
+    return od.DataLoader(
+        od.Mixture(sources, stop="all"), **{"global_batch_tokens": 900, "shuffle": True, "num_threads": 0} | more
+    )
+
+
+def windows(*names: str, **options: Any) -> Make:
+    """Loaders of windows of concatenated documents, of one data set or a mixture."""
+    layout = {"collate_fn": od.Packed(length=64, concatenate=True), "global_batch_size": 3, "shuffle": True}
+
+    def make(data: GoldenData, **more: Any) -> od.DataLoader:
+        found = [data.shards(name) for name in names]
+        mixed = {"stop": "repeat", "epoch_tokens": 1500}
+        sources = {name: od.Source(each) for name, each in zip(names, found, strict=True)}
+        dataset = found[0] if len(found) == 1 else od.Mixture(sources, **mixed)  # type: ignore[arg-type]
+        return od.DataLoader(dataset, **{**layout, "seed": 7, "num_threads": 0} | options | more)
+
+    return make
+
+
+def first_samples(data: GoldenData, **more: Any) -> od.DataLoader:
+    dataset = data.shards("omni").take(23)
+    return od.DataLoader(dataset, **{"batch_size": 5, "shuffle": True, "num_threads": 0} | more)
+
+
 def many_sources(data: GoldenData, **more: Any) -> od.DataLoader:
     """So many that their state holds digests."""
     sources = {
@@ -245,6 +276,15 @@ STATES: dict[str, StateCase] = {
     "shards, filter and split": StateCase(make=chosen(), steps=2),
     "shards, split texts": StateCase(make=shards("long"), steps=2),
     "shards, records": StateCase(make=shards("records", batch_size=3), steps=2),
+    "shards, parquet": StateCase(make=shards("parquet", batch_size=3), steps=2),
+    "shards, arrow": StateCase(make=shards("arrow", batch_size=3), steps=2),
+    "shards, a container of the user's": StateCase(make=shards("notes", batch_size=3), steps=2),
+    "shards, the first samples": StateCase(make=first_samples, steps=2),
+    "shards, microbatches by count": StateCase(make=shards(batch_size=2, accumulate=3), steps=2),
+    "windows, in an epoch": StateCase(make=windows("plain"), steps=2),
+    "windows, in a later epoch": StateCase(make=windows("plain"), steps=1, set_epoch=2),
+    "windows, drop_last": StateCase(make=windows("plain", drop_last=True), steps=2),
+    "windows, of split texts": StateCase(make=windows("long"), steps=1),
     "shards, rank 1 of 3": StateCase(make=shards(global_batch_size=8, dp=(1, 3)), steps=2),
     "shards, microbatches": StateCase(make=shards(balance=od.Balance(max_tokens=400)), steps=2),
     "shards, another size since": StateCase(
@@ -295,6 +335,9 @@ STATES: dict[str, StateCase] = {
     ),
     "mixture, rank 1 of 2": StateCase(make=mixed(loader={"dp": (1, 2)}, **REPEAT), steps=3),
     "mixture, a ramp": StateCase(make=mixed(loader=RAMP, **REPEAT), steps=3, set_epoch=1),
+    "mixture, a source twice": StateCase(make=twice, steps=3),
+    "mixture, a source twice in a later epoch": StateCase(make=twice, steps=2, set_epoch=1),
+    "mixture, windows": StateCase(make=windows("plain", "long"), steps=3),
     "mixture, nested": StateCase(make=nested, steps=5),
     "mixture, many sources": StateCase(make=many_sources, steps=2),
     "map-style, with a seed": StateCase(make=items(_numbers, shuffle=True, seed=3), steps=2),
