@@ -35,7 +35,7 @@ class LoaderSnapshot:
         later_seeds: source of the seeds of persistent workers.
         samplers: attributes `sampler` and `batch_sampler`, which the user may have changed or replaced; empty if the
             loader does not draw from them.
-        state: state of a mixture's loader, because its stages may have changed since it was created; else None.
+        state: state of the loader, if its order may have changed since it was created; else None.
         attributes: attributes that the user, or a subclass, added.
     """
 
@@ -66,7 +66,7 @@ def take_snapshot(loader: Any) -> LoaderSnapshot:
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
         samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
-        state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
+        state=loader.state_dict() if loader._runtime.prepared.order_is_in_states else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
 

@@ -254,8 +254,8 @@ class DataLoader(Generic[T_co]):
         Args:
             state: a result of `state_dict`, from any rank of any number of ranks.
             allow: what may differ from the loader that wrote the state: "global_batch_size" and "global_batch_tokens",
-                and the "weights" of a mixture. The rest of the epoch is then cut again, from the state's position on.
-                Other weights are a stage that begins there, which later states store.
+                the "weights" of a mixture, and the "rules" of another release, by which other samples are usable. The
+                rest of the epoch is then cut again from there on, and of other weights later states store a stage.
 
         Raises StateError, naming the difference, if the state belongs to another data set, recipe, order or size, or if
         the data set in each worker has its own state and the number of workers differs.

@@ -14,7 +14,6 @@ from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.mixed import restore
 from orchdata.dataset.options import (
     LoaderOptions,
     PreparedDataset,
@@ -27,6 +26,7 @@ from orchdata.dataset.options import (
     rank_balance,
 )
 from orchdata.dataset.prepare import prepare
+from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.pin import can_pin
 from orchdata.delivery.policy import FailureBudget, as_policy
@@ -227,7 +227,7 @@ class Runtime:
             position = progress.promised(self.seeds.draw, prepared.steps.draw)
             if not position.workers:
                 position = replace(position, workers=self.state_before())
-        state = dump_state(position, prepared.fingerprint, prepared.steps)
+        state = dump_state(position, prepared.bound_fingerprint, prepared.steps)
         return state | prepared.state_of_order(state)
 
     def load_state(self, state: dict[str, Any], allow: Sequence[str], num_workers: int) -> Position:

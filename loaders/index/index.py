@@ -494,7 +494,20 @@ def basename(url: str) -> str:
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
-    parts = [
+    return digest([rules_digest(), recipe, _contents(shards)])
+
+
+def shards_fingerprint(shards: Iterable[ShardInfo], rules: int | None = None) -> str:
+    """Return the identity of shards in states: their names, sizes and contents, under any rules.
+
+    Args:
+        rules: the number that states below version 3 had in it.
+    """
+    return digest(_contents(shards) if rules is None else [rules, "", _contents(shards)])
+
+
+def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:
+    return [
         [
             *(basename(shard.url), shard.size, shard.checksum),
             *([shard.columns] if shard.columns else []),
@@ -503,7 +516,6 @@ def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
         ]
         for shard in shards
     ]
-    return digest([rules_digest(), recipe, parts])
 
 
 def digest(value: object) -> str:

@@ -80,14 +80,17 @@ def index_path(
     *,
     table_format: int = TABLE_FORMAT,
     first: int = 0,
+    rules: Any = None,
 ) -> Path:
     """Return the path of the index of these shards under a recipe fingerprint; no shard is read.
 
     Args:
         first: of the index of so many samples at the beginning; 0: of all.
+        rules: other rules than those of now, as the name has them.
     """
+    judged = rules_digest() if rules is None else rules
     only = [{"first": first}] if first else []
-    name = digest([table_format, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
+    name = digest([table_format, judged, recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"
 
 

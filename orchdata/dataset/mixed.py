@@ -20,11 +20,11 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
 from orchdata.loop.state import WINDOWS, has_weights, is_of_mixture, load_state
+from orchdata.order.former.version_1 import OrderV1
 from orchdata.order.merge import MixedSource, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder, joined_stages
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
-from orchdata.order.version_1 import OrderV1
 from orchdata.planning.costs import IndexTokens
 
 Ints = NDArray[np.int64]
@@ -149,7 +149,7 @@ def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: Mixtu
     }
 
 
-def restore(
+def restore_mixture(
     prepared: PreparedDataset, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
 ) -> tuple[PreparedDataset, Position]:
     """Return the data set that continues from a state, and the position. A mixture continues from what the state says
@@ -161,11 +161,11 @@ def restore(
     """
     order = prepared.spec.plan.order
     # The state of another data set raises an error that names the difference.
-    if not isinstance(order, MixtureOrder) or not is_of_mixture(state, prepared.fingerprint):
-        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
+    if not isinstance(order, MixtureOrder) or not is_of_mixture(state, prepared.bound_fingerprint):
+        return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
     if prepared.has_windows or WINDOWS in state["fingerprint"]:
-        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
-    if "given" in state:
+        return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
+    if "given" in state and "stages" not in state:
         return _restore_given(prepared, order, state, allow, num_workers)
     # Older states have all stages. With several of them the order was that of version 1.
     raw = _read_stages(state.get("stages"), order)
@@ -173,8 +173,8 @@ def restore(
     if len(stages) > 1:
         return _translate(prepared, OrderV1.of(order, raw), state, allow, num_workers)
     before = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
-    position = load_state(state, prepared.fingerprint, before.steps, allow, num_workers)
-    if has_weights(state, prepared.fingerprint):
+    position = load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers)
+    if has_weights(state, prepared.bound_fingerprint):
         return before, position
     # Other weights: they apply from the state's position on.
     former = before.spec.plan.order
@@ -190,17 +190,17 @@ def _restore_given(
 ) -> tuple[PreparedDataset, Position]:
     """Restore from a state that says what each source has given."""
     mixture = load_mixture(state["given"], order, _epoch_of(state))
-    if has_weights(state, prepared.fingerprint):
+    if has_weights(state, prepared.bound_fingerprint):
         continued = _continued(order, mixture, state)
         if continued is None:
             raise StateError("the state is damaged: its mixture has given other amounts at this position than it says")
         before = prepared.with_order(continued)
-        return before, load_state(state, prepared.fingerprint, before.steps, allow, num_workers)
+        return before, load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers)
     # The former weights are not needed: the state has everything that depends on them.
     now, resumed = mixture.now, mixture.resumed
     changed = resumed._replace(stretch_start=now, is_changed=True) if any(now.progress.counts) else resumed
     before = prepared.with_order(order.restaged(order.stages, changed))
-    position = load_state(state, prepared.fingerprint, before.steps, allow, num_workers, check=False)
+    position = load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers, check=False)
     return _with_weights(prepared, order, mixture, state), position
 
 
@@ -252,7 +252,7 @@ def _translate(
     order = prepared.spec.plan.order
     assert isinstance(order, MixtureOrder)
     steps = prepared.with_order(before).steps
-    position = load_state(state, prepared.fingerprint, steps, allow, num_workers, cut=True)
+    position = load_state(state, prepared.bound_fingerprint, steps, allow, num_workers, cut=True)
     resumed = before.translated(position.epoch, _position_of(state, before))
     return prepared.with_order(order.restaged(order.stages, resumed)), position
 

@@ -33,10 +33,11 @@ class MixtureState(NamedTuple):
 
 
 def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, Any]:
-    """Return what a state stores at a position of an epoch; only the weights if the run has one set of them."""
+    """Return what a state stores at a position of an epoch. If the run has one set of weights, they say what sources
+    give; "given" is then for a run in which samples change.
+    """
     resumed = order.resumed
-    if len(order.stages) == 1 and (resumed is None or not resumed.is_changed):
-        return {"stages": order.describe_stages()}
+    has_stages = len(order.stages) == 1 and (resumed is None or not resumed.is_changed)
     progress = order.progress_at(epoch, position)
     resumed = order.resumed_at(epoch, progress)
     state = {
@@ -49,7 +50,7 @@ def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, An
         state["changed"] = _dump_start(resumed.stretch_start, order)
     if order.stop == "repeat":
         state["start"] = {"samples": list(resumed.start.counts), "tokens": list(resumed.start.given)}
-    return {"given": state}
+    return {"stages": order.describe_stages(), "given": state} if has_stages else {"given": state}
 
 
 def load_mixture(state: Any, order: MixtureOrder, epoch: int) -> MixtureState:

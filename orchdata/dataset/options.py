@@ -16,11 +16,15 @@ from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
 from orchdata.dataset.mixed_state import dump_mixture
+from orchdata.dataset.resume.begun import begun_of, dump_begun
+from orchdata.dataset.resume.form import bound, written_now
+from orchdata.dataset.resume.rows import SourceRows, dump_rows
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import SampleOrder, Shuffle
+from orchdata.order.order import Order, SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sums, TokenBatches
+from orchdata.order.token_sums import TokenSums
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
@@ -123,7 +127,8 @@ class PreparedDataset:
 
     Attributes:
         spec: everything on which a step depends, except its task.
-        fingerprint: what a state must agree with, JSON-safe.
+        fingerprint: what the loaders of all ranks must agree with, JSON-safe.
+        rows: of shards, the usable rows of the data set, or of each source, which bind states to it.
         failures: samples known to be bad before anything is decoded; the order does not contain them.
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
@@ -137,6 +142,7 @@ class PreparedDataset:
     failures: Sequence[DataError]
     num_indexed: int
     torch_steps: Steps | None = None
+    rows: tuple[SourceRows, ...] = ()
     num_lost: int = 0
     is_torchs: bool = False
     sampler: Any = None
@@ -163,20 +169,42 @@ class PreparedDataset:
         """Whether steps are windows of concatenated documents."""
         return isinstance(self.spec.plan.batches, WindowBatches)
 
-    def with_order(self, order: MixtureOrder) -> PreparedDataset:
-        """Return the same mixture with another order."""
+    @property
+    def bound_fingerprint(self) -> Mapping[str, Any]:
+        """What a state must agree with: for shards `rows` are in place of what rules decide about them."""
+        return bound(self.fingerprint) if self.rows else self.fingerprint
+
+    @property
+    def order_is_in_states(self) -> bool:
+        """Whether a loaded state may have changed the order: of a mixture, or in an epoch that samples changed in."""
+        order = self.spec.plan.order
+        return isinstance(order, MixtureOrder) or (isinstance(order, Order) and order.begun is not None)
+
+    def with_order(self, order: Order | MixtureOrder) -> PreparedDataset:
+        """Return the same data set with another order."""
         batches = self.spec.plan.batches
         if isinstance(batches, TokenBatches):
-            batches = replace(batches, sums=order)
+            sums = batches.sums
+            if isinstance(order, MixtureOrder):
+                sums = order
+            elif isinstance(sums, TokenSums):
+                sums = sums.continuing(order)
+            batches = replace(batches, sums=sums)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec)
 
     def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a state with this position stores of the order, besides the fingerprint."""
-        order = self.spec.plan.order
-        if not isinstance(order, MixtureOrder) or self.has_windows:
+        """Return what a state with this position stores of samples and their order, besides the fingerprint."""
+        if not self.rows:
             return {}
-        return dump_mixture(order, state["epoch"], state["position"])
+        order, found = self.spec.plan.order, {}
+        begun = begun_of(order, state["epoch"])
+        if any(epoch is not None or anchor is not None for epoch, anchor in begun):
+            found["begun"] = dump_begun(self.rows, begun)
+        if isinstance(order, MixtureOrder) and not self.has_windows:
+            found |= dump_mixture(order, state["epoch"], state["position"])
+        recipes = [row.dataset.recipe.describe() for row in self.rows[:1]]
+        return found | {"written_by": written_now(recipes[0]), "rows": dump_rows(self.rows)}
 
 
 def batch_sizes(

@@ -1,13 +1,16 @@
 """The state of a loader: its position in which epoch, and the fingerprint of what it loads.
 
 Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. Version 1 stored all stages of a
-mixture instead of what its sources have yielded; `dataset/mixed.py` translates it.
+mixture instead of what its sources have yielded; `dataset/mixed.py` translates it. Versions 1 and 2 had the rules of
+the library in their fingerprints; `dataset/resume/` gives them the present form, and continues a run whose samples have
+changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -18,17 +21,18 @@ from orchdata.order.mixture import weights_of
 from orchdata.order.sampler import generator_state
 from orchdata.order.steps import Begin, Draw, Steps, draw_of_cut, is_begin
 
-VERSION = 2
-READ = (1, VERSION)
+VERSION = 3
+READ = (1, 2, VERSION)
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
+RULES = "rules"  # by which samples are judged, which may too: see `dataset/resume`
 WINDOWS = "windows"  # of concatenated documents: neither may differ, because windows of all epochs follow each other
 _MOST_BYTES = 8192  # of a mixture's fingerprint; a larger one is stored as digests
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
-    **dict.fromkeys(("fingerprint", "drawn", "document"), Mapping),
-    **dict.fromkeys(("left", "workers"), (list, tuple)),
+    **dict.fromkeys(("fingerprint", "drawn", "document", "written_by"), Mapping),
+    **dict.fromkeys(("left", "workers", "rows", "begun"), (list, tuple)),
 }
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
 _LARGEST = 1 << 63
@@ -71,18 +75,13 @@ def load_state(
 
     Args:
         steps: of this loader; of a mixture, in the stages that the state stores.
-        allow: names of SIZES, or WEIGHTS, that may differ: the rest of the epoch is then cut again, from the state's
-            position on.
+        allow: names of SIZES, WEIGHTS or RULES, that may differ: the rest of the epoch is then cut again, from the
+            state's position on.
         num_workers: of this loader.
         cut: whether the rest of the epoch is cut again in any case.
         check: whether `steps` can locate the state's step, to compare it with the state.
     """
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
-    if state["version"] not in READ or isinstance(state["version"], bool):
-        known = " and ".join(map(str, READ))
-        raise StateError(f"the state has version {state['version']}, this orchdata reads versions {known}")
-    _check_kinds(state)
+    check_form(state)
 
     # The loader that wrote the state: it may differ from this one only in what `allow` names.
     theirs = _with_present_weights(state.get("fingerprint", {}))
@@ -179,13 +178,23 @@ def _digest(value: Any) -> str:
 
 def check_allowed(allow: Sequence[str]) -> None:
     """Raise ValueError for names that may never differ."""
-    known = (*SIZES, WEIGHTS)
+    known = (*SIZES, WEIGHTS, RULES)
     if isinstance(allow, str) or any(name not in known for name in allow):
         raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
 
 
-def _check_kinds(state: Mapping[str, Any]) -> None:
-    """Raise StateError for values of wrong types."""
+def check_form(state: Any) -> None:
+    """Raise StateError for what is no state, a version that is not known, and values of wrong types."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
+    if state["version"] not in READ or isinstance(state["version"], bool):
+        known = ", ".join(map(str, READ[:-1])) + f" and {READ[-1]}"
+        by = state.get("written_by")
+        by = f" was written by orchdata {by['orchdata']} and" if isinstance(by, Mapping) and "orchdata" in by else ""
+        raise StateError(
+            f"the state{by} has version {state['version']}, this orchdata reads versions {known}: continue with that "
+            "release or a later one"
+        )
     for name, kind in _KINDS.items():
         value = state.get(name)
         if name not in state or (value is None and name == "drawn"):
@@ -313,6 +322,30 @@ def _other_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return bool(theirs.keys() & ours.keys() & {WEIGHTS}) and theirs[WEIGHTS] != ours[WEIGHTS]
 
 
+_WHAT = {
+    "dataset": "the list of shards, or their names, sizes or contents,",
+    "recipe": "the recipe",
+    "rows": "the order of your own, shuffle=array,",
+    "selection": "the choice of samples by filter, split, take or select",
+}
+_DIGEST = re.compile(r"[0-9a-f]{16,}")
+
+
+def _of(path: str) -> str:
+    """Return the name of the source in the path of a difference."""
+    names = path.split(".")
+    return f" of source {names[names.index('sources') + 1]!r}" if "sources" in names[:-1] else ""
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _shown(value: Any) -> str:
+    """Return a value for messages, without its digests."""
+    return _DIGEST.sub("...", repr(value))
+
+
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
     """Return the differences as text."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -324,7 +357,9 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
         ]
     if theirs == ours:
         return []
-    words = f"{path} is {theirs!r} in the state and {ours!r} here"
+    words = f"{path} is {_shown(theirs)} in the state and {_shown(ours)} here"
+    if _is_digest(theirs) or _is_digest(ours):
+        words = f"{_WHAT.get(path.rpartition('.')[2], path)}{_of(path)} differs: the state has another one"
     if path == "order.format":
         words += (
             " (the algorithm of orders has changed: finish the epoch with the orchdata that began it, or begin one)"

@@ -82,6 +82,10 @@ class MixtureOrder:
         """Return the same mixture with other stages, from `resumed` on if it is given."""
         return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
 
+    def continuing(self, sources: Sequence[MixedSource]) -> MixtureOrder:
+        """Return the same mixture with other passes of its sources that are begun."""
+        return _mixture_order(tuple(sources), self.stages, self.by, self.stop, self.epoch_size, self.resumed)
+
     @staticmethod
     def _staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         return joined_stages(stages)

@@ -103,7 +103,7 @@ def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
         return [each for each in mixture["sources"].values() if isinstance(each, Mapping)]
     order = fingerprint.get("order")
-    return [order] if isinstance(order, Mapping) and "num_samples" in order else []
+    return [order] if isinstance(order, Mapping) and "recipe" in fingerprint else []
 
 
 def passes_of_rank(shards: IndexedShards, plan: Plan, rank: int) -> list[Pass]:

@@ -7,6 +7,7 @@ loader, which must deliver the same.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from golden_data import Counted, GoldenData, Held, Numbers, Plain, Upwards, Walk
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 import orchdata as od
+from orchdata import notices
+from orchdata.loop.state import VERSION
 from orchdata.order.sampler import generator_state
 
 END = "the epoch ends"
@@ -91,7 +94,9 @@ class StateCase:
         torch.manual_seed(77)
         loader = self.make(data, **options)
         loader.load_state_dict(dict(state))
-        assert as_stored(loader.state_dict()) == state, "a loader tells the state that it has loaded"
+        if state["version"] == VERSION:
+            same = comparable(as_stored(loader.state_dict()))
+            assert same == comparable(state), "a loader tells the state that it has loaded"
         with closing(delivered(loader)) as steps:
             return list(islice(steps, self.following))
 
@@ -102,11 +107,14 @@ def as_stored(state: Any) -> Any:
 
 
 def comparable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose generator, if it tells one, is uncompressed: zlib's text may differ from release to release."""
+    """A state without the release that wrote it, and whose generator, if it tells one, is uncompressed: zlib's text may
+    differ from release to release.
+    """
     drawn = state.get("drawn") or {}
+    found = {name: value for name, value in state.items() if name != "written_by"}
     if "state" not in drawn:
-        return dict(state)
-    return {**state, "drawn": {**drawn, "state": generator_state(drawn["state"]).tolist()}}
+        return found
+    return {**found, "drawn": {**drawn, "state": generator_state(drawn["state"]).tolist()}}
 
 
 def delivered(loader: od.DataLoader) -> Iterator[str]:
@@ -203,7 +211,12 @@ def windows(*names: str, **options: Any) -> Make:
         mixed = {"stop": "repeat", "epoch_tokens": 1500}
         sources = {name: od.Source(each) for name, each in zip(names, found, strict=True)}
         dataset = found[0] if len(found) == 1 else od.Mixture(sources, **mixed)  # type: ignore[arg-type]
-        return od.DataLoader(dataset, **{**layout, "seed": 7, "num_threads": 0} | options | more)
+        warned = set(notices._warned)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of split texts
+            loader = od.DataLoader(dataset, **{**layout, "seed": 7, "num_threads": 0} | options | more)
+        notices._warned.intersection_update(warned)  # for tests that expect the warning
+        return loader
 
     return make
 

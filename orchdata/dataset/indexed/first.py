@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchdata.dataset.selection import Selection, Taken
-from orchdata.loaders.index.index import Index, basename, content_fingerprint
+from orchdata.loaders.index.index import Index, basename, shards_fingerprint
 
 
 def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
@@ -47,13 +47,11 @@ def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
     first samples.
     """
     if num_first_samples(selections) is None:
-        return content_fingerprint(index.shards, "")
+        return shards_fingerprint(index.shards)
     rows = num_first_rows(index, selections)
     shards = index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
     digest = hashlib.blake2b(repr([(basename(shard.url), shard.size) for shard in shards]).encode(), digest_size=16)
     offsets, keys = index.keys(0, rows)
-    members = slice(0, int(index.member_offsets[rows]))
-    columns = (np.diff(offsets), keys, index.llm_tokens[:rows], index.loss_tokens[:rows], index.member_size[members])
-    for column in columns:
+    for column in (np.diff(offsets), keys):
         digest.update(np.ascontiguousarray(column).data)
     return f"first {rows} rows {digest.hexdigest()}"

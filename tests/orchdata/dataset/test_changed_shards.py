@@ -100,7 +100,7 @@ def test_a_state_of_before_is_refused(shards: list[str]) -> None:
     rewrite(shards)
     with pytest.warns(UserWarning, match=AGAIN):
         after = loader(shards)
-    with pytest.raises(od.StateError, match="dataset is"):
+    with pytest.raises(od.StateError, match="the list of shards, or their names, sizes or contents, differs"):
         after.load_state_dict(state)
 
 

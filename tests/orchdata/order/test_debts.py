@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
+from orchdata.order.former.version_1 import OrderV1
 from orchdata.order.merge import By, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
-from orchdata.order.version_1 import OrderV1
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "single_stage.json").read_text())["digests"]
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
+from orchdata.order.former.version_1 import OrderV1
 from orchdata.order.merge import By, MixedSource, SourcePass, SourceProgress, Stage, Stop, Stretch, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import Begin, TokenBatches
 from orchdata.order.token_sums import TokenSums
-from orchdata.order.version_1 import OrderV1
 
 Ints = NDArray[np.int64]
 

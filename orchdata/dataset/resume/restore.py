@@ -1,0 +1,270 @@
+"""A state to where a run continues: also where rules have changed since, and other samples are usable.
+
+state --in the present form--> same content? --yes--> the position
+                                    |--no, allow=("rules",)--> the begun epoch ends in its old order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orchdata
+from orchdata.dataset.mixed import restore_mixture
+from orchdata.dataset.mixed_state import load_mixture
+from orchdata.dataset.options import PreparedDataset
+from orchdata.dataset.resume.begun import Begun, former_order, load_begun, rest_of
+from orchdata.dataset.resume.changes import changes_of, lists_of
+from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_form, present_rules, rules_text
+from orchdata.dataset.resume.former import Former, former_of_index, former_of_state
+from orchdata.dataset.resume.rows import MOST_TEXT, SourceRows
+from orchdata.loaders.errors import StateError
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loop.position import Position
+from orchdata.loop.state import RULES, check_form, load_state
+from orchdata.notices import warn_user
+from orchdata.order.former.begun import BegunEpoch
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Order
+from orchdata.order.sources import PassStart
+
+
+def restore(
+    prepared: PreparedDataset, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
+) -> tuple[PreparedDataset, Position]:
+    """Return the data set that continues from a state, and the position.
+
+    Raises:
+        StateError: as `load_state`; with what changed, if other rows are usable and `allow` does not name the rules, or
+            if the rows of then are not known any more.
+    """
+    check_form(state)
+    if not prepared.rows:
+        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
+    state, written, changed, entries = present_form(state, prepared.fingerprint, prepared.rows)
+    if not any(changed):
+        prepared = _continuing(prepared, load_begun(state, prepared.rows))
+        if state["version"] > 2 or RULES not in allow:
+            return restore_mixture(prepared, state, allow, num_workers)
+        try:
+            return restore_mixture(prepared, state, allow, num_workers)
+        except StateError:
+            # States of before do not say what tokens the samples had.
+            changed = [source.by_tokens for source in prepared.rows]
+            if not any(changed):
+                raise
+    # Everything else must be equal: this raises if it is not.
+    load_state(
+        _with_order(state, prepared), prepared.bound_fingerprint, prepared.steps, allow, num_workers, check=False
+    )
+    if prepared.has_windows:
+        _refuse_windows(prepared, state, written, changed)
+    known = [_former(source, state, written, number, entries) for number, source in enumerate(prepared.rows)]
+    formers = [former if is_changed else None for former, is_changed in zip(known, changed, strict=True)]
+    _check_listed(prepared.rows[0], formers[0], state, written)
+    state = _with_order(state, prepared)
+    words = _words(prepared, written, changed, formers, entries)
+    if RULES not in allow:
+        raise StateError(f"{words}. {_way_out(state)}")
+    return _after_change(prepared, state, allow, num_workers, written, changed, formers, entries, words)
+
+
+# The rows of then, and words about them
+
+
+def _former(
+    source: SourceRows,
+    state: Mapping[str, Any],
+    written: Written,
+    number: int,
+    entries: Sequence[Mapping[str, Any]] | None,
+) -> Former | None:
+    """Return the rows of a source when the state was written; None if they are not known."""
+    if entries is not None:
+        former = former_of_state(entries[number], source)
+        if former is not None:
+            return former
+    if written.rules is None:
+        return None
+    named = state["fingerprint"].get("sources", {}).get(source.name) if source.name else state["fingerprint"]
+    recipe = named.get("recipe")
+    if not isinstance(recipe, Mapping):
+        recipe = bound_recipe(source.dataset.recipe.describe())
+    described = {OF_RULES: written.recipe_rules, **recipe}
+    order = written.orders[number] if written.orders else None
+    excluded = order.get("excluded") if isinstance(order, Mapping) and "rows" not in order else None
+    usable = None if entries is None else entries[number].get("usable")
+    return former_of_index(source, written.rules, described, excluded, usable)
+
+
+def _words(
+    prepared: PreparedDataset,
+    written: Written,
+    changed: Sequence[bool],
+    formers: Sequence[Former | None],
+    entries: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """Return who wrote the state, and what has changed since."""
+    now = f"orchdata {orchdata.__version__} under rules {rules_text(present_rules())}"
+    parts = []
+    for number, source in enumerate(prepared.rows):
+        if changed[number]:
+            of = f"of {source.called}: " if source.name else ""
+            entry = None if entries is None else entries[number]
+            parts.append(of + changes_of(source, formers[number], entry))
+    return f"the state was written by {written}, and this is {now}: {'; '.join(parts)}"
+
+
+def _way_out(state: Mapping[str, Any]) -> str:
+    epoch = state["epoch"]
+    return (
+        f"load_state_dict(state, allow=({RULES!r},)) ends epoch {epoch} in its old order and goes on with the samples "
+        f"that are usable now. Or begin the next epoch: loader.set_epoch({epoch + 1}) in place of load_state_dict"
+    )
+
+
+def _refuse_windows(
+    prepared: PreparedDataset, state: Mapping[str, Any], written: Written, changed: Sequence[bool]
+) -> None:
+    names = ", ".join(source.called for source, each in zip(prepared.rows, changed, strict=True) if each)
+    raise StateError(
+        f"the state was written by {written}, and this is orchdata {orchdata.__version__} under rules "
+        f"{rules_text(present_rules())}: usable documents of {names}, or their tokens, have changed. Where a step of "
+        "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin the "
+        f"next epoch by loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
+    )
+
+
+# A run that continues
+
+
+def _continuing(prepared: PreparedDataset, begun: Sequence[Begun]) -> PreparedDataset:
+    """Return the data set with epochs that go on in the order that they began with."""
+    if not any(epoch is not None or anchor is not None for epoch, anchor in begun):
+        return prepared
+    order = prepared.spec.plan.order
+    if isinstance(order, MixtureOrder):
+        sources = [source.continuing(*each) for source, each in zip(order.sources, begun, strict=True)]
+        return prepared.with_order(order.continuing(sources))
+    assert isinstance(order, Order)
+    return prepared.with_order(order.continuing(begun[0].epoch))
+
+
+def _after_change(
+    prepared: PreparedDataset,
+    state: dict[str, Any],
+    allow: Sequence[str],
+    num_workers: int,
+    written: Written,
+    changed: Sequence[bool],
+    formers: Sequence[Former | None],
+    entries: Sequence[Mapping[str, Any]] | None,
+    words: str,
+) -> tuple[PreparedDataset, Position]:
+    """Continue a state of other usable rows: its epoch goes on in its old order, with the samples of now."""
+    order, sources = prepared.spec.plan.order, prepared.rows
+    stored = load_begun(state, sources, formers)
+    if not isinstance(order, MixtureOrder):
+        position = state.get("position")
+        if type(position) is int and position > 0:
+            former = _known(formers[0], state, written, sources[0])
+            tokens = state.get("tokens", 0)
+            epoch = rest_of(
+                sources[0], former, number=state["epoch"], position=position, tokens=tokens, begun=stored[0].epoch
+            )
+            prepared = _continuing(prepared, [Begun(epoch)])
+        place = load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers, cut=True, check=False)
+        warn_user(f"{words}; {lists_of(place.epoch)}")
+        return prepared, place
+    # A mixture: what each source has given says where its pass goes on.
+    if "given" not in state:
+        raise StateError(f"{words}. {_gone(state, written)}")
+    mixture = load_mixture(state["given"], order, state["epoch"])
+    begun = []
+    for number, source in enumerate(sources):
+        if not changed[number]:
+            begun.append(stored[number])
+            continue
+        count, given = mixture.now.progress.counts[number], mixture.now.progress.given[number]
+        size = entries[number]["num_usable"] if entries is not None else 0
+        if order.stop == "repeat":
+            passed, at = _pass_of(stored[number], count, size)
+        else:
+            passed, at = state["epoch"], count
+        anchor = PassStart(passed, count - at, given) if order.stop == "repeat" else None
+        rest: BegunEpoch | None = None
+        if at:
+            former = _known(formers[number], state, written, source)
+            before = stored[number].epoch
+            rest = rest_of(
+                source,
+                former,
+                number=passed,
+                position=at,
+                tokens=0 if anchor is not None else given,
+                begun=before if before is not None and before.number == passed else None,
+            )
+        begun.append(Begun(rest, anchor))
+    start = mixture.now if any(mixture.now.progress.counts) else None
+    resumed = mixture.resumed._replace(stretch_start=start, is_changed=True)
+    continued = _continuing(prepared, begun)
+    now = continued.spec.plan.order
+    assert isinstance(now, MixtureOrder)
+    continued = continued.with_order(now.restaged(now.stages, resumed))
+    place = load_state(state, prepared.bound_fingerprint, continued.steps, allow, num_workers, cut=True, check=False)
+    warn_user(f"{words}; {lists_of(place.epoch)}")
+    return continued, place
+
+
+def _pass_of(begun: Begun, count: int, size: int) -> tuple[int, int]:
+    """Return the pass of a source in a run that repeats it, and its position there, after so many samples."""
+    epoch, anchor = begun
+    if anchor is None:
+        return divmod(count, size)
+    length = size if epoch is None else epoch.length
+    if count < anchor.samples + length:
+        return anchor.number, count - anchor.samples
+    number, at = divmod(count - anchor.samples - length, size)
+    return anchor.number + 1 + number, at
+
+
+def _with_order(state: dict[str, Any], prepared: PreparedDataset) -> dict[str, Any]:
+    """Return the state with the rows of now in the user's own order, which `_check_listed` compares."""
+    if prepared.rows[0].listed is None:
+        return state
+    fingerprint = state["fingerprint"]
+    return {**state, "fingerprint": {**fingerprint, "order": prepared.bound_fingerprint["order"]}}
+
+
+def _check_listed(source: SourceRows, former: Former | None, state: dict[str, Any], written: Written) -> None:
+    """Raise StateError if the user's own order was another one."""
+    if source.listed is None or former is None:
+        return
+    theirs = written.orders[0] if written.orders else state["fingerprint"]["order"]
+    then = former_order(source, former.num_rows, former.excluded).describe()
+    if former.rows.size or then["rows"] != theirs.get("rows"):
+        raise StateError(
+            "the order of your own, shuffle=array, is another one than in the state, or its rows have other numbers now"
+        )
+
+
+def _known(
+    former: Former | None,
+    state: Mapping[str, Any],
+    written: Written,
+    source: SourceRows,
+) -> Former:
+    if former is None:
+        raise StateError(
+            f"the rows of {source.called} that the epoch began with are not known: {_gone(state, written)}"
+        )
+    return former
+
+
+def _gone(state: Mapping[str, Any], written: Written) -> str:
+    why = f"need more than {MOST_TEXT >> 10} KiB" if "rows" in state else "are in no state below version 3"
+    return (
+        f"they {why}, and the index that {written} made of them is no longer in the cache folder "
+        f"{CacheFolder().root}. Begin the next epoch by loader.set_epoch({state['epoch'] + 1}) in place of "
+        "load_state_dict, or make that index again: `orchdata index` of that release with the same cache folder"
+    )
