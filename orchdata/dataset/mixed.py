@@ -168,7 +168,7 @@ def restore_mixture(
     if "given" in state and "stages" not in state:
         return _restore_given(prepared, order, state, allow, num_workers)
     # Older states have all stages. With several of them the order was that of version 1.
-    raw = _read_stages(state.get("stages"), order)
+    raw = read_stages(state.get("stages"), order)
     stages = joined_stages(raw)
     if len(stages) > 1:
         return _translate(prepared, OrderV1.of(order, raw), state, allow, num_workers)
@@ -272,7 +272,7 @@ def _position_of(state: Mapping[str, Any], order: MixtureOrder) -> int:
     return position
 
 
-def _read_stages(described: Any, order: MixtureOrder) -> tuple[Stage, ...]:
+def read_stages(described: Any, order: MixtureOrder) -> tuple[Stage, ...]:
     """Return the stages that `MixtureOrder.describe_stages` described. Raises StateError."""
     names = [source.name for source in order.sources]
     stages: list[Stage] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -19,7 +19,7 @@ from orchdata.dataset.indexed.first import content_of, is_partial, num_first_row
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
-from orchdata.dataset.resume.rows import SourceRows
+from orchdata.dataset.resume.rows import rows_of
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
@@ -56,7 +56,6 @@ from orchdata.planning.layout import (
 )
 from orchdata.planning.sharing.fixed import better_budget
 from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
-from orchdata.planning.windows import WindowBatches
 from orchdata.progress import progress_bar
 from orchdata.quarantine import read_quarantine
 
@@ -154,7 +153,7 @@ def prepare_shards(
     )
     return PreparedDataset(
         spec=spec,
-        rows=_rows_of(
+        rows=rows_of(
             dataset, index, order, batches, options.listed, excluded, partial(_excluded_of, options, layout, named)
         ),
         fingerprint={**identity, **batches.describe(), **measure},
@@ -171,45 +170,12 @@ def _refuse_none_left(index: Index | JoinedIndex) -> None:
         raise ValueError(f"Recipe.record returned None for all {left_out:,} samples: does it end without a return?")
 
 
-def _rows_of(
-    dataset: ShardDataset | Mixture,
-    index: Index,
-    order: Order | MixtureOrder,
-    batches: Batches,
-    listed: Ints | None,
-    excluded: Ints,
-    excluded_of: Callable[[ShardDataset, Index], Ints],
-) -> tuple[SourceRows, ...]:
-    """Return the usable rows of the data set, or of each source, for states."""
-    parts: list[tuple[str, ShardDataset, Index, Order]] = []
-    by_tokens = isinstance(batches, TokenBatches | WindowBatches)
-    if isinstance(dataset, Mixture) and isinstance(order, MixtureOrder) and isinstance(index, JoinedIndex):
-        by_tokens = by_tokens or order.by == "tokens"
-        for leaf, own, source in zip(dataset.leaves, index.indexes, order.sources, strict=True):
-            parts.append((leaf.name, leaf.dataset, own, source.order))
-    elif isinstance(dataset, ShardDataset) and isinstance(order, Order):
-        parts.append(("", dataset, index, order))
-    return tuple(
-        SourceRows(
-            name=name,
-            dataset=of,
-            index=own,
-            order=own_order,
-            excluded=own_order.excluded if listed is None else excluded,
-            by_tokens=by_tokens or own.is_split,
-            exclude=partial(excluded_of, of),
-            listed=listed,
-        )
-        for name, of, own, own_order in parts
-    )
-
-
 def _excluded_of(
     options: LoaderOptions, layout: Layout, named: Sequence[tuple[str, str]], dataset: ShardDataset, index: Index
 ) -> Ints:
     """Return the rows of another index that are left out under the same arguments. Raises as `prepare_shards`."""
     named = [pair for pair in named if index.find_all(*pair)]
-    excluded = np.union1d(np.union1d(_quarantined_rows(index, named), dataset.left_out(index)), index.bad_rows())
+    excluded = np.union1d(np.union1d(_quarantined_rows(dataset, index, named), dataset.left_out(index)), index.bad_rows())
     costs = layout_costs(index, options.cost, layout)
     if options.balance.caps and options.balance.oversize != "own" and window_length(layout) is None:
         excluded = np.union1d(excluded, np.concatenate([*oversize_rows(costs, options.balance, excluded).values()]))

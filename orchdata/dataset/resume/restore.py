@@ -7,11 +7,12 @@ state --in the present form--> same content? --yes--> the position
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orchdata
-from orchdata.dataset.mixed import restore_mixture
-from orchdata.dataset.mixed_state import load_mixture
+from orchdata.dataset.mixed import read_stages, restore_mixture
+from orchdata.dataset.mixed_state import MixtureState, load_mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume.begun import Begun, former_order, load_begun, rest_of
 from orchdata.dataset.resume.changes import changes_of, lists_of
@@ -24,9 +25,12 @@ from orchdata.loop.position import Position
 from orchdata.loop.state import RULES, check_form, load_state
 from orchdata.notices import warn_user
 from orchdata.order.former.begun import BegunEpoch
-from orchdata.order.mixture import MixtureOrder
+from orchdata.order.merge import StretchStart
+from orchdata.order.mixture import MixtureOrder, joined_stages
 from orchdata.order.order import Order
 from orchdata.order.sources import PassStart
+from orchdata.order.token_sums import TokenSums
+from orchdata.planning.costs import IndexTokens
 
 
 def restore(
@@ -163,6 +167,9 @@ def _after_change(
 ) -> tuple[PreparedDataset, Position]:
     """Continue a state of other usable rows: its epoch goes on in its old order, with the samples of now."""
     order, sources = prepared.spec.plan.order, prepared.rows
+    for source, former, is_changed, each in zip(sources, formers, changed, state.get("begun", changed), strict=True):
+        if is_changed and isinstance(each, Mapping):
+            _known(former, state, written, source)
     stored = load_begun(state, sources, formers)
     if not isinstance(order, MixtureOrder):
         position = state.get("position")
@@ -177,17 +184,18 @@ def _after_change(
         warn_user(f"{words}; {lists_of(place.epoch)}")
         return prepared, place
     # A mixture: what each source has given says where its pass goes on.
-    if "given" not in state:
-        raise StateError(f"{words}. {_gone(state, written)}")
-    mixture = load_mixture(state["given"], order, state["epoch"])
+    mixture = _given(prepared, order, state, written, changed, formers)
     begun = []
     for number, source in enumerate(sources):
         if not changed[number]:
             begun.append(stored[number])
             continue
         count, given = mixture.now.progress.counts[number], mixture.now.progress.given[number]
-        size = entries[number]["num_usable"] if entries is not None else 0
         if order.stop == "repeat":
+            if entries is None:
+                size = len(_known(formers[number], state, written, source).usable)
+            else:
+                size = entries[number]["num_usable"]
             passed, at = _pass_of(stored[number], count, size)
         else:
             passed, at = state["epoch"], count
@@ -214,6 +222,44 @@ def _after_change(
     place = load_state(state, prepared.bound_fingerprint, continued.steps, allow, num_workers, cut=True, check=False)
     warn_user(f"{words}; {lists_of(place.epoch)}")
     return continued, place
+
+
+def _given(
+    prepared: PreparedDataset,
+    order: MixtureOrder,
+    state: Mapping[str, Any],
+    written: Written,
+    changed: Sequence[bool],
+    formers: Sequence[Former | None],
+) -> MixtureState:
+    """Return what the sources of a mixture have given. States below version 3 say it only if the mixture had stages:
+    else it follows from the order of then, and the tokens in the index of then.
+    """
+    if "given" in state:
+        return load_mixture(state["given"], order, state["epoch"])
+    stages = joined_stages(read_stages(state.get("stages"), order))
+    if len(stages) > 1:
+        raise StateError(
+            "states of version 1 of a mixture with stages continue only with the samples of then: "
+            f"{_gone(state, written)}"
+        )
+    sources = []
+    for mine, source, is_changed, former in zip(order.sources, prepared.rows, changed, formers, strict=True):
+        if is_changed:
+            then = _known(former, state, written, source)
+            counts = mine.counts
+            if then.made_by is not None and isinstance(counts, IndexTokens):
+                counts = replace(counts, index=then.made_by)
+            rows = former_order(source, then.num_rows, then.excluded)
+            mine = mine._replace(order=rows, counts=counts, sums=TokenSums(rows, counts))
+        sources.append(mine)
+    before = MixtureOrder(sources, stages, by=order.by, stop=order.stop, epoch_size=order.epoch_size)
+    epoch, position = state["epoch"], state.get("position")
+    if type(position) is not int or not 0 <= position <= before.length(epoch):
+        raise StateError(f"the state points at position {position!r} of an epoch of {before.length(epoch)} samples")
+    progress = before.progress_at(epoch, position)
+    now = StretchStart(progress, before.due(epoch, progress))
+    return MixtureState(now, before.periods(epoch, progress), before.resumed_at(epoch, progress))
 
 
 def _pass_of(begun: Begun, count: int, size: int) -> tuple[int, int]:

@@ -15,17 +15,22 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import Split, left_out
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
+from orchdata.order.steps import Batches, TokenBatches
+from orchdata.planning.windows import WindowBatches
 
 Ints = NDArray[np.int64]
 
@@ -164,6 +169,39 @@ class SourceRows:
         for part in (counts.astype("<i8").tobytes(), *(each.digest() for each in (lengths_of, keys_of, pieces_of))):
             whole.update(part)
         return str(whole.hexdigest())
+
+
+def rows_of(
+    dataset: ShardDataset | Mixture,
+    index: Index,
+    order: Order | MixtureOrder,
+    batches: Batches,
+    listed: Ints | None,
+    excluded: Ints,
+    excluded_of: Callable[[ShardDataset, Index], Ints],
+) -> tuple[SourceRows, ...]:
+    """Return the usable rows of the data set, or of each source, for states."""
+    parts: list[tuple[str, ShardDataset, Index, Order]] = []
+    by_tokens = isinstance(batches, TokenBatches | WindowBatches)
+    if isinstance(dataset, Mixture) and isinstance(order, MixtureOrder) and isinstance(index, JoinedIndex):
+        by_tokens = by_tokens or order.by == "tokens"
+        for leaf, own, source in zip(dataset.leaves, index.indexes, order.sources, strict=True):
+            parts.append((leaf.name, leaf.dataset, own, source.order))
+    elif isinstance(dataset, ShardDataset) and isinstance(order, Order):
+        parts.append(("", dataset, index, order))
+    return tuple(
+        SourceRows(
+            name=name,
+            dataset=of,
+            index=own,
+            order=own_order,
+            excluded=own_order.excluded if listed is None else excluded,
+            by_tokens=by_tokens or own.is_split,
+            exclude=partial(excluded_of, of),
+            listed=listed,
+        )
+        for name, of, own, own_order in parts
+    )
 
 
 def dump_rows(sources: Sequence[SourceRows]) -> list[Any]:
