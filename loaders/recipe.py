@@ -364,12 +364,17 @@ class Recipe:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
         return _digest(self.describe())
 
-    def count_fingerprint(self) -> str:
-        """Return the `fingerprint` of what an index depends on: parameters that only change values are left out."""
-        described = self.describe()
+    def count_fingerprint(self, described: Mapping[str, Any] | None = None) -> str:
+        """Return the `fingerprint` of what an index depends on: parameters that only change values are left out.
+
+        Args:
+            described: description of a former recipe with these modalities; default: of this one.
+        """
+        described = dict(self.describe() if described is None else described)
         for name, modality in self.modalities.items():
             without = names_no_counts(type(modality))
-            described[name] = {key: value for key, value in described[name].items() if key not in without}
+            if isinstance(parameters := described.get(name), Mapping):
+                described[name] = {key: value for key, value in parameters.items() if key not in without}
         return _digest(described)
 
     def text_fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Final
 
 FACTS_FORMAT = 4
@@ -12,8 +13,11 @@ FACTS_FORMAT = 4
 TEXTS_FORMAT = 1
 """Layout of files with the counts of a shard's texts."""
 
-TABLE_FORMAT = 5
-"""Layout of cost tables and of the merged index."""
+COSTS_FORMAT = 5
+"""Layout of cost tables."""
+
+TABLE_FORMAT = 4
+"""Layout of the merged index."""
 
 FIELDS_FORMAT = 1
 """Layout of files with the user's own columns of a shard, and of a data set."""
@@ -41,6 +45,6 @@ recipe, has other facts, costs or errors. What is kept of the topic is then made
 """
 
 
-def rules_digest() -> str:
+def rules_digest(rules: Mapping[str, int] = RULES) -> str:
     """Return a digest of all rules."""
-    return hashlib.blake2b(json.dumps(RULES, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(rules, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -66,7 +66,7 @@ from orchdata.loaders.storage.atomic import remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
-from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
+from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
 
 Done = list[tuple[str, CostTable, bool]]
 """For each shard: its path, its costs, and whether they were measured now."""
@@ -368,7 +368,7 @@ class Builder:
         self._recipe = recipe
         self._fingerprint = fingerprint
         self._reading = reading
-        self._identity = blake2b(f"{TABLE_FORMAT} {rules_digest()} {fingerprint} ".encode(), digest_size=16)
+        self._identity = blake2b(f"{COSTS_FORMAT} {rules_digest()} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")

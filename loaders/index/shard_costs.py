@@ -39,7 +39,7 @@ from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.text.words import WORDS_SUFFIX
-from orchdata.loaders.versions import TABLE_FORMAT
+from orchdata.loaders.versions import COSTS_FORMAT
 
 if TYPE_CHECKING:
     from orchdata.loaders.shards.shard import Shard
@@ -95,7 +95,7 @@ class CostTable:
         Args:
             kinds: modalities of the recipe by their codes, text first.
         """
-        head, body = read_sealed(path, KIND, TABLE_FORMAT)
+        head, body = read_sealed(path, KIND, COSTS_FORMAT)
         check_costs(head.values, kinds)
         if (head.values["url"], head.values["media_root"]) != (url, media_root):
             raise Damaged(f"it belongs to {head.values['url']}")
@@ -184,7 +184,7 @@ class ShardCosts(NamedTuple):
             "media_root": media_root or "",
         }
         body = pack(self.columns)
-        file, digest = seal(KIND, TABLE_FORMAT, values, [body])
+        file, digest = seal(KIND, COSTS_FORMAT, values, [body])
         write_whole(path, file, access)
         return CostTable.of(path, values, digest, body, self.kinds, access)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.storage.cache import SUM_SUFFIX
-from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
+from orchdata.loaders.versions import COSTS_FORMAT, FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
 
 LOCKS: Final = "locks"
 """The folder of locks: never removed, because a process may just be waiting for one."""
@@ -88,7 +88,7 @@ KINDS: Final = (
         folder="costs",
         content="costs of a shard under a recipe",
         suffixes=(".costs",),
-        sealed={b"cost": Sealed(TABLE_FORMAT, _of_url)},
+        sealed={b"cost": Sealed(COSTS_FORMAT, _of_url)},
         claims="index",
     ),
     Kind(

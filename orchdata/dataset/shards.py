@@ -175,7 +175,8 @@ def _excluded_of(
 ) -> Ints:
     """Return the rows of another index that are left out under the same arguments. Raises as `prepare_shards`."""
     named = [pair for pair in named if index.find_all(*pair)]
-    excluded = np.union1d(np.union1d(_quarantined_rows(dataset, index, named), dataset.left_out(index)), index.bad_rows())
+    chosen = np.union1d(_quarantined_rows(dataset, index, named), dataset.left_out(index))
+    excluded = np.union1d(chosen, index.bad_rows())
     costs = layout_costs(index, options.cost, layout)
     if options.balance.caps and options.balance.oversize != "own" and window_length(layout) is None:
         excluded = np.union1d(excluded, np.concatenate([*oversize_rows(costs, options.balance, excluded).values()]))

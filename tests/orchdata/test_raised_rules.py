@@ -328,7 +328,7 @@ def test_a_state_of_version_2_goes_on_by_the_index_of_then(
     kind: str, data: RuledData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form_module, "RULES_OF_BEFORE", [1000 + BEFORE.number])
-    with BEFORE.applied():
+    with BEFORE.applied(as_before=True):
         ours = loaders(kind, data, 1)
         for loader in ours:
             loader.set_epoch(1)

@@ -15,11 +15,10 @@ import pytest
 from shard_factory import write_shard
 
 import orchdata as od
-import orchdata.dataset.resume.form as form
-import orchdata.loaders.index.index as one_index
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index import build, facts, locations
+from orchdata.loaders.index import locations
 from orchdata.loaders.samples import compose, values
+from orchdata.loaders.versions import RULES
 
 LETTERS = "abcdefgh"
 
@@ -33,8 +32,12 @@ class Rules:
     longer: Mapping[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Everything inside judges by these rules."""
+    def applied(self, *, as_before: bool = False) -> Iterator[None]:
+        """Everything inside judges by these rules.
+
+        Args:
+            as_before: as a release before version 3 of states: one number was all of its rules.
+        """
 
         def text_of(*args: Any) -> str:
             text = values.text_of(*args)
@@ -44,8 +47,10 @@ class Rules:
             return text + " and" * self.longer.get(letter, 0)
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (build, facts, one_index, locations, form):
-                patch.setattr(module, "RULES", 1000 + self.number)
+            patch.setitem(RULES, "text", 1000 + self.number)
+            if as_before:
+                patch.setattr(locations, "rules_digest", lambda: 1000 + self.number)
+                patch.setattr(od.Recipe, "count_fingerprint", od.Recipe.fingerprint)
             patch.setattr(compose, "text_of", text_of)
             yield
 

@@ -39,14 +39,15 @@ class Written(NamedTuple):
 
     def __str__(self) -> str:
         by = f"orchdata {self.version}" if self.version else "an earlier orchdata"
-        return by if self.rules is None else f"{by} under rules {rules_text(self.rules)}"
+        return by if self.rules is None else f"{by} under rules {rules_text(self.rules, RULES)}"
 
 
-def rules_text(rules: Any) -> str:
-    """Return rules for messages."""
-    if isinstance(rules, Mapping):
-        return ", ".join(f"{name} {number}" for name, number in rules.items())
-    return str(rules)
+def rules_text(rules: Any, others: Any) -> str:
+    """Return rules for messages: the topics in which they differ from others, with their numbers."""
+    if not isinstance(rules, Mapping):
+        return str(rules)
+    known = others if isinstance(others, Mapping) else {}
+    return ", ".join(f"{name} {number}" for name, number in rules.items() if known.get(name) != number) or "of now"
 
 
 def present_rules() -> Any:

@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,11 @@ from orchdata.dataset.resume.rows import SourceRows, rows_of_samples, text_ints,
 from orchdata.loaders.errors import OrchdataError, StateError
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import index_path
-from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.versions import rules_digest
+
+if TYPE_CHECKING:
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 
@@ -103,8 +107,7 @@ def vars_of(source: SourceRows) -> dict[str, Any]:
 def _open(source: SourceRows, rules: Any, recipe: Mapping[str, Any] | None) -> Index | None:
     """Open the index of then, which must have the shards of now."""
     dataset = source.dataset
-    fingerprint = _fingerprint(dataset.recipe, recipe)
-    path = index_path(dataset.urls, fingerprint, CacheFolder(), dataset.reading, rules=rules)
+    path = _path(dataset, rules, recipe)
     try:
         index = Index(path)
         index.check_urls([absolute(url) for url in dataset.urls])
@@ -117,10 +120,15 @@ def _open(source: SourceRows, rules: Any, recipe: Mapping[str, Any] | None) -> I
     return index if all(same) else None
 
 
-def _fingerprint(recipe: Recipe, described: Mapping[str, Any] | None) -> str:
-    if described is None:
-        return recipe.fingerprint()
-    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _path(dataset: ShardDataset, rules: Any, recipe: Mapping[str, Any] | None) -> Path:
+    """Return where the index of then is stored. One number of rules is of a release that had no topics yet."""
+    described = dataset.recipe.describe() if recipe is None else recipe
+    if isinstance(rules, Mapping):
+        fingerprint, judged = dataset.recipe.count_fingerprint(described), rules_digest(rules)
+    else:
+        text = json.dumps(described, sort_keys=True)
+        fingerprint, judged = hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), rules
+    return index_path(dataset.urls, fingerprint, CacheFolder(), dataset.reading, rules=judged)
 
 
 def _by_pieces(then: Ints, now: Ints) -> Ints:

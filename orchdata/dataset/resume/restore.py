@@ -109,7 +109,7 @@ def _words(
     entries: Sequence[Mapping[str, Any]] | None,
 ) -> str:
     """Return who wrote the state, and what has changed since."""
-    now = f"orchdata {orchdata.__version__} under rules {rules_text(present_rules())}"
+    now = f"orchdata {orchdata.__version__} under rules {rules_text(present_rules(), written.rules)}"
     parts = []
     for number, source in enumerate(prepared.rows):
         if changed[number]:
@@ -133,7 +133,8 @@ def _refuse_windows(
     names = ", ".join(source.called for source, each in zip(prepared.rows, changed, strict=True) if each)
     raise StateError(
         f"the state was written by {written}, and this is orchdata {orchdata.__version__} under rules "
-        f"{rules_text(present_rules())}: usable documents of {names}, or their tokens, have changed. Where a step of "
+        f"{rules_text(present_rules(), written.rules)}: usable documents of {names}, or their tokens, have changed. "
+        "Where a step of "
         "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin the "
         f"next epoch by loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
     )

@@ -26,7 +26,7 @@ from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import seal
-from orchdata.loaders.versions import FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
+from orchdata.loaders.versions import COSTS_FORMAT, FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DAY = 24 * 3600.0
@@ -43,7 +43,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
         facts.KIND: FACTS_FORMAT,
         kept_texts.KIND: TEXTS_FORMAT,
         probed.KIND: FACTS_FORMAT,
-        shard_costs.KIND: TABLE_FORMAT,
+        shard_costs.KIND: COSTS_FORMAT,
         index.KIND: TABLE_FORMAT,
         layer.KIND: FIELDS_FORMAT,
         merged.KIND: FIELDS_FORMAT,
@@ -100,9 +100,9 @@ def test_what_is_damaged_newer_or_foreign_is_listed_as_such(shards: list[str], t
     damaged, *_ = (cache.root / "costs").iterdir()
     damaged.write_bytes(damaged.read_bytes()[:-1])
     cache.file("costs", "zeros.costs").write_bytes(bytes(100))
-    cache.file("costs", "newer.costs").write_bytes(seal(b"cost", TABLE_FORMAT + 1, {}, [])[0])
-    cache.file("costs", "earlier.costs").write_bytes(seal(b"cost", TABLE_FORMAT - 1, {}, [])[0])
-    cache.file("costs", "odd.costs").write_bytes(seal(b"cost", TABLE_FORMAT, {"url": 3}, [])[0])
+    cache.file("costs", "newer.costs").write_bytes(seal(b"cost", COSTS_FORMAT + 1, {}, [])[0])
+    cache.file("costs", "earlier.costs").write_bytes(seal(b"cost", COSTS_FORMAT - 1, {}, [])[0])
+    cache.file("costs", "odd.costs").write_bytes(seal(b"cost", COSTS_FORMAT, {"url": 3}, [])[0])
     cache.file("costs", "notes.txt").write_text("mine")
     cache.file("costs", "link.costs").symlink_to(tmp_path / "none")
     (cache.root / "index").rename(tmp_path / "moved")

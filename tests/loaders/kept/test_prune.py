@@ -37,7 +37,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.loaders.storage.sealed import seal
 from orchdata.loaders.storage.shared import use
-from orchdata.loaders.versions import TABLE_FORMAT
+from orchdata.loaders.versions import COSTS_FORMAT
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 DAY = 24 * 3600.0
@@ -352,7 +352,7 @@ def test_a_bound_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_of_a_newer_release_stay_unless_they_are_named() -> None:
     cache = CacheFolder()
     newer = cache.file("costs", "a.costs")
-    newer.write_bytes(seal(b"cost", TABLE_FORMAT + 1, {"anything": 1}, [])[0])
+    newer.write_bytes(seal(b"cost", COSTS_FORMAT + 1, {"anything": 1}, [])[0])
     of_another_kind = cache.file("costs", "b.image")
     of_another_kind.write_bytes(seal(b"imgc", 1, {}, [])[0])
     of_another_folder = cache.file("later", "c.later")
