@@ -506,6 +506,13 @@ def shards_fingerprint(shards: Iterable[ShardInfo], rules: int | None = None) ->
     return digest(_contents(shards) if rules is None else [rules, "", _contents(shards)])
 
 
+def shards_in_words(shards: Sequence[ShardInfo]) -> str:
+    """Return how many shards there are, the first and last of them, and their bytes, for messages."""
+    names = " to ".join(dict.fromkeys(basename(shard.url) for shard in (*shards[:1], *shards[-1:])))
+    size = sum(shard.size for shard in shards)
+    return f"{len(shards):,} shard{'s' * (len(shards) != 1)} ({names}), {size:,} bytes"
+
+
 def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:
     return [
         [

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.first import content_of, num_first_rows
+from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.mixed_state import MixtureState, load_mixture
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
@@ -139,6 +139,7 @@ def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: Mixtu
         "sources": {
             leaf.name: {
                 "dataset": content_of(own, leaf.dataset.selections),
+                "shards": shards_in_words(chosen_shards(own, leaf.dataset.selections)),
                 "recipe": leaf.dataset.recipe.describe(),
                 "loss_weight": float(leaf.loss_weight),
                 **({"selection": [each.describe() for each in chosen]} if (chosen := leaf.dataset.selections) else {}),

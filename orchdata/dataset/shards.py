@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
-from orchdata.dataset.indexed.first import content_of, is_partial, num_first_rows
+from orchdata.dataset.indexed.first import chosen_shards, content_of, is_partial, num_first_rows
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
@@ -25,7 +25,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.fields.missing import missing_names
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
@@ -130,6 +130,7 @@ def prepare_shards(
             order = ListedOrder(options.listed[~np.isin(options.listed, excluded)])
         identity = {
             "dataset": content_of(index, dataset.selections),
+            "shards": shards_in_words(chosen_shards(index, dataset.selections)),
             "recipe": dataset.recipe.describe(),
             "order": order.describe(),
             **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),

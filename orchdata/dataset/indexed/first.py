@@ -14,6 +14,7 @@ import numpy as np
 
 from orchdata.dataset.selection import Selection, Taken
 from orchdata.loaders.index.index import Index, basename, shards_fingerprint
+from orchdata.loaders.shards.shard import ShardInfo
 
 
 def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
@@ -42,14 +43,22 @@ def is_partial(index: Index, urls: Sequence[str]) -> bool:
     return len(index.shards) < len(urls) or any(shard.reach for shard in index.shards[-1:])
 
 
+def chosen_shards(index: Index, selections: Sequence[Selection | Taken]) -> Sequence[ShardInfo]:
+    """Return the shards that selections choose from: all, or those of the first samples."""
+    if num_first_samples(selections) is None:
+        return index.shards
+    rows = num_first_rows(index, selections)
+    return index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
+
+
 def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
     """Return the identity of the content that selections choose from, for states: of all shards, or of the rows of the
     first samples.
     """
+    shards = chosen_shards(index, selections)
     if num_first_samples(selections) is None:
-        return shards_fingerprint(index.shards)
+        return shards_fingerprint(shards)
     rows = num_first_rows(index, selections)
-    shards = index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
     digest = hashlib.blake2b(repr([(basename(shard.url), shard.size) for shard in shards]).encode(), digest_size=16)
     offsets, keys = index.keys(0, rows)
     for column in (np.diff(offsets), keys):

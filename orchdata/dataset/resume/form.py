@@ -130,6 +130,7 @@ class _Before:
             self._recipe_rules = theirs["recipe"].get(OF_RULES) if isinstance(theirs.get("recipe"), Mapping) else None
             order = self._order(theirs["order"], full["order"], ours["order"])
             found = {**theirs, "order": order, "dataset": self._dataset(theirs.get("dataset"), source, plain=True)}
+            found["shards"] = ours["shards"]  # what differs is in the digest
             self.present: dict[str, Any] = found | {"recipe": bound_recipe(theirs.get("recipe"))}
             orders = [theirs["order"]]
         else:
@@ -145,7 +146,9 @@ class _Before:
                 )
                 recipe = self._recipe(each.get("recipe"), full["sources"][name]["recipe"], is_small=is_small)
                 dataset = self._dataset(each.get("dataset"), source, plain=not is_small)
-                named[name] = {**each, "recipe": recipe, "dataset": dataset}
+                shards = ours["sources"][name]["shards"]
+                shards = _digest(shards) if is_small else shards
+                named[name] = {**each, "recipe": recipe, "dataset": dataset, "shards": shards}
             self.present = {**theirs, "mixture": mixture, "sources": named}
         self.written = Written("", self._rules, self._recipe_rules, orders)
 

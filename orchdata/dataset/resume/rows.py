@@ -25,7 +25,7 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import Split, left_out
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
@@ -71,14 +71,6 @@ class SourceRows:
     def called(self) -> str:
         """Its name in messages."""
         return f"source {self.name!r}" if self.name else "the data set"
-
-    @property
-    def shards(self) -> str:
-        """The shards in words."""
-        shards = self.index.shards
-        names = basename(shards[0].url) if shards else ""
-        names += f" to {basename(shards[-1].url)}" if len(shards) > 1 else ""
-        return f"{len(shards):,} shard{'s' * (len(shards) != 1)} ({names}), {sum(s.size for s in shards):,} bytes"
 
     @cached_property
     def samples(self) -> str:
@@ -133,7 +125,6 @@ class SourceRows:
     def numbers(self) -> dict[str, Any]:
         """Return what a state stores of these rows, JSON-safe; `texts` is the rest."""
         found: dict[str, Any] = {
-            "shards": self.shards,
             "num_rows": self.index.num_rows,
             "num_usable": self.index.num_rows - len(self.excluded),
             **self.digests,
