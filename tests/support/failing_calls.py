@@ -118,6 +118,8 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
         for lasts in ("once", LASTS[1 + nth % 2]):
             turn += _STRIDE
             code = _ERRNOS[turn % len(_ERRNOS)]
+            if kind == "lock" and code in ("EAGAIN", "EACCES") and lasts != "once":
+                code = "EIO"  # another process has the lock: it is waited for
             if code == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
                 code = "EIO"
             points.append(Fault(name=code, nth=nth, lasts=lasts, kinds=KINDS))
