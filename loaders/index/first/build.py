@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.build import Builder, build_index, in_parallel, named, warn_of_retries
+from orchdata.loaders.index.build import Builder, in_parallel, named, warn_of_retries
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import check_function_of, index_path
 from orchdata.loaders.index.probed import Probes
@@ -29,6 +29,7 @@ from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
+from orchdata.loaders.shards.field_rules import check_met
 from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.first.begun import begun
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -108,12 +109,10 @@ def build_first_index(
         first = _First(builder, recipe, reading, cache, workers, under_way, patience)
         tables = first.tables(paths, count)
         builder.missing_media.check()
-        if not tables[-1].reach and len(tables) == len(paths):
-            tables = []
-        else:
-            return patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
-    rest: dict[str, Any] = {"num_threads": num_threads, "under_way": under_way, "retry_seconds": retry_seconds}
-    return build_index(urls, recipe, cache=cache, reading=reading, **rest)
+        if len(tables) == len(paths) and not tables[-1].reach:  # these are all samples
+            check_met(reading.columns, [table.meta.met for table in tables])
+            path = index_path(urls, fingerprint, cache, reading)
+        return patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
 
 
 def _changed(path: Path) -> tuple[int, int] | None:
