@@ -167,7 +167,7 @@ def show(
         ignored = dict(index.totals["ignored_fields"])
         print_json({"groups": [group.as_dict() for group in groups], "ignored_fields": ignored, "files": files})
         return
-    from orchdata.cli.shown_text import print_groups
+    from orchdata.showing.text import print_groups
 
     print_groups(groups, ignored_words(index.totals["ignored_fields"]), files, full=full)
 

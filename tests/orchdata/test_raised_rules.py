@@ -236,7 +236,10 @@ def test_a_refusal_says_versions_both_values_and_the_way_out(data: RuledData) ->
         with pytest.raises(od.StateError) as error:
             loaders("samples", data, 1, state)
         message = str(error.value)
-        assert f"written by orchdata {od.__version__} under rules 1001" in message and "under rules 1002" in message
+        assert (
+            f"written by orchdata {od.__version__} under rules text 1001" in message
+            and "under rules text 1002" in message
+        )
         assert "samples that were usable when the state was written cannot be used now: t" in message
         assert "txt: rules 2 refuse 'd'" in message and "not usable then can be used now" in message
         assert "allow=('rules',)" in message and "loader.set_epoch(1)" in message

@@ -59,7 +59,7 @@ def open_first(
     Raises as `open_index`.
     """
     try:
-        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), reading, first=count))
+        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading, first=count))
     except FileNotFoundError:
         return None
     index.check_urls([absolute(url) for url in urls[: len(index.shards)]])
@@ -93,7 +93,7 @@ def build_first_index(
     """
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
-    fingerprint = recipe.fingerprint()
+    fingerprint = recipe.count_fingerprint()
     path = index_path(urls, fingerprint, cache, reading, first=count)
     before = _changed(path)
     patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.indexed.first import chosen_shards, num_first_rows
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import Split, left_out
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -49,7 +50,7 @@ class SourceRows:
         name: of the source; "" without a mixture.
         order: of its usable rows.
         excluded: rows that do not come, ascending.
-        by_tokens: whether steps, shares or pieces go by tokens.
+        by_tokens: whether steps or shares go by tokens, as pieces always do.
         exclude: returns the excluded rows of another index of the same shards, under the same arguments.
         listed: rows of the user's own order.
     """
@@ -64,8 +65,18 @@ class SourceRows:
     listed: Ints | None = None
 
     def __len__(self) -> int:
-        """Rows of the index."""
-        return self.index.num_rows
+        """Number of rows: those of the index, or of its first samples."""
+        return self.num_rows
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of rows: those of the index, or of its first samples."""
+        return num_first_rows(self.index, self.dataset.selections)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether any sample has several rows."""
+        return self.index.is_split and bool(np.any(self.index.piece[: self.num_rows]))
 
     @property
     def called(self) -> str:
@@ -75,37 +86,38 @@ class SourceRows:
     @cached_property
     def samples(self) -> str:
         """Digest of all samples by shard and key, usable or not."""
-        if not len(self.excluded) and not self.index.is_split:
+        if not len(self.excluded) and not self.is_split:
             return self.usable
         return self._digest(lambda start, stop: self.index.piece[start:stop] == 0)
 
     @cached_property
     def usable(self) -> str:
         """Digest of the usable rows by shard, key and piece."""
-        return self._digest(self.is_usable, pieces=self.index.is_split)
+        return self._digest(self.is_usable, pieces=self.is_split)
 
     @cached_property
     def tokens(self) -> str:
         """Digest of the tokens of the usable rows."""
         digest = _hasher()
-        for start, stop in _chunks(self.index.num_rows):
+        for start, stop in _chunks(self.num_rows):
             digest.update(self.index.llm_tokens[start:stop][self.is_usable(start, stop)].astype("<i4").tobytes())
         return str(digest.hexdigest())
 
     @property
     def digests(self) -> dict[str, str]:
         """The digests that must be equal for a state to go on as if nothing had changed."""
-        return {"usable": self.usable} | ({"tokens": self.tokens} if self.by_tokens else {})
+        return {"usable": self.usable} | ({"tokens": self.tokens} if self.by_tokens or self.is_split else {})
 
     @cached_property
     def pieces(self) -> Ints:
         """Rows of each sample."""
-        return np.diff(self.first_rows, append=self.index.num_rows)
+        return np.diff(self.first_rows, append=self.num_rows)
 
     @cached_property
     def first_rows(self) -> Ints:
         """First row of each sample."""
-        return self.index.sample_rows()
+        rows = self.index.sample_rows()
+        return rows[: int(np.searchsorted(rows, self.num_rows))]
 
     @cached_property
     def split_samples(self) -> Ints:
@@ -125,8 +137,8 @@ class SourceRows:
     def numbers(self) -> dict[str, Any]:
         """Return what a state stores of these rows, JSON-safe; `texts` is the rest."""
         found: dict[str, Any] = {
-            "num_rows": self.index.num_rows,
-            "num_usable": self.index.num_rows - len(self.excluded),
+            "num_rows": self.num_rows,
+            "num_usable": self.num_rows - len(self.excluded),
             **self.digests,
         }
         return found | ({} if self.samples == self.usable else {"samples": self.samples})
@@ -138,14 +150,14 @@ class SourceRows:
         if len(self.split_samples):
             rows = np.setdiff1d(rows, rows_of_samples(self.split_samples, self.pieces), assume_unique=True)
         found = {"excluded": rows_text(rows)} if len(rows) else {}
-        return found | ({"pieces": ints_text(self.pieces)} if self.index.is_split else {})
+        return found | ({"pieces": ints_text(self.pieces)} if self.is_split else {})
 
     def _digest(self, chosen: Callable[[int, int], NDArray[np.bool_]], *, pieces: bool = False) -> str:
         """Return a digest of chosen rows: how many each shard has, their keys, and the numbers of their pieces."""
         index = self.index
         lengths_of, keys_of, pieces_of = _hasher(), _hasher(), _hasher()
-        counts = np.zeros(len(index.shards), np.int64)
-        for start, stop in _chunks(index.num_rows):
+        counts = np.zeros(len(chosen_shards(index, self.dataset.selections)), np.int64)
+        for start, stop in _chunks(self.num_rows):
             mask = chosen(start, stop)
             offsets, data = index.keys(start, stop)
             lengths = np.diff(offsets)
@@ -187,7 +199,7 @@ def rows_of(
             index=own,
             order=own_order,
             excluded=own_order.excluded if listed is None else excluded,
-            by_tokens=by_tokens or own.is_split,
+            by_tokens=by_tokens,
             exclude=partial(excluded_of, of),
             listed=listed,
         )
