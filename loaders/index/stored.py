@@ -297,7 +297,10 @@ class StoredSample:
         )
         media_tokens = int(self._index.part_tokens[self.parts.start : self.parts.stop].sum())
         loss = np.concatenate([np.zeros(0, np.bool_), *losses])
-        self._expect("text tokens", len(loss), int(llm_tokens.sum()) - media_tokens, recipe)
+        if recipe.text.count_field is None:
+            self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
+        else:
+            self._expect("text tokens", len(loss), int(llm_tokens.sum()) - media_tokens, recipe)
         if len(rows) > 1:  # the first token of a piece carries no loss
             loss[np.cumsum(llm_tokens)[:-1]] = False
         self._expect("loss tokens", int(loss.sum()), int(indexed_loss.sum()), recipe)

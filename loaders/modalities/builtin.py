@@ -13,6 +13,8 @@ from orchdata.loaders.modalities.video.files import VideoFiles
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
 """Name -> class. Facts of shards store their headers under every recipe."""
 
+STRETCHED: Final = frozenset(("audio",))
+"""Modalities of which records may name a stretch, by an offset and a duration."""
 ON_REQUEST: Final = MappingProxyType[str, type[Modality]]({"video": VideoFiles})
 """Name -> class of modalities that a recipe must name: facts store no header, but records may name their files."""
 

@@ -423,7 +423,7 @@ def test_every_limit_is_part_of_the_fingerprint_and_must_be_positive(name: str) 
     raised = getattr(Limits(), name) + 1
     assert Recipe(limits=Limits(**{name: raised})).fingerprint() != Recipe().fingerprint()
     for value in (0, -1, math.nan):
-        with pytest.raises(ValueError, match=f"Limits.{name} must be above 0"):
+        with pytest.raises(ValueError, match=f"Limits.{name} must be a number above 0"):
             Limits(**{name: value})
 
 

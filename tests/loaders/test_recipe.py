@@ -107,7 +107,7 @@ def test_audio_counts_are_whole_tokens(frames, rate):
         (lambda: TextPreprocessor(eos_token_id=-5), "eos_token_id must be an int in"),
         (lambda: TextPreprocessor(fields="txt"), "fields must be a tuple"),
         (lambda: ChatTemplate(loss_roles="assistant"), "loss_roles must be a tuple"),
-        (lambda: Limits(text_bytes=0), "text_bytes must be above 0"),
+        (lambda: Limits(text_bytes=0), "text_bytes must be a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_value_and_limit(build, message):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchdata.loaders.index import shard_costs
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.measuring import reading
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.slow import Ended, here
@@ -103,7 +103,7 @@ def keep(record: dict[str, Any]) -> Any:
 
 
 def test_the_index_is_the_same_with_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_costs, "_CHUNK_SAMPLES", 8)
+    monkeypatch.setattr(reading, "_CHUNK_SAMPLES", 8)
     path = tmp_path / "a.jsonl"
     lines = [{"text": str(number) * (number % 11)} if number % 13 else {"other": 1} for number in range(400)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

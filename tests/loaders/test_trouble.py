@@ -19,9 +19,9 @@ from shard_factory import omni_shards, write_shard
 import orchdata as od
 from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
 from orchdata.loaders.index import build as build_module
-from orchdata.loaders.index import shard_costs as costs_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.locations import open_index
+from orchdata.loaders.index.measuring import chunk
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
@@ -196,15 +196,15 @@ def test_a_shard_that_does_not_exist_is_not_waited_for() -> None:
 def test_an_exception_while_measuring_a_sample_fails_the_sample(
     texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    measure, seen = costs_module.measure, [0]
+    prepare, seen = chunk.prepare, [0]
 
     def odd(*args: Any) -> Any:
         seen[0] += 1
         if seen[0] == 7:
             raise error
-        return measure(*args)
+        return prepare(*args)
 
-    monkeypatch.setattr(costs_module, "measure", odd)
+    monkeypatch.setattr(chunk, "prepare", odd)
     index = build_index(texts, Recipe(), num_threads=1)
     assert index.bad_rows().tolist() == [6]
     assert f"cannot be measured: {type(error).__name__}" in str(index.failure(6))
@@ -217,7 +217,7 @@ def test_what_says_nothing_about_the_data_ends_the_build(
     def fail(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(costs_module, "measure", fail)
+    monkeypatch.setattr(chunk, "prepare", fail)
     with pytest.raises(type(error)):
         build_index(texts, Recipe(), retry_seconds=0)
     assert open_index(texts, Recipe()) is None
@@ -286,7 +286,7 @@ def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.Mon
     def fail(*args: Any) -> Any:
         raise FieldError("txt", "no")
 
-    monkeypatch.setattr(costs_module, "measure", fail)
+    monkeypatch.setattr(chunk, "prepare", fail)
     assert build_index(texts, Recipe()).failure(0).field == "txt"
 
 

@@ -18,6 +18,7 @@ ALLOWED = {
     "loaders/modalities/": "what they are",
     "native/scan/": "their headers",
     "loaders/limits.py": "how large they may be",
+    "loaders/versions.py": "rules about them",
     "loaders/recipe.py": "those of a recipe that names none",
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/batch/": "batch.image and batch.audio",

@@ -454,13 +454,13 @@ def test_a_piece_is_tokenized_without_the_rest_of_its_text(
     assert (index.text_start >= 0).all()
     assert any(unpacked(number)[1] for number in index.text_start.tolist()), "pieces begin inside of characters too"
     lengths: list[int] = []
-    encode = FastTokenizer.encode
+    encode_batch = FastTokenizer.encode_batch
 
-    def counted(self: FastTokenizer, text: str, **options: Any) -> Any:
-        lengths.append(len(text))
-        return encode(self, text, **options)
+    def counted(self: FastTokenizer, texts: Any, **options: Any) -> Any:
+        lengths.extend(map(len, texts))
+        return encode_batch(self, texts, **options)
 
-    monkeypatch.setattr(FastTokenizer, "encode", counted)
+    monkeypatch.setattr(FastTokenizer, "encode_batch", counted)
     check_pieces(rows_of(batches_of(loaders(dataset, 2, global_batch_size=5))), whole, 300)
     assert len(lengths) == index.num_rows
     text = len(long_texts()["text"]["text"])

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER, STRETCHED
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
@@ -102,7 +102,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
                 raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
             _add_files(value, by_key)
-        if "audio" in by_key:
+        if not STRETCHED.isdisjoint(by_key):
             _check_whole(value)
     for modality, name in _items(value):
         in_turns.setdefault(modality, []).append(name)

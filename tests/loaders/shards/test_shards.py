@@ -202,7 +202,7 @@ def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_pa
     assert shards.reads.as_dict() == {"storage_bytes": 8 + path.stat().st_size, "cache_bytes": 2, "used_bytes": 0}
     shards.close()
     shards.get(str(path))
-    assert shards.reads.storage.value == 16 + path.stat().st_size
+    assert shards.reads.storage.value == 12 + path.stat().st_size
 
 
 def test_what_fills_a_buffer_counts_as_it_came(tmp_path: Path) -> None:
