@@ -56,7 +56,7 @@ def tar(path: Path) -> str:
     )
 
 
-def beside_json(path: Path) -> str:
+def in_json(path: Path) -> str:
     pairs = enumerate(zip(WORDS, right(), strict=True))
     return write_shard(
         path,
@@ -73,7 +73,7 @@ def beside_json(path: Path) -> str:
         lambda folder: records(folder / "a.jsonl", right()),
         lambda folder: parquet(folder / "a.parquet"),
         lambda folder: tar(folder / "a.tar"),
-        lambda folder: beside_json(folder / "a.tar"),
+        lambda folder: in_json(folder / "a.tar"),
     ],
     ids=["jsonl", "parquet", "tar", "json in a tar"],
 )
