@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index as as_int
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
@@ -203,12 +203,25 @@ def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | Fiel
 def _tokenized(
     batch: Sequence[tuple[Prepared, SpanWriter, tuple[str, bool] | None]], recipe: Recipe
 ) -> Iterator[Outline | FieldError]:
-    texts = [wanted for _, _, wanted in batch if wanted is not None]
-    encoded = iter(recipe.text.encode_all(texts) if texts else ())
-    for sample, writer, wanted in batch:
-        tokens = next(encoded) if wanted is not None else None
+    # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
+    counts: dict[int, int | None] = {}
+    if recipe.text.overflow != "split":  # whose pieces begin at offsets
+        trained = [at for at, (_, writer, _) in enumerate(batch) if isinstance(writer, WholeWriter)]
+        trained = [at for at in trained if batch[at][2] is not None and cast(WholeWriter, batch[at][1]).is_trained_text]
+        texts = [cast("tuple[str, bool]", batch[at][2]) for at in trained]
+        marks = recipe.mark_tokens.values()
+        counts = dict(zip(trained, recipe.text.count_all(texts, marks) if texts else (), strict=True))
+    others = [wanted for at, (_, _, wanted) in enumerate(batch) if wanted is not None and counts.get(at) is None]
+    encoded = iter(recipe.text.encode_all(others) if others else ())
+    for at, (sample, writer, wanted) in enumerate(batch):
+        count = counts.get(at)
+        tokens = next(encoded) if wanted is not None and count is None else None
         try:
-            spans = writer.close_with(tokens) if isinstance(writer, WholeWriter) else writer.close()
+            spans: Sequence[Span | TextRun]
+            if not isinstance(writer, WholeWriter):
+                spans = writer.close()
+            else:
+                spans = writer.close_with(tokens) if count is None else writer.close_counted(count)
             yield _outline(sample, writer, spans, recipe)
         except MemoryError:
             raise
@@ -223,7 +236,7 @@ def _declared_outline(sample: Prepared, recipe: Recipe) -> Outline:
     return Outline(tuple(composition.parts), tuple(composition.texts), composition.is_chat, tuple(runs))
 
 
-def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span], recipe: Recipe) -> Outline:
+def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:
     """Return the outline of a sample's spans: runs of text of equal loss, and numbers of parts."""
     parts = sample.composition.parts
     numbers: dict[tuple[str, int], list[int]] = {}
@@ -246,7 +259,7 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span], recipe
     limit, starts = recipe.text.max_tokens, tuple[int, ...]()
     is_split = recipe.text.overflow == "split" and limit is not None and num_tokens(spans) > limit and not parts
     if is_split:
-        starts = tuple(_text_starts(writer, divided([*spans], recipe)))
+        starts = tuple(_text_starts(writer, divided([*cast("Sequence[Span]", spans)], recipe)))
     composition = sample.composition
     return Outline(
         tuple(parts),

@@ -315,6 +315,24 @@ class WholeWriter:
         wanted = self.wanted()
         return self.close_with(None if wanted is None else self._recipe.text.encode_all([wanted])[0])
 
+    @property
+    def is_trained_text(self) -> bool:
+        """Whether this is text alone of which each token carries loss: then counting needs no offsets."""
+        has_parts = self._runs or self._without_tokens
+        return self._plain and not has_parts and self._trained == [[0, self._length]]
+
+    def close_counted(self, num_tokens: int) -> list[TextRun]:
+        """Return the runs of a trained text with so many tokens."""
+        pre = self._recipe.text
+        runs: list[TextRun] = []
+        if pre.bos_token_id is not None:
+            runs.append(TextRun(1, False, True, pre.bos_token_id))
+        if num_tokens:
+            runs.append(TextRun(num_tokens, True, not runs, -1))
+        if pre.eos_token_id is not None:
+            runs.append(TextRun(1, num_tokens > 0, not runs, pre.eos_token_id))
+        return runs
+
     def wanted(self) -> tuple[str, bool] | None:
         """Return the text to tokenize, and whether it gets special tokens; None if there is nothing to tokenize."""
         text = self._text()

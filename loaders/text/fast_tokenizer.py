@@ -69,12 +69,30 @@ class FastTokenizer:
             add_special_tokens: of each text.
         """
         results: dict[int, Encoded | Exception] = {}
-        for added in (False, True):
-            mine = [number for number, each in enumerate(add_special_tokens) if each == added]
-            for numbers in _batches(mine, texts):
-                encoded = self._results([texts[number] for number in numbers], added)
-                results.update(zip(numbers, encoded, strict=True))
+        for numbers, some, added in _groups(texts, add_special_tokens):
+            results.update(zip(numbers, self._results(some, added), strict=True))
         return [results[number] for number in range(len(texts))]
+
+    def count_batch(
+        self, texts: Sequence[str], *, add_special_tokens: Sequence[bool], without: frozenset[int]
+    ) -> list[int | None]:
+        """Number of tokens of each text; None if it cannot be tokenized, or has a token of `without`.
+
+        This takes less time than `encode_batch`, as offsets are left out. Arguments are those of `encode_batch`.
+        """
+        counts: dict[int, int | None] = {}
+        for numbers, some, added in _groups(texts, add_special_tokens):
+            running = self._running
+            encode_batch = getattr(running, "encode_batch_fast", running.encode_batch)  # without offsets
+            try:
+                encodings = encode_batch(some, add_special_tokens=added)
+            except Exception:  # noqa: BLE001 - `encode_batch` says which text it is
+                counts.update(dict.fromkeys(numbers))
+                continue
+            for number, encoding in zip(numbers, encodings, strict=True):
+                is_plain = not without or without.isdisjoint(encoding.ids)
+                counts[number] = len(encoding) if is_plain else None
+        return [counts[number] for number in range(len(texts))]
 
     def _results(self, texts: list[str], add_special_tokens: bool) -> Iterator[Encoded | Exception]:
         try:
@@ -125,6 +143,14 @@ class FastTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FastTokenizer, (self.json, self.special_tokens)
+
+
+def _groups(texts: Sequence[str], add_special_tokens: Sequence[bool]) -> Iterator[tuple[list[int], list[str], bool]]:
+    """Yield (numbers of texts, these texts, their flag), so that each group can be one call."""
+    for added in (False, True):
+        mine = [number for number, each in enumerate(add_special_tokens) if each == added]
+        for numbers in _batches(mine, texts):
+            yield numbers, [texts[number] for number in numbers], added
 
 
 def _batches(numbers: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:

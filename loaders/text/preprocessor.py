@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, get_args
@@ -211,6 +211,17 @@ class TextPreprocessor:
             self._failed(each) if isinstance(each, Exception) else each
             for each in self.tokenizer.encode_batch(strings, add_special_tokens=added)
         ]
+
+    def count_all(self, texts: Sequence[tuple[str, bool]], without: Collection[int]) -> list[int | None]:
+        """Return the number of tokens of whole texts. None if `encode_all` fails, or gives a token of `without`.
+
+        Args:
+            texts: as of `encode_all`.
+        """
+        if not isinstance(self.tokenizer, FastTokenizer):
+            raise TypeError("count_all needs a fast tokenizer")
+        strings, added = [text for text, _ in texts], [each for _, each in texts]
+        return self.tokenizer.count_batch(strings, add_special_tokens=added, without=frozenset(without))
 
     def _failed(self, error: Exception) -> DecodeError:
         """Return the error of a text that the tokenizer fails for. Raises as `pass_trouble`."""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
-
-import torch.distributed as dist
-
-from orchdata.ranks.parallel import group_timeout
-from orchdata.ranks.posting import JobStore, job_store
 
 PATIENCE_SECONDS = 120.0
 """After this time a rank does the work itself: the first one may be lost."""
@@ -29,6 +25,13 @@ def done_by_first(name: str, work: Callable[[], Any]) -> Any:
 
     Raises RuntimeError if the store of the job does not answer.
     """
+    if "torch.distributed" not in sys.modules:  # then there is no group; importing it takes a second
+        return work()
+    import torch.distributed as dist
+
+    from orchdata.ranks.parallel import group_timeout
+    from orchdata.ranks.posting import JobStore, job_store
+
     store = job_store() if dist.is_available() and dist.is_initialized() else None
     if store is None or dist.get_world_size() == 1:
         return work()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 
 from orchdata.dataset.selection import names_of_counts
-from orchdata.engines.pickling import pickle_container
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
@@ -23,8 +22,11 @@ def reading_of(
     """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
     root, pairs = _checked_media_root(media_root), _checked_columns(columns)
     checked = checked_containers(containers)
-    for each in checked:
-        pickle_container(each)  # worker processes get one: find out now
+    if checked:
+        from orchdata.engines.pickling import pickle_container  # with torch, which takes a second
+
+        for each in checked:
+            pickle_container(each)  # worker processes get one: find out now
     return Reading(media_root=root, columns=pairs, containers=checked)
 
 
