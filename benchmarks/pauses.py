@@ -13,7 +13,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -30,6 +30,9 @@ from orchdata.bench.harness import Result, WideTable
 from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer
 
 _LONG_PAUSE = 0.001
+
+
+EncodeBatch = Callable[..., list[Encoded | Exception]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,7 @@ def run(config: PausesBench) -> list[Result | WideTable]:
     words = PiecesBench(documents=config.documents, tokens=config.tokens, seed=config.seed)
     texts, tokenizer = made_up(words)
     recipe = od.Recipe(image=None, audio=None, text=od.TextPreprocessor(tokenizer))
-    lanes: dict[str, Callable[[FastTokenizer, str, bool], Encoded]] = {"encode": _by_encode, "now": _by_now}
+    lanes: dict[str, EncodeBatch] = {"encode": _one_by_one, "now": _encode_batch}
     longest: dict[str, list[float]] = {name: [] for name in (*lanes, "idle")}
     elsewhere: dict[str, list[float]] = {name: [] for name in (*lanes, "idle")}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,32 +84,33 @@ def run(config: PausesBench) -> list[Result | WideTable]:
 
 
 _NAMES = {"encode": "texts tokenized one by one", "now": "as the loader does", "idle": "no loader"}
-_encode = FastTokenizer.encode
+_encode_batch = FastTokenizer.encode_batch
 
 
-def _by_encode(tokenizer: FastTokenizer, text: str, add_special_tokens: bool) -> Encoded:
-    encoding = tokenizer._running.encode(text, add_special_tokens=add_special_tokens)
+def _one_by_one(
+    tokenizer: FastTokenizer, texts: Sequence[str], *, add_special_tokens: Sequence[bool]
+) -> list[Encoded | Exception]:
+    encodings = [
+        tokenizer._running.encode(text, add_special_tokens=added)
+        for text, added in zip(texts, add_special_tokens, strict=True)
+    ]
+    return [*map(_arrays, encodings)]
+
+
+def _arrays(encoding: Any) -> Encoded:
     ids = np.array(encoding.ids, np.int32)
     offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
     return Encoded(ids, offsets[:, 0], offsets[:, 1])
 
 
-def _by_now(tokenizer: FastTokenizer, text: str, add_special_tokens: bool) -> Encoded:
-    return _encode(tokenizer, text, add_special_tokens=add_special_tokens)
-
-
 @contextmanager
-def _encoding(encode: Callable[[FastTokenizer, str, bool], Encoded]) -> Iterator[None]:
+def _encoding(encode_batch: EncodeBatch) -> Iterator[None]:
     """Have every tokenizer use this function during the block."""
-
-    def replaced(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) -> Encoded:
-        return encode(tokenizer, text, add_special_tokens)
-
-    FastTokenizer.encode = replaced  # type: ignore[method-assign,assignment]
+    FastTokenizer.encode_batch = encode_batch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FastTokenizer.encode = _encode  # type: ignore[method-assign]
+        FastTokenizer.encode_batch = _encode_batch  # type: ignore[method-assign]
 
 
 @contextmanager

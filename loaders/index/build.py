@@ -235,7 +235,8 @@ def _show(
     under_way: Callable[[float, int], None], tables: Mapping[str, CostTable], total: int, shown: list[float]
 ) -> None:
     """Show progress, never less than before: a shard that was just measured does not count as done at once."""
-    shown[0] = max(shown[0], len(tables) + shards_under_way())
+    # A shard that a child has just measured may still count as under way.
+    shown[0] = min(total, max(shown[0], len(tables) + shards_under_way()))
     under_way(shown[0], total)
 
 
