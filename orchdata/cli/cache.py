@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchdata.cli.options import JsonOption
-from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_table
+from orchdata.cli.output import human_bytes, one_line_errors, plain_table, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -119,7 +119,7 @@ def _listing_table(found: Listing) -> RenderableType:
 
 
 def _kinds_table(found: Listing) -> Table:
-    table = _table("\nWhat is kept", "folder", "content", "files", "size", "last used", "in use", "")
+    table = plain_table("\nWhat is kept", "folder", "content", "files", "size", "last used", "in use", "")
     table.columns[1].justify = table.columns[6].justify = "left"
     for name, kind in found.kinds.items():
         in_use = "unknown" if kind.in_use is None else f"{kind.in_use:,}" if kind.in_use else "-"
@@ -140,7 +140,7 @@ def _remarks(kind: KindListed) -> str:
 
 def _data_table(found: Listing) -> Table:
     kinds = [name for name in found.kinds if any(name in data.bytes for data in found.data.values())]
-    table = _table("\nOf which data", "folder of the shards", "shards", *kinds, "last used", "in use")
+    table = plain_table("\nOf which data", "folder of the shards", "shards", *kinds, "last used", "in use")
     for name, data in found.data.items():
         sizes = [human_bytes(data.bytes[kind]) if kind in data.bytes else "-" for kind in kinds]
         table.add_row(name, f"{data.shards:,}", *sizes, _ago(data.last_used), "yes" if data.in_use else "-")
@@ -148,7 +148,7 @@ def _data_table(found: Listing) -> Table:
 
 
 def _index_table(found: Listing) -> Table:
-    table = _table("\nIndexes", "file", "data", "modalities", "shards", "samples", "size", "last used", "in use")
+    table = plain_table("\nIndexes", "file", "data", "modalities", "shards", "samples", "size", "last used", "in use")
     table.columns[1].justify = table.columns[2].justify = "left"
     for index in found.indexes:
         table.add_row(
@@ -161,16 +161,6 @@ def _index_table(found: Listing) -> Table:
             _ago(index.last_used),
             {True: "yes", False: "-", None: "unknown"}[index.in_use],
         )
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
     return table
 
 

@@ -14,6 +14,7 @@ from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -48,6 +49,17 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON document on stdout and nothing else; NaN would not be JSON, so it raises."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def plain_table(title: str, *columns: str) -> Table:
+    """A table without lines; all columns but the first are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
 
 
 def print_table(table: RenderableType) -> None:

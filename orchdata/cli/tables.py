@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchdata.cli.output import human_bytes
+from orchdata.cli.output import human_bytes, plain_table
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -68,23 +68,17 @@ def _caps_line(profile: Profile) -> list[Text]:
     return [Text(f"max_tokens: {of_each}; {caps.samples:,} samples above it {become}")]
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
 def _source_table(profile: Profile) -> Table:
-    table = _table("\nWhat sources give in an epoch", "source", "share of tokens", "LLM tokens", "samples", "passes")
+    table = plain_table(
+        "\nWhat sources give in an epoch", "source", "share of tokens", "LLM tokens", "samples", "passes"
+    )
     for name, source in profile.sources.items():
         table.add_row(name, f"{source.share:.1%}", f"{source.tokens:,}", f"{source.samples:,}", f"{source.passes:.3g}")
     return table
 
 
 def _modality_table(profile: Profile) -> Table:
-    table = _table("\nWhat samples are made of", "modality", "share of samples", "samples", "parts", "LLM tokens")
+    table = plain_table("\nWhat samples are made of", "modality", "share of samples", "samples", "parts", "LLM tokens")
     for name, modality in profile.modalities.items():
         share = f"{modality.share:.1%}"
         table.add_row(name, share, f"{modality.samples:,}", f"{modality.parts:,}", f"{modality.tokens:,}")
@@ -93,7 +87,7 @@ def _modality_table(profile: Profile) -> Table:
 
 def _phase_table(profile: Profile) -> Table:
     names = ("min", "p25", "p50", "p75", "p95", "p99", "max")
-    table = _table("\nPositions per sample, of those in the phase", "phase", "total", *names)
+    table = plain_table("\nPositions per sample, of those in the phase", "phase", "total", *names)
     for name, phase in profile.phases.items():
         sizes = [f"{phase.percentiles[column]:,}" if phase.percentiles else "-" for column in names]
         table.add_row(name, f"{phase.positions:,}", *sizes)
@@ -107,7 +101,7 @@ def _scale_table(profile: Profile) -> Table:
     micro_steps = ("micro-steps",) if profile.caps else ()
     fill = ("fill",) if any(scale.scopes["global"].fill is not None for scale in profile.scales) else ()
     columns = (*gpus, "batch", *profile.phases, "step", "bound", "speedup", "per phase", *micro_steps, *fill)
-    table = _table(title, "ranks", *columns)
+    table = plain_table(title, "ranks", *columns)
     for scale in profile.scales:
         phases = [
             f"{phase.unbalanced:.2f} -> {phase.balanced:.2f}" + ("" if name in profile.balanced_phases else " *")
@@ -143,7 +137,7 @@ def _scope_table(profile: Profile) -> Table:
     title = f"\nScopes, in groups of {scales[0].group_size} ranks: max/mean over ranks, and who reads what"
     micro_steps = ("micro-steps",) if profile.caps else ()
     columns = ("scope", *profile.phases, "step", "speedup", "per phase", *micro_steps, "own streams", "groups/shard")
-    table = _table(title, "ranks", *columns)
+    table = plain_table(title, "ranks", *columns)
     table.columns[1].justify = "left"
     for scale in scales:
         for number, (name, scope) in enumerate(scale.scopes.items()):
