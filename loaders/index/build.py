@@ -400,7 +400,7 @@ class Builder:
             spread: idle threads that may help.
         """
         limits, cache = self._recipe.limits, self._cache
-        rules = self._reading.rules(url, self._recipe.record, self._recipe.read_columns)
+        rules = self._reading.rules(url, self._recipe)
         root = self._reading.root_of(url, rules)
         path, access = self._path(url, root, rules), self._accesses.of(url)
         with ExitStack() as resources, here().at(url):

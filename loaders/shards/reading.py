@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from orchdata.loaders.errors import ContainerError
-from orchdata.loaders.functions import UserFunction
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.own.checks import container_of, shards_of
 from orchdata.loaders.shards.own.shard import Container, identity_of, name_of
@@ -36,16 +36,14 @@ class Reading:
         parts += [{"columns": [list(pair) for pair in self.columns]}] if self.columns else []
         return parts + ([{"containers": list(map(identity_of, self.containers))}] if self.containers else [])
 
-    def rules(self, url: str, record: UserFunction | None, keep: tuple[str, ...] = ()) -> FieldRules:
-        """Return how the samples of a shard are read. Raises ContainerError as `container_of`.
+    def rules(self, url: str, recipe: Recipe) -> FieldRules:
+        """Return how the samples of a shard are read under a recipe. Raises ContainerError as `container_of`.
 
         Args:
             url: absolute path of the shard.
-            record: the recipe's function.
-            keep: names of `Recipe.keep`.
         """
         container = container_of(self.containers, url) if self.containers else None
-        return FieldRules(self.columns, record, keep, container)
+        return FieldRules(self.columns, recipe.record, recipe.read_columns, container)
 
     def root_of(self, url: str, rules: FieldRules) -> str | None:
         """Return the folder of the media that a shard names; None if its kind names none."""

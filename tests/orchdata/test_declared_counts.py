@@ -13,6 +13,7 @@ from hf_processors import tokenizer
 from shard_factory import chat, jpeg, write_shard
 
 import orchdata as od
+from orchdata.loaders.index.first.look import first_look
 
 WORDS = [f"some words {'more ' * (n % 7)}" for n in range(30)]
 
@@ -87,6 +88,16 @@ def test_nothing_is_tokenized_while_indexing(tmp_path: Path, make: Any) -> None:
         assert getattr(index, name).tolist() == getattr(other, name).tolist()
     loader = od.DataLoader(od.ShardDataset(path, recipe=counted(words)), batch_size=4)
     assert sum(len(batch.sample_ids) for batch in loader) == len(WORDS)
+
+
+def test_the_first_samples_and_a_first_look_read_declared_counts(tmp_path: Path) -> None:
+    """A column of numbers is only read where something asks for it."""
+    path, words = parquet(tmp_path / "a.parquet"), Words()
+    dataset = od.ShardDataset(path, recipe=counted(words))
+    looked = first_look([path], dataset.recipe, 5)
+    assert looked.measured == 5 and not looked.failures
+    first = dataset.take(5).index()
+    assert first.num_rows == 5 and first.llm_tokens.tolist() == right()[:5] and not words.calls
 
 
 @pytest.mark.parametrize(

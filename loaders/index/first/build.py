@@ -185,7 +185,7 @@ class _First:
     def _cut(self, url: str, left: int) -> CostTable | None:
         """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
         recipe, most = self._recipe, left
-        rules = self._reading.rules(url, recipe.record, recipe.keep)
+        rules = self._reading.rules(url, recipe)
         root = self._reading.root_of(url, rules)
         try:
             while True:

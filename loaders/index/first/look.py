@@ -187,7 +187,7 @@ class _Looker:
 
     def _costs(self, url: str, most: int) -> tuple[ShardCosts, float]:
         recipe = self._recipe
-        rules = self._reading.rules(url, recipe.record, recipe.keep)
+        rules = self._reading.rules(url, recipe)
         how: dict[str, Any] = {"media_root": self._reading.root_of(url, rules), "rules": rules}
         with begun(url, most, limits=recipe.limits, cache=self._cache, **how) as (shard, beginning):
             costs = cost_shard(beginning.facts, lambda: shard, recipe, self._probes)

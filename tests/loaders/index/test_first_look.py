@@ -97,7 +97,7 @@ def test_the_first_samples_of_a_shard_cost_what_they_cost_in_its_index(name: str
     dataset = od.ShardDataset([str(path) for path in paths], RECIPE, media_root=media_root)
     index = dataset.index()
     for number, url in enumerate(dataset.urls):
-        rules = dataset.reading.rules(url, None)
+        rules = dataset.reading.rules(url, dataset.recipe)
         how: dict[str, Any] = {"media_root": dataset.reading.root_of(url, rules), "rules": rules}
         with begun(url, 3, limits=RECIPE.limits, cache=CacheFolder(), **how) as (shard, beginning):
             costs = cost_shard(beginning.facts, lambda shard=shard: shard, RECIPE, Probes(RECIPE, None))
