@@ -7,6 +7,7 @@ which is the case, so it is measured during the work.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,11 @@ _WINDOW_JOBS: Final = 4  # ... and over at least this number of jobs per thread.
 _GAIN: Final = 1.1  # More threads must be faster by this factor; fewer need only be as fast.
 _REST_SECONDS: Final = 15.0  # Pause after neither more nor fewer were faster; storage may change meanwhile.
 _SHORT_SECONDS: Final = 1.0  # A thread that takes longer waits, or has large jobs: it is not counted.
+
+
+def threads_or_default(num_threads: int | None) -> int:
+    """Return a number of threads; for None one for each CPU, at most 8."""
+    return min(8, os.cpu_count() or 1) if num_threads is None else num_threads
 
 
 class Pace:

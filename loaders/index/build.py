@@ -14,7 +14,6 @@ import functools
 import gc
 import json
 import operator
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ from orchdata.loaders.kept.builds import building
 from orchdata.loaders.kept.prune import keep_within, remove_leftovers
 from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.pace import Turns
+from orchdata.loaders.pace import Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.facts_table import Facts
@@ -149,7 +148,7 @@ def build_index(
     """
     if not urls:
         raise ValueError("no shards to index")
-    workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
+    workers = threads_or_default(num_threads)
     if workers < 1 or jobs < 1:
         raise ValueError(f"num_threads and jobs must be at least 1, got {num_threads} and {jobs}")
     if jobs > 1:

@@ -171,11 +171,9 @@ class ShardCosts(NamedTuple):
     kinds: Sequence[str]
     texts: TextsWriter | None = None
 
-    def write(
-        self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
-    ) -> CostTable:
-        """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
-        values = {
+    def values(self, url: str, meta: FactsMeta, media_root: str | None) -> dict[str, Any]:
+        """Return the head of a table, JSON-safe: all but its columns."""
+        return {
             "url": url,
             "meta": meta.as_dict(),
             "size": self.columns.size.as_dict(),
@@ -183,6 +181,12 @@ class ShardCosts(NamedTuple):
             "totals": self.totals,
             "media_root": media_root or "",
         }
+
+    def write(
+        self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
+    ) -> CostTable:
+        """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
+        values = self.values(url, meta, media_root)
         body = pack(self.columns)
         file, digest = seal(KIND, COSTS_FORMAT, values, [body])
         write_whole(path, file, access)

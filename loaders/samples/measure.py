@@ -36,8 +36,6 @@ from orchdata.loaders.samples.spans import (
 )
 
 _INT32_MAX: Final = 2**31 - 1
-_BATCH_CHARACTERS: Final = 1 << 20
-"""Texts of at least this many characters are tokenized in one call; what it returns takes some hundred times this."""
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these are not checked."""
 
@@ -176,52 +174,41 @@ def part_sizes(
 
 def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | FieldError]:
     """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error."""
-    results: list[Outline | FieldError] = []
-    batch: list[tuple[Prepared, SpanWriter, tuple[str, bool] | None]] = []
-    characters = 0
-    for number, sample in enumerate(samples, 1):
+    results: list[Outline | FieldError | None] = []
+    waiting: list[tuple[Prepared, SpanWriter]] = []
+    for sample in samples:
         try:
             if sample.declared is not None:
-                results += [*_tokenized(batch, recipe), _declared_outline(sample, recipe)]
-                batch, characters = [], 0
+                results.append(_declared_outline(sample, sample.declared, recipe))
                 continue
-            writer = sample.composition.written(recipe, SizesInTurn(sample.sizes))
-            wanted = writer.wanted() if isinstance(writer, WholeWriter) else None
-            batch.append((sample, writer, wanted))
-            characters += 0 if wanted is None else len(wanted[0])
+            waiting.append((sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
+            results.append(None)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - an exception of a tokenizer or modality fails the sample
-            results += [*_tokenized(batch, recipe), as_field_error(error, "measured")]
-            batch, characters = [], 0
-        if characters >= _BATCH_CHARACTERS or number == len(samples):
-            results += _tokenized(batch, recipe)
-            batch, characters = [], 0
-    return results
+            results.append(as_field_error(error, "measured"))
+    tokenized = _tokenized(waiting, recipe)
+    return [next(tokenized) if result is None else result for result in results]
 
 
-def _tokenized(
-    batch: Sequence[tuple[Prepared, SpanWriter, tuple[str, bool] | None]], recipe: Recipe
-) -> Iterator[Outline | FieldError]:
+def _tokenized(waiting: Sequence[tuple[Prepared, SpanWriter]], recipe: Recipe) -> Iterator[Outline | FieldError]:
     # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
-    counts: dict[int, int | None] = {}
+    whole = {at: writer for at, (_, writer) in enumerate(waiting) if isinstance(writer, WholeWriter)}
+    texts = {at: text for at, writer in whole.items() if (text := writer.wanted()) is not None}
+    counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
-        trained = [at for at, (_, writer, _) in enumerate(batch) if isinstance(writer, WholeWriter)]
-        trained = [at for at in trained if batch[at][2] is not None and cast(WholeWriter, batch[at][1]).is_trained_text]
-        texts = [cast("tuple[str, bool]", batch[at][2]) for at in trained]
-        marks = recipe.mark_tokens.values()
-        counts = dict(zip(trained, recipe.text.count_all(texts, marks) if texts else (), strict=True))
-    others = [wanted for at, (_, _, wanted) in enumerate(batch) if wanted is not None and counts.get(at) is None]
-    encoded = iter(recipe.text.encode_all(others) if others else ())
-    for at, (sample, writer, wanted) in enumerate(batch):
-        count = counts.get(at)
-        tokens = next(encoded) if wanted is not None and count is None else None
+        trained = [at for at in texts if whole[at].is_trained_text]
+        found = recipe.text.count_all([texts[at] for at in trained], recipe.mark_tokens.values()) if trained else ()
+        counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
+    others = [at for at in texts if at not in counts]
+    encoded = dict(zip(others, recipe.text.encode_all([texts[at] for at in others]) if others else (), strict=True))
+    for at, (sample, writer) in enumerate(waiting):
         try:
             spans: Sequence[Span | TextRun]
-            if not isinstance(writer, WholeWriter):
-                spans = writer.close()
+            if at in counts:
+                spans = whole[at].close_counted(counts[at])
             else:
-                spans = writer.close_with(tokens) if count is None else writer.close_counted(count)
+                spans = whole[at].close_with(encoded.get(at)) if at in whole else writer.close()
             yield _outline(sample, writer, spans, recipe)
         except MemoryError:
             raise
@@ -229,10 +216,9 @@ def _tokenized(
             yield as_field_error(error, "measured")
 
 
-def _declared_outline(sample: Prepared, recipe: Recipe) -> Outline:
-    assert sample.declared is not None
+def _declared_outline(sample: Prepared, declared: Declared, recipe: Recipe) -> Outline:
     composition = sample.composition
-    runs = declared_runs(sample.declared, composition, sample.sizes, recipe)
+    runs = declared_runs(declared, composition, sample.sizes, recipe)
     return Outline(tuple(composition.parts), tuple(composition.texts), composition.is_chat, tuple(runs))
 
 
@@ -342,11 +328,18 @@ def _with_media(outline: Outline, sizes: Sequence[PartSize], recipe: Recipe) -> 
     return spans
 
 
+def writes_between(modality: Modality) -> bool:
+    """Whether a modality may put text between the tokens of a part, which depends on the part's size."""
+    return type(modality).expand is not Modality.expand
+
+
 def shape_of(parts: Sequence[tuple[str, int]], sizes: Sequence[PartSize], recipe: Recipe) -> int:
     """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none.
 
     Raises FieldError as `expansion_of`.
     """
+    if not any(writes_between(recipe.modalities[name]) for name, _ in parts):
+        return 0
     expansions = [expansion_of(recipe, name, size) for (name, _), size in zip(parts, sizes, strict=True)]
     if all(expansion.bare for expansion in expansions):
         return 0

@@ -319,3 +319,9 @@ def read_into_at(fd: int, offset: int, buffer: memoryview) -> int:
 
 def _seconds(status: os.stat_result) -> str:
     return f"{max(status.st_mtime_ns, status.st_ctime_ns) / 1e9:.3f}"
+
+
+def size_of(path: str, *, retries: bool = True) -> int:
+    """Return the bytes of a file, or of the files of a folder; 0 if it does not exist. Raises as `version`."""
+    version = LOCAL.version(path, retries=retries)
+    return 0 if version is None else version.size

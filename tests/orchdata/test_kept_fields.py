@@ -315,16 +315,21 @@ def with_fields(record: dict[str, Any]) -> dict[str, Any]:
     return {"text": f"{given['question']} {given['answer']}"} | ({"fields": added} if given["answer"] else {})
 
 
+def written(rows: list[dict[str, Any]], path: Path) -> str:
+    """Write records: as JSON in a tar, with their "id" as key, as rows of a table, or as lines."""
+    if path.suffix == ".tar":
+        write_shard(path, [{"__key__": row["id"], "json": json.dumps(row).encode()} for row in rows])
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 @pytest.mark.parametrize("container", ["tar", "parquet", "jsonl"])
 def test_a_function_of_the_users_adds_fields(tmp_path: Path, container: str) -> None:
     rows = [{"question": "q" * (n + 1), "answer": "a" * n, "label": "theirs", "id": f"k{n}"} for n in range(4)]
-    path = str(tmp_path / f"a.{container}")
-    if container == "tar":
-        write_shard(Path(path), [{"__key__": row["id"], "json": json.dumps(row).encode()} for row in rows])
-    elif container == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(rows, tmp_path / f"a.{container}")
     text = od.TextPreprocessor(max_tokens=6, overflow="split")
     recipe = od.Recipe(
         image=None, audio=None, text=text, keep=("label", "pair", "id"), record=with_fields, record_id="1"
@@ -357,13 +362,7 @@ class Counted:
 @pytest.mark.parametrize("container", ["tar", "parquet", "jsonl"])
 def test_a_function_is_called_once_for_a_decode(tmp_path: Path, container: str) -> None:
     rows = [{"question": "q" * (n + 1), "answer": "a", "id": f"k{n}", "n": n} for n in range(5)]
-    path = str(tmp_path / f"a.{container}")
-    if container == "tar":
-        write_shard(Path(path), [{"__key__": row["id"], "json": json.dumps(row).encode()} for row in rows])
-    elif container == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(rows, tmp_path / f"a.{container}")
     function = Counted()
     recipe = od.Recipe(image=None, audio=None, keep=("label", "n"), record=function, record_id="1")
     dataset = od.ShardDataset(path, recipe)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import pack
+from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.field_rules import check_met
@@ -38,7 +38,7 @@ from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.local import size_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
 _SURE: Final = 0.8
@@ -105,7 +105,7 @@ def build_first_index(
             with suppress(DamagedIndexError):
                 if (index := open_first(urls, recipe, count, cache=cache, reading=reading)) is not None:
                     return index
-        workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
+        workers = threads_or_default(num_threads)
         first = _First(builder, recipe, reading, cache, workers, under_way, patience)
         tables = first.tables(paths, count)
         builder.missing_media.check()
@@ -171,8 +171,7 @@ class _First:
         inside: list[str] = []
         room = _SURE * left * num_bytes / good
         for path in paths:
-            version = LOCAL.version(path)
-            room -= 0 if version is None else version.size
+            room -= size_of(path)
             if room < 0:
                 break
             inside.append(path)
@@ -216,14 +215,7 @@ def _num_good(table: CostTable) -> int:
 
 def _table_of(url: str, costs: ShardCosts, first: Beginning, media_root: str | None) -> CostTable:
     """Return costs as a table that is in no file."""
-    values = {
-        "url": url,
-        "meta": first.facts.meta.as_dict(),
-        "size": costs.columns.size.as_dict(),
-        "fields": costs.fields,
-        "totals": costs.totals,
-        "media_root": media_root or "",
-    }
+    values = costs.values(url, first.facts.meta, media_root)
     body = pack(costs.columns)
     content = hashlib.blake2b(json.dumps([values, first.reach], sort_keys=True).encode(), digest_size=16)
     content.update(body)

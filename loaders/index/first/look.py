@@ -7,7 +7,6 @@ Nothing is kept: what is known of a part is never taken for what is known of all
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from orchdata.loaders.index.index import absolute
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import ShardCosts, cost_shard
 from orchdata.loaders.index.totals import Totals, sum_totals
+from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.first.begun import begun
@@ -29,7 +29,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.local import size_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
 MOST_SHARDS: Final = 32
@@ -97,7 +97,7 @@ def first_look(
     load_for_scanning(recipe)
     paths = [absolute(url) for url in urls]
     chosen = _chosen(paths, min(MOST_SHARDS, limit), seed)
-    workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
+    workers = threads_or_default(num_threads)
     missing = MissingMedia()
     patience = Patience(retry_seconds, lambda error: None)
     looker = _Looker(recipe, reading, -(-limit // len(chosen)), missing)
@@ -161,8 +161,7 @@ class _Looker:
 
     def look(self, url: str) -> _Look:
         """Look at a shard: at one sample, to know the time that opening it takes, then at all that are wanted."""
-        version = LOCAL.version(url)
-        size = 0 if version is None else version.size
+        size = size_of(url)
         with here().at(url):
             first, _, opening = self._timed(url, 1)
             costs, share, seconds = self._timed(url, self._most) if self._most > 1 else (first, _, opening)
@@ -245,10 +244,5 @@ def _scaled(totals: Totals, factor: float, as_number: Callable[[float], float] =
 
 def _sizes(paths: Sequence[str]) -> list[int]:
     """Return the size of each shard; 0 for one that does not exist now."""
-
-    def size(path: str) -> int:
-        version = LOCAL.version(path)
-        return 0 if version is None else version.size
-
     with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="orchdata-sizes") as pool:
-        return list(pool.map(size, paths, chunksize=100))
+        return list(pool.map(size_of, paths, chunksize=100))

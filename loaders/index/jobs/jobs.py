@@ -27,7 +27,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.local import size_of
 
 _POLL_SECONDS: Final = 0.1
 
@@ -185,10 +185,6 @@ def _pickled(open_builder: Callable[[], Builds], recipe: Recipe, count: int) -> 
 
 
 def _larger_than_a_share(urls: Sequence[str], count: int) -> set[str]:
-    sizes: dict[str, int] = {}
-    for url in urls:
-        version = LOCAL.version(url)
-        if version is not None:
-            sizes[url] = version.size
+    sizes = {url: size_of(url) for url in urls}
     share = sum(sizes.values()) / count
     return {url for url, size in sizes.items() if size > share}

@@ -10,7 +10,6 @@ from orchdata.loaders.index.measuring.kept_texts import Kept
 from orchdata.loaders.index.measuring.reading import Chunk
 from orchdata.loaders.index.measuring.rows import Outcome, ShardSample
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LeftOut, check_function
 from orchdata.loaders.samples.measure import Outline, Prepared, counted, outlines, part_sizes, prepare, shape_of
@@ -141,8 +140,7 @@ def _result(sample: ShardSample, outline: Outline | FieldError, prepared: Prepar
         return _reason(outline), None if sizes else Kept(outline, 0)
     kept = None
     try:
-        has_shape = any(writes_between(recipe.modalities[name]) for name, _ in outline.parts)
-        kept = Kept(outline, shape_of(outline.parts, sizes, recipe) if has_shape else 0)
+        kept = Kept(outline, shape_of(outline.parts, sizes, recipe))
         return counted(outline, sizes, sample.members, recipe), kept
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error
@@ -152,8 +150,3 @@ def _result(sample: ShardSample, outline: Outline | FieldError, prepared: Prepar
 
 def _reason(error: FieldError) -> tuple[str, str]:
     return error.field, error.reason
-
-
-def writes_between(modality: Modality) -> bool:
-    """Whether a modality may put text between the tokens of a part, which depends on the part's size."""
-    return type(modality).expand is not Modality.expand

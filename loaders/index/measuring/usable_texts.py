@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.measuring.chunk import writes_between
 from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts
 from orchdata.loaders.index.measuring.rows import ShardSample
 from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.measure import Outline, part_sizes, shape_of
+from orchdata.loaders.samples.measure import Outline, part_sizes, shape_of, writes_between
 from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.shards.fields import RAW
 

@@ -10,7 +10,7 @@ from typing import Final
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.build import BuildProgress
 from orchdata.loaders.slow import under_way_by_shard
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.local import size_of
 from orchdata.progress import in_words
 
 SHORT_SECONDS: Final = 10.0
@@ -86,7 +86,6 @@ class Forecast:
 
 def _size(url: str) -> int:
     try:
-        version = LOCAL.version(url, retries=False)
+        return size_of(url, retries=False)
     except StorageError:
         return 0
-    return 0 if version is None else version.size

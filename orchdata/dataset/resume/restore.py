@@ -48,14 +48,12 @@ def restore(
     state, written, changed, entries = present_form(state, prepared.fingerprint, prepared.rows)
     if not any(changed):
         prepared = _continuing(prepared, load_begun(state, prepared.rows))
-        if state["version"] > 2 or RULES not in allow:
-            return restore_mixture(prepared, state, allow, num_workers)
         try:
             return restore_mixture(prepared, state, allow, num_workers)
         except StateError:
-            # States of before do not say what tokens the samples had.
+            # States below version 3 do not say what tokens the samples had.
             changed = [source.by_tokens for source in prepared.rows]
-            if not any(changed):
+            if state["version"] > 2 or RULES not in allow or not any(changed):
                 raise
     # Everything else must be equal: this raises if it is not.
     load_state(
@@ -109,14 +107,18 @@ def _words(
     entries: Sequence[Mapping[str, Any]] | None,
 ) -> str:
     """Return who wrote the state, and what has changed since."""
-    now = f"orchdata {orchdata.__version__} under rules {rules_text(present_rules(), written.rules)}"
     parts = []
     for number, source in enumerate(prepared.rows):
         if changed[number]:
             of = f"of {source.called}: " if source.name else ""
             entry = None if entries is None else entries[number]
             parts.append(of + changes_of(source, formers[number], entry))
-    return f"the state was written by {written}, and this is {now}: {'; '.join(parts)}"
+    return f"{_versions(written)}: {'; '.join(parts)}"
+
+
+def _versions(written: Written) -> str:
+    now = f"orchdata {orchdata.__version__} under rules {rules_text(present_rules(), written.rules)}"
+    return f"the state was written by {written}, and this is {now}"
 
 
 def _way_out(state: Mapping[str, Any]) -> str:
@@ -132,9 +134,7 @@ def _refuse_windows(
 ) -> None:
     names = ", ".join(source.called for source, each in zip(prepared.rows, changed, strict=True) if each)
     raise StateError(
-        f"the state was written by {written}, and this is orchdata {orchdata.__version__} under rules "
-        f"{rules_text(present_rules(), written.rules)}: usable documents of {names}, or their tokens, have changed. "
-        "Where a step of "
+        f"{_versions(written)}: usable documents of {names}, or their tokens, have changed. Where a step of "
         "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin the "
         f"next epoch by loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
     )

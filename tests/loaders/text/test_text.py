@@ -178,6 +178,7 @@ def len_of_words(text: str) -> list[int]:
 
 
 def test_a_lock_goes_with_its_object():
+    gc.collect()  # objects of tests before, which have locks too
     shared = Shared()
     lock = lock_of(shared.encode)
     assert lock is lock_of(shared) and lock is not lock_of(Shared())
