@@ -160,8 +160,9 @@ def _open(path: str | Path, flags: int) -> int:
     try:
         fd = os.open(path, flags | _FLAGS, 0o666)
     except OSError as error:
-        # Failing storage may give the same errors for a regular file.
-        if error.errno in _NO_FILE and status_of(path) is None:
+        # Failing storage may give the same errors for a regular file, and for one that is to be created.
+        may_be_missing = bool(flags & os.O_CREAT) and not os.path.lexists(path)
+        if error.errno in _NO_FILE and not may_be_missing and status_of(path) is None:
             raise _not_there(path) from error
         raise
     try:

@@ -25,6 +25,7 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.kept.prune import remove_leftovers
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.files import open_lock, opened, read_small
 
@@ -126,6 +127,24 @@ def test_storage_in_trouble_is_not_taken_for_a_missing_file(
     with pytest.raises(OSError, match="device") as raised:
         read_small(path, 100)
     assert not isinstance(raised.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.ENXIO])
+def test_a_lock_that_cannot_be_created_once_is_created_later(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is missing because it could not be created, and not because something else has its name."""
+    path, opens = tmp_path / "x", os.open
+    errors = [OSError(number, os.strerror(number))]
+
+    def refuse_once(*args: Any, **options: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return opens(*args, **options)
+
+    monkeypatch.setattr(os, "open", refuse_once)
+    os.close(tried(str(path), "cannot be locked", lambda: open_lock(path)))
+    assert path.is_file()
 
 
 @pytest.mark.parametrize("thing", THINGS)
