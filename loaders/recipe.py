@@ -377,6 +377,13 @@ class Recipe:
                 described[name] = {key: value for key, value in parameters.items() if key not in without}
         return _digest(described)
 
+    def size_fingerprint(self, name: str) -> str:
+        """Return the `fingerprint` of what the sizes of a modality's parts depend on."""
+        modality = self.modalities[name]
+        without = names_no_counts(type(modality))
+        parameters = _described(name, modality) or {}
+        return _digest([name, {key: value for key, value in parameters.items() if key not in without}])
+
     def text_fingerprint(self) -> str:
         """Return the `fingerprint` of what the counts of a text depend on: not of the sizes of media, and of no limit,
         because whether a counted text is used is decided later.

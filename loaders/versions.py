@@ -13,6 +13,9 @@ FACTS_FORMAT = 4
 TEXTS_FORMAT = 1
 """Layout of files with the counts of a shard's texts."""
 
+SIZES_FORMAT = 1
+"""Layout of files with the sizes of a shard's parts that a modality counts from their bytes."""
+
 COSTS_FORMAT = 5
 """Layout of cost tables."""
 

@@ -33,11 +33,9 @@ from orchdata.loaders.index.locations import (
     check_function_of,
     index_path,
     is_outdated,
-    refuse_other_source,
     stored_description,
 )
-from orchdata.loaders.index.measuring.kept_texts import FOLDER as TEXTS
-from orchdata.loaders.index.measuring.kept_texts import read_texts, texts_path
+from orchdata.loaders.index.measuring.kept_counts import CountsPaths, CountsStore, KeptCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -45,7 +43,6 @@ from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
 from orchdata.loaders.kept.builds import building
 from orchdata.loaders.kept.prune import keep_within, remove_leftovers
-from orchdata.loaders.limits import scan_limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe
@@ -372,8 +369,7 @@ class Builder:
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")
-        self._texts = str(cache.make(TEXTS))
-        self._text_fingerprint = recipe.text_fingerprint()
+        self._counts = CountsStore(cache, recipe)
         self._accesses = Accesses()
         self._probes = Probes(recipe, cache, force=force, accesses=self._accesses)
         self._lock = threading.Lock()
@@ -435,7 +431,7 @@ class Builder:
                     force=self._force,
                     access=access,
                 )
-                costs = self._measured(facts, opened, spread, self._texts_path(url, root, rules), access)
+                costs = self._measured(facts, opened, spread, self._counts.paths(url, root, rules), access)
                 table = costs.write(path, url, facts.meta, root, access)
                 return self._kept_in_memory(named(table, rules)), True
 
@@ -510,9 +506,6 @@ class Builder:
             name.update(f"\0container {identity_of(rules.container)}".encode())
         return f"{self._folder}/{name.hexdigest()}.costs"
 
-    def _texts_path(self, url: str, media_root: str | None, rules: FieldRules) -> str:
-        return texts_path(self._texts, [self._text_fingerprint, url, media_root, rules.identity(url)])
-
     def _kept_in_memory(self, table: CostTable) -> CostTable:
         """Return the table, without its columns if all tables together would take too much memory."""
         with self._lock:
@@ -523,13 +516,11 @@ class Builder:
             return table
 
     def _measured(
-        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, texts_path: str, access: Access
+        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, paths: CountsPaths, access: Access
     ) -> ShardCosts:
-        """Measure a shard, and keep the counts of its texts."""
+        """Measure a shard, and keep its counts."""
         meta, recipe = facts.meta, self._recipe
-        texts = None if self._force else read_texts(texts_path, meta, access)
-        if texts is not None:
-            refuse_other_source(texts.source, recipe)
+        kept = KeptCounts() if self._force else self._counts.read(paths, facts, access)
 
         def shard() -> Shard:
             # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
@@ -541,16 +532,12 @@ class Builder:
         if self.jobs is not None:
             spread = self.jobs.spread(meta.url, len(facts.table))
         try:
-            costs = cost_shard(facts, shard, recipe, self._probes, spread, texts)
+            costs = cost_shard(facts, shard, recipe, self._probes, spread, kept)
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
-        if costs.texts is not None:
-            source = recipe.record.digest if recipe.record is not None and recipe.record.digest else ""
-            before = {} if texts is None else texts.limits
-            limits = {name: max(limit, before.get(name, limit)) for name, limit in scan_limits(recipe.limits).items()}
-            costs.texts.write(texts_path, meta, source, limits, access)
+        self._counts.write(paths, facts, costs.new, kept, access)
         return costs
 
 

@@ -148,7 +148,7 @@ def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
 
     Raises StorageError if that cannot be known now.
     """
-    if LOCAL.version(url, retries=False) != (meta.size, meta.version):
+    if LOCAL.version(url) != (meta.size, meta.version):
         return False
     if not meta.media:
         return True

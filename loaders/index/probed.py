@@ -36,7 +36,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Accesses, restrict
-from orchdata.loaders.storage.shared.values import check_shape
+from orchdata.loaders.storage.shared.values import COUNT, check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"head"
@@ -218,7 +218,8 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
 
 def _sealed(headers: dict[int, Header | str], facts: Facts, limits: Limits) -> Any:
     values = {
-        "meta": _identity(facts),
+        "meta": facts.identity(),
+        "rules": RULES["containers"],
         "limits": scan_limits(limits),
         "headers": [[row, list(header)] for row, header in headers.items() if not isinstance(header, str)],
         "errors": [[row, header] for row, header in headers.items() if isinstance(header, str)],
@@ -235,16 +236,13 @@ def _cached(path: str, facts: Facts, num_facts: int, limits: Limits) -> dict[int
         row = range(len(facts.table))
         fact = range(-_BOUND, _BOUND)
         shape = {"headers": [(row, (fact,) * num_facts)], "errors": [(row, str)], "limits": {str: float}}
-        check_shape(head.values, {"meta": list, **shape}, "it")
-        if head.values["meta"] != _identity(facts) or not still_holds(head.values["limits"], limits, ()):
+        check_shape(head.values, {"meta": [str], "rules": COUNT, **shape}, "it")
+        if (head.values["meta"], head.values["rules"]) != (facts.identity(), RULES["containers"]):
+            return {}
+        if not still_holds(head.values["limits"], limits, ()):
             return {}
         headers: dict[int, Header | str] = {row: tuple(header) for row, header in head.values["headers"]}
         refused: dict[int, Header | str] = dict(head.values["errors"])
         return headers if head.values["limits"] != scan_limits(limits) else headers | refused
     except (OSError, ValueError):
         return {}  # absent, damaged or of another version: probe again
-
-
-def _identity(facts: Facts) -> list[Any]:
-    meta = facts.meta
-    return [meta.url, meta.size, meta.version, meta.checksum, meta.media, RULES["containers"]]

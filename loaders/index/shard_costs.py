@@ -20,7 +20,8 @@ from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, a
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_costs
 from orchdata.loaders.index.measuring.chunk import Progress, Result, measure_chunk
-from orchdata.loaders.index.measuring.kept_texts import KeptTexts, TextsWriter, layout_digest
+from orchdata.loaders.index.measuring.kept_counts import KeptCounts, NewCounts
+from orchdata.loaders.index.measuring.kept_texts import layout_digest
 from orchdata.loaders.index.measuring.reading import Chunk, read_chunks
 from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
 from orchdata.loaders.index.measuring.usable_texts import UsableTexts
@@ -29,7 +30,7 @@ from orchdata.loaders.index.table import Columns, TableSize, body_bytes, pack, v
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.measure import members_to_read
+from orchdata.loaders.samples.measure import parts_to_read, texts_to_read
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta
 from orchdata.loaders.shards.shard import ShardInfo
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.shards.shard import Shard
 
 KIND = b"cost"
+_NOTHING = KeptCounts()
 _NOT_BYTES = (
     "the recipe requests this column, but it has neither bytes nor text, and is not read: write its values as bytes or "
     "strings, or do not request it"
@@ -162,14 +164,14 @@ class ShardCosts(NamedTuple):
     Attributes:
         fields: names for `member_field`.
         kinds: modalities by code.
-        texts: to be kept, if more is known than before.
+        new: counts to be kept.
     """
 
     columns: Columns
     fields: list[str]
     totals: Totals
     kinds: Sequence[str]
-    texts: TextsWriter | None = None
+    new: NewCounts
 
     def values(self, url: str, meta: FactsMeta, media_root: str | None) -> dict[str, Any]:
         """Return the head of a table, JSON-safe: all but its columns."""
@@ -199,7 +201,7 @@ def cost_shard(
     recipe: Recipe,
     probes: Probes,
     spread: Spread | None = None,
-    texts: KeptTexts | None = None,
+    kept: KeptCounts = _NOTHING,
 ) -> ShardCosts:
     """Measure every sample of a shard.
 
@@ -211,32 +213,32 @@ def cost_shard(
         recipe: defines the costs.
         probes: headers of the recipe's own modalities.
         spread: idle threads that may help. The result is the same.
-        texts: what is kept of the texts of the shard.
+        kept: what is kept of the shard's counts.
 
     Raises:
         ShardError: the shard can no longer be opened.
         StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
     facts = with_inner(facts, recipe)
-    rows, writer, has_new = CostRows(facts.table, recipe), TextsWriter(recipe.kinds), False
+    rows, new = CostRows(facts.table, recipe), NewCounts(recipe)
     progress = Progress(here(), len(facts.table))
 
     def measured(chunk: Chunk) -> tuple[Chunk, list[Result]]:
         results = measure_chunk(chunk, recipe, facts.meta.url, progress)
         return replace(chunk, texts={}), results
 
-    chunks = read_chunks(_samples(facts, shard, recipe, probes, texts), facts.table, shard, recipe.limits)
+    chunks = read_chunks(_samples(facts, shard, recipe, probes, kept), facts.table, shard, recipe.limits)
     alone = (measured(chunk) for chunk in chunks)
     with closing(alone if spread is None else spread.in_order(measured, chunks)) as results:
         for chunk, outcomes in results:
-            for sample, (outcome, kept) in zip(chunk.samples, outcomes, strict=True):
+            for sample, (outcome, text, sizes) in zip(chunk.samples, outcomes, strict=True):
                 rows.put(sample, outcome)
-                writer.put(kept, sample.layout)
-                has_new = has_new or kept is not sample.kept
+                more = len(sizes) > len(sample.sizes)
+                new.put(text, sizes, sample.layout, is_new_text=text is not sample.kept, is_new_size=more)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
-    return ShardCosts(columns, fields, totals, recipe.kinds, writer if has_new else None)
+    return ShardCosts(columns, fields, totals, recipe.kinds, new)
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:
@@ -246,7 +248,7 @@ def _unscanned(facts: Facts) -> dict[str, int]:
 
 
 def _samples(
-    facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes, texts: KeptTexts | None
+    facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes, kept: KeptCounts
 ) -> Iterator[ShardSample]:
     table = facts.table
     ordinals, errors = table.sample, table.errors
@@ -257,8 +259,9 @@ def _samples(
     members = map(Member, fields, kinds, columns.headers, table.size, row_errors)
     unscanned = sorted(name.removesuffix(WORDS_SUFFIX) for name in _unscanned(facts))
     lost = next((name for name in unscanned if recipe.asks_for(name)), None)
-    known: dict[tuple[Any, ...], tuple[list[int], str]] = {}  # most samples have the same layout
-    usable = None if texts is None else UsableTexts(texts, facts.table, recipe)
+    # Most samples have the same layout: members with text, parts to count from bytes, and the layout's digest.
+    known: dict[tuple[Any, ...], tuple[list[int], list[tuple[str, int]], str]] = {}
+    usable = None if kept.texts is None else UsableTexts(kept.texts, facts.table, recipe)
     start = 0
     for number, (_, ordinal) in enumerate(groupby(ordinals)):
         mine = list(islice(members, sum(1 for _ in ordinal)))
@@ -272,12 +275,15 @@ def _samples(
         layout = (*fields[first:start], *kinds[first:start])
         if layout not in known:
             try:
-                known[layout] = (members_to_read(mine, recipe), layout_digest(layout))
+                known[layout] = (texts_to_read(mine, recipe), parts_to_read(mine, recipe), layout_digest(layout))
             except Exception as problem:  # noqa: BLE001 - an exception while measuring a sample fails that sample
                 yield ShardSample(keys[first], first, mine, error=as_field_error(problem, "measured"))
                 continue
-        wanted, digest = known[layout]
-        sample = ShardSample(keys[first], first, mine, wanted, digest)
+        wanted, parts, digest = known[layout]
+        sizes = kept.sizes_of(number, digest, len(mine)) if parts and kept.sizes else {}
+        if parts:
+            wanted = sorted({*wanted, *(member for part in parts if part not in sizes for member in part[1:])})
+        sample = ShardSample(keys[first], first, mine, wanted, digest, sizes=sizes)
         yield sample if usable is None else usable.used(sample, number)
 
 

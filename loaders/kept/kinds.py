@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.storage.cache import SUM_SUFFIX
-from orchdata.loaders.versions import COSTS_FORMAT, FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
+from orchdata.loaders.versions import (
+    COSTS_FORMAT,
+    FACTS_FORMAT,
+    FIELDS_FORMAT,
+    SIZES_FORMAT,
+    TABLE_FORMAT,
+    TEXTS_FORMAT,
+)
 
 LOCKS: Final = "locks"
 """The folder of locks: never removed, because a process may just be waiting for one."""
@@ -83,6 +90,12 @@ KINDS: Final = (
         content="counts of texts",
         suffixes=(".texts",),
         sealed={b"text": Sealed(TEXTS_FORMAT, _of_first("meta"))},
+    ),
+    Kind(
+        folder="sizes",
+        content="sizes of parts that are counted from their bytes",
+        suffixes=(".sizes",),
+        sealed={b"size": Sealed(SIZES_FORMAT, _of_first("meta"))},
     ),
     Kind(
         folder="costs",

@@ -35,6 +35,9 @@ from orchdata.loaders.samples.spans import (
     expansion_of,
 )
 
+Sizes = dict[tuple[str, int], PartSize]
+"""Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""
+
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these are not checked."""
@@ -90,13 +93,15 @@ class Measured:
         return sum([piece.loss_tokens for piece in self.pieces])
 
 
-def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
-    """Indices of the members with bytes that `measure` needs: text, and media with a size that no header contains."""
-    wanted = sorted({*text_members(members, recipe), *fields_with_counts(members, recipe)})
-    for name, modality in recipe.modalities.items():
-        if not counts_from_header(modality):
-            wanted = sorted({*wanted, *uses_of(members, recipe).media[name]})
-    return wanted
+def texts_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Return the indices of the members with text that `measure` needs."""
+    return sorted({*text_members(members, recipe), *fields_with_counts(members, recipe)})
+
+
+def parts_to_read(members: Sequence[Member], recipe: Recipe) -> list[tuple[str, int]]:
+    """Return modality and index of the members with media that `measure` needs: no header contains their size."""
+    by_bytes = [name for name, modality in recipe.modalities.items() if not counts_from_header(modality)]
+    return [(name, member) for name in by_bytes for member in uses_of(members, recipe).media[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +144,21 @@ class Prepared(NamedTuple):
     declared: Declared | None
 
 
-def prepare(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Prepared:
+def prepare(
+    members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
+) -> Prepared:
     """Compose a sample, and measure its parts.
 
     Args:
-        payloads: of `members_to_read`.
+        payloads: of `texts_to_read` and `parts_to_read`.
+        known: as in `part_sizes`.
 
     Raises:
         LeftOut: the recipe's function leaves the sample out.
         FieldError: as `compose`, or a part is bad.
     """
     composition = composition_of(members, payloads, recipe)
-    sizes = part_sizes(composition.parts, members, payloads, recipe)
+    sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     return Prepared(composition, sizes, declared_counts(members, payloads, recipe))
 
 
@@ -159,9 +167,15 @@ def part_sizes(
     members: Sequence[Member],
     payloads: Mapping[int, bytes | memoryview],
     recipe: Recipe,
+    known: Sizes | None = None,
 ) -> list[PartSize]:
-    """Return the size of each part of a sample. Raises FieldError for the first that is bad."""
-    sizes = [measure_part(name, members[member], payloads.get(member), recipe) for name, member in parts]
+    """Return the size of each part of a sample. Raises FieldError for the first that is bad.
+
+    Args:
+        known: sizes that were counted before; those that are counted now are added.
+    """
+    known = {} if known is None else known
+    sizes = [_part_size(name, member, members, payloads, recipe, known) for name, member in parts]
     counts = Counter(name for name, _ in parts)
     for number, (name, member) in enumerate(parts):
         if counts[name] > 1:
@@ -170,6 +184,23 @@ def part_sizes(
             except DecodeError as error:
                 raise error.at(members[member].field) from error.__cause__
     return sizes
+
+
+def _part_size(
+    name: str,
+    member: int,
+    members: Sequence[Member],
+    payloads: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+    known: Sizes,
+) -> PartSize:
+    counts_bytes = not counts_from_header(recipe.modalities[name])
+    if counts_bytes and members[member].error is None and (size := known.get((name, member))) is not None:
+        return size
+    size = measure_part(name, members[member], payloads.get(member), recipe)
+    if counts_bytes:
+        known[name, member] = size
+    return size
 
 
 def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | FieldError]:
@@ -261,7 +292,7 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     """Count the tokens and parts of a sample, without decoding media.
 
     Args:
-        payloads: of `members_to_read`.
+        payloads: of `texts_to_read` and `parts_to_read`.
 
     Raises:
         FieldError: as `compose` and `divided`, or a limit is exceeded.

@@ -12,6 +12,8 @@ A shard that cannot be read at all has one row: sample 0, key and field "", kind
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +152,13 @@ class FactsTable:
         counts = Counter(name for row in other if (name := self.field[row]))
         return dict(sorted(counts.items()))
 
+    def places_digest(self) -> str:
+        """Return a digest of which bytes of the shard each row is, and of which sample: equal, if the rows are."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (self.sample, self.offset, self.size, self.encoding):
+            digest.update(array("q", column))
+        return digest.hexdigest()
+
     def arrow(self) -> pa.Table:
         """Return an Arrow table of SCHEMA."""
         columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
@@ -182,6 +191,11 @@ class Facts(NamedTuple):
 
     table: FactsTable
     meta: FactsMeta
+
+    def identity(self) -> list[str]:
+        """Return what a value is bound to that is kept by rows of these facts: the same rows of the same shard."""
+        meta = self.meta
+        return [meta.url, str(meta.size), meta.version, meta.checksum, meta.media, self.table.places_digest()]
 
 
 def shard_failure(reason: str) -> FactsTable:

@@ -207,17 +207,27 @@ def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list
 
 def walks() -> dict[str, tuple[str, dict[str, Any]]]:
     """Of each container the build of its index, its load, and the load that decompresses what was evicted; a first
-    look at it, and the index of its first samples; and of some what prunes the cache folder, or lists it.
+    look at it, and the index of its first samples; and of some the index of another recipe, and what prunes the cache
+    folder, or lists it.
     """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in CONTAINERS:
         found[f"{name}, build"] = ("index", {"container": name})
+        if name == "points":  # which differs in what is kept of it alone
+            found[f"{name}, recounted"] = ("recounted", {"container": name})
+            continue
         found[f"{name}, load"] = ("start_and_epoch", {"container": name})
         found[f"{name}, first look"] = ("look", {"container": name})
         found[f"{name}, take"] = ("take", {"container": name})
         if name in ("tar.gz", "tar.zst"):
             found[f"{name}, cache fill"] = ("start_and_epoch", {"container": name, "evicted": True})
-    for scenario, name in (("prune", "tar.gz"), ("prune_in_use", "jsonl"), ("listing", "tar.gz"), ("bounded", "tar")):
+    for scenario, name in (
+        ("recounted", "jsonl"),
+        ("prune", "tar.gz"),
+        ("prune_in_use", "jsonl"),
+        ("listing", "tar.gz"),
+        ("bounded", "tar"),
+    ):
         found[f"{name}, {scenario}"] = (scenario, {"container": name})
     return found
 
@@ -268,24 +278,27 @@ def test_every_point_of_a_walk(
         report([trouble for share in tried for trouble in share])
 
 
-IN_WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixture": ("epoch", {"evicted": True, "num_workers": 1}),
-    "jsonl": ("start_and_epoch", {"container": "jsonl", "num_workers": 1}),
+IN_PROCESSES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "epoch, mixture": ("epoch", {"evicted": True, "num_workers": 1}, 150),
+    "epoch, jsonl": ("start_and_epoch", {"container": "jsonl", "num_workers": 1}, 150),
+    "index, mixture": ("build_index", {"jobs": 2}, 12),
 }
+"""Scenario, options, and how many points are tried at most."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("keys")
-@pytest.mark.parametrize("name", IN_WORKERS)
-def test_points_of_an_epoch_in_a_worker_process(
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_points_of_processes_that_are_started(
     name: str, workers: list[Worker], record_property: Callable[[str, int], None]
 ) -> None:
-    """Whichever process the call is one of. Workers that are killed have tests of their own."""
+    """Whichever process the call is one of. Processes that are killed have tests of their own."""
+    scenario, options, most = IN_PROCESSES[name]
     with ThreadPoolExecutor(len(workers)) as pool:
-        truths = list(pool.map(lambda worker: Truth(worker, *IN_WORKERS[name]), workers))
+        truths = list(pool.map(lambda worker: Truth(worker, scenario, options), workers))
         every = every_point(truths[0].answer["trace"], name)
-        points = [each for number in spread(len(every), 150) if (each := every[number - 1]).name != "kill"]
+        points = [each for number in spread(len(every), most) if (each := every[number - 1]).name != "kill"]
         shares = [points[number :: len(workers)] for number in range(len(workers))]
         tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
         record_property("points", len(points))

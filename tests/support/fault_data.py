@@ -20,6 +20,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import shard_factory
 import zstandard
+from own_modalities import Points, cloud
 from shard_factory import audio, chat, jpeg, omni_samples, png, write_shard
 
 import orchdata as od
@@ -31,6 +32,7 @@ _VIDEO = od.VideoPreprocessor(patch_size=8, merge=2, fps=2, min_tokens=1, max_to
 RECIPE = od.Recipe(
     image=shard_factory.RECIPE.modalities["image"],
     audio=shard_factory.RECIPE.modalities["audio"],
+    points=Points(),
     **({"video": _VIDEO} if HAS_VIDEO else {}),
 )
 
@@ -95,6 +97,17 @@ def _tar(name: str, compress: Callable[[bytes], bytes] = bytes) -> Callable[[Pat
         return [sample["__key__"] for sample in samples]
 
     return write
+
+
+def _points(folder: Path) -> list[str]:
+    """Parts of a modality that counts from bytes."""
+    samples = [
+        {"__key__": "q0", "npy": cloud(5), "txt": b"<points> words"},
+        {"__key__": "q1", "0.npy": cloud(9), "1.npy": cloud(4), "jpg": jpeg(60, 80, 1), "txt": b"points and a picture"},
+        {"__key__": "q2", "txt": b"only words"},
+    ]
+    write_shard(folder / "points.tar", samples)
+    return [str(sample["__key__"]) for sample in samples]
 
 
 def _table() -> tuple[pa.Table, list[str]]:
@@ -211,4 +224,5 @@ CONTAINERS: dict[str, Callable[[Path], list[str]]] = {
     "csv": _comma_separated,
     "metadata.csv": _folder_with_csv,
     "metadata.jsonl": _folder_with_lines,
+    "points": _points,
 }

@@ -45,7 +45,7 @@ from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.kept.prune import prune
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.cache import SUM_SUFFIX, CacheFolder
 from orchdata.loaders.storage.verified import NOTE_SUFFIX, is_noted
 
 
@@ -92,6 +92,7 @@ class Trial:
         self.fault = Fault(**request["fault"])
         self.on_error = request.get("on_error", "skip")
         self.num_threads, self.num_workers = request.get("num_threads", 0), request.get("num_workers", 0)
+        self.jobs = request.get("jobs", 1)
         self.retry_seconds = request.get("retry_seconds", 0.0)
         self.container = request.get("container")
         self.media_root: Path | None = None
@@ -115,9 +116,14 @@ class Trial:
         finally:
             self.seen = self.control.disarm()
 
-    def build(self, *, num_threads: int = 1) -> Index:
+    def build(self, *, num_threads: int | None = 1, jobs: int = 1) -> Index:
         return build_index(
-            self.paths, RECIPE, cache=CacheFolder(self.cache), num_threads=num_threads, retry_seconds=self.retry_seconds
+            self.paths,
+            RECIPE,
+            cache=CacheFolder(self.cache),
+            num_threads=num_threads,
+            jobs=jobs,
+            retry_seconds=self.retry_seconds,
         )
 
     def dataset(self, paths: list[str]) -> od.ShardDataset:
@@ -153,7 +159,8 @@ class Trial:
     # Scenarios: each returns a digest of all that it gave.
 
     def build_index(self) -> str:
-        index = self.armed(lambda: self.build(num_threads=max(1, self.num_threads)))
+        options = {"jobs": self.jobs, "num_threads": None} if self.jobs > 1 else {"num_threads": self.num_threads or 1}
+        index = self.armed(lambda: self.build(**options))
         self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
         return index_digest(index)
 
@@ -171,6 +178,13 @@ class Trial:
     def index(self) -> str:
         """From the paths of a container to its index."""
         index = self.armed(lambda: self.dataset(self.paths).index())
+        self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
+        return index_digest(index)
+
+    def recounted(self) -> str:
+        """The index of another recipe, from counts of texts and sizes of parts that are kept."""
+        recipe = od.Recipe(**fault_data.RECIPE.modalities, limits=od.Limits(sample_tokens=9999))
+        index = self.armed(lambda: od.ShardDataset(self.paths, recipe, media_root=self.media_root).index())
         self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
         return index_digest(index)
 
@@ -316,13 +330,18 @@ def _after(trial: Trial, request: dict[str, Any]) -> Any:
 
 
 def _content(folder: Path) -> str:
-    """All that is in a folder: paths, modes, and digests of bytes; of a note on a file, whether it holds."""
+    """All that is in a folder: paths, modes, and digests of bytes; of what notes a file's time, whether it holds."""
     entries = []
     for path in sorted(folder.rglob("*")):
         data = path.read_bytes() if path.is_file() else b""
         if path.suffix == NOTE_SUFFIX:
             noted = path.with_name(path.name.removeprefix(".").rsplit(".", 2)[0])
             data = str(noted.exists() and is_noted(noted, noted.stat())).encode()
+        elif path.suffix == SUM_SUFFIX and data.count(b" ") == 3:
+            size, crc, changed_ns, shard_ns = data.split()
+            tar = path.with_suffix(".tar")
+            holds = tar.exists() and tar.stat().st_mtime_ns == int(changed_ns)
+            data = b"%b %b %d %b" % (size, crc, holds, shard_ns)
         entries.append([str(path.relative_to(folder)), path.lstat().st_mode, hashlib.blake2b(data).hexdigest()])
     return _digest(json.dumps(entries))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from orchdata.loaders.errors import FieldError, as_field_error
 from orchdata.loaders.index.measuring.kept_texts import Kept
@@ -12,7 +13,7 @@ from orchdata.loaders.index.measuring.rows import Outcome, ShardSample
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LeftOut, check_function
-from orchdata.loaders.samples.measure import Outline, Prepared, counted, outlines, part_sizes, prepare, shape_of
+from orchdata.loaders.samples.measure import Outline, Prepared, Sizes, counted, outlines, part_sizes, prepare, shape_of
 from orchdata.loaders.samples.members import is_made
 from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.slow import SCANNING, ThreadProgress, here
@@ -20,8 +21,18 @@ from orchdata.loaders.slow import SCANNING, ThreadProgress, here
 _TOGETHER = 64
 """Samples that are tokenized together; progress is shown after so many."""
 
-Result = tuple[Outcome, Kept | None]
-"""The outcome of a sample, and what to keep of its text."""
+
+class Result(NamedTuple):
+    """What came of a sample.
+
+    Attributes:
+        outcome: what the index gets.
+        text, sizes: what to keep of its text, and of its parts.
+    """
+
+    outcome: Outcome
+    text: Kept | None
+    sizes: Sizes
 
 
 class Progress:
@@ -64,22 +75,25 @@ def _measure_together(
     # Everything but the texts that are not kept.
     results: list[Result | None] = []
     waiting: list[tuple[int, Prepared]] = []
+    known = [dict(sample.sizes) for sample in samples]
     for number, sample in enumerate(samples, first):
         here().key = sample.key
-        prepared = _prepared(sample, number, chunk, recipe, url)
+        prepared = _prepared(sample, number, chunk, recipe, url, known[len(results)])
         if isinstance(prepared, Prepared):
             waiting.append((len(results), prepared))
             results.append(None)
         else:
-            results.append(prepared)
+            results.append(Result(*prepared, known[len(results)]))
     # These texts, together.
     for (at, prepared), outline in zip(waiting, _outlined(waiting, samples, recipe, url), strict=True):
-        results[at] = _result(samples[at], outline, prepared, recipe, url)
+        results[at] = Result(*_result(samples[at], outline, prepared, recipe, url), known[at])
     return [result for result in results if result is not None]
 
 
-def _prepared(sample: ShardSample, number: int, chunk: Chunk, recipe: Recipe, url: str) -> Prepared | Result:
-    """Return a sample whose text is to be tokenized, or the result of another."""
+def _prepared(
+    sample: ShardSample, number: int, chunk: Chunk, recipe: Recipe, url: str, known: Sizes
+) -> Prepared | tuple[Outcome, Kept | None]:
+    """Return a sample whose text is to be tokenized, or outcome and text of another. Sizes are added to `known`."""
     if sample.error is not None:
         return _reason(sample.error), None
     payloads: dict[int, bytes | memoryview] = {}
@@ -90,11 +104,11 @@ def _prepared(sample: ShardSample, number: int, chunk: Chunk, recipe: Recipe, ur
         payloads[index] = payload
     try:
         if sample.kept is not None:
-            return _counted(sample, payloads, recipe), sample.kept
+            return _counted(sample, payloads, recipe, known), sample.kept
         if is_made(sample.members, recipe):
             assert recipe.record is not None
             check_function(recipe.record, number, lambda: record_of(sample.members, payloads, recipe))
-        return prepare(sample.members, payloads, recipe)
+        return prepare(sample.members, payloads, recipe, known)
     except LeftOut:
         return None, sample.kept or Kept(LeftOut(), 0)
     except MemoryError as error:
@@ -103,14 +117,15 @@ def _prepared(sample: ShardSample, number: int, chunk: Chunk, recipe: Recipe, ur
         return _reason(as_field_error(error, "measured")), sample.kept
 
 
-def _counted(sample: ShardSample, payloads: dict[int, bytes | memoryview], recipe: Recipe) -> Outcome:
+def _counted(sample: ShardSample, payloads: dict[int, bytes | memoryview], recipe: Recipe, known: Sizes) -> Outcome:
     """Return the outcome of a sample with a text that is kept. Raises LeftOut, and FieldError."""
     assert sample.kept is not None
     kept = sample.kept.counted
     if not isinstance(kept, Outline):
         assert kept is not None
         raise kept
-    return counted(kept, part_sizes(kept.parts, sample.members, payloads, recipe), sample.members, recipe)
+    sizes = part_sizes(kept.parts, sample.members, payloads, recipe, known)
+    return counted(kept, sizes, sample.members, recipe)
 
 
 def _outlined(
@@ -133,8 +148,10 @@ def _outlined(
         return results
 
 
-def _result(sample: ShardSample, outline: Outline | FieldError, prepared: Prepared, recipe: Recipe, url: str) -> Result:
-    """Return the result of a sample from its outline, or from the error of its tokenizer."""
+def _result(
+    sample: ShardSample, outline: Outline | FieldError, prepared: Prepared, recipe: Recipe, url: str
+) -> tuple[Outcome, Kept | None]:
+    """Return outcome and text of a sample from its outline, or from the error of its tokenizer."""
     sizes = prepared.sizes
     if isinstance(outline, FieldError):  # with other sizes, a part may fail before
         return _reason(outline), None if sizes else Kept(outline, 0)

@@ -10,7 +10,6 @@ Only what was counted is kept. A sample that fails before its text is tokenized 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from orchdata.loaders.index.table import offsets_of
 from orchdata.loaders.records import LeftOut
 from orchdata.loaders.samples.measure import Outline
 from orchdata.loaders.samples.spans import TextRun
-from orchdata.loaders.shards.facts_table import FactsMeta
+from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, restrict
@@ -86,12 +85,6 @@ class Kept(NamedTuple):
 
     counted: Counted
     shape: int
-
-
-def texts_path(folder: str, identity: Sequence[Any]) -> str:
-    """Return the path of the file for a shard and the recipe's `text_fingerprint`."""
-    text = json.dumps(identity).encode("utf-8", "surrogateescape")
-    return f"{folder}/{hashlib.blake2b(text, digest_size=16).hexdigest()}.texts"
 
 
 def layout_digest(layout: Sequence[object]) -> str:
@@ -166,14 +159,14 @@ class KeptTexts:
         return Outline(parts, tuple(texts), is_chat, tuple(spans), tuple(lists["start"]), cut_at)
 
 
-def read_texts(path: str, meta: FactsMeta, access: Access) -> KeptTexts | None:
+def read_texts(path: str, facts: Facts, access: Access) -> KeptTexts | None:
     """Return what is kept of the texts of a shard; None if there is nothing, or it is of another shard or version."""
     restrict(path, access)
     try:
         head, packed = read_sealed(path, KIND, TEXTS_FORMAT)
         values = head.values
         _check_head(values, "the head")
-        if values["meta"] != _identity(meta) or values["sizes"].keys() != _COLUMNS.keys():
+        if values["meta"] != facts.identity() or values["sizes"].keys() != _COLUMNS.keys():
             return None
         body = pa.decompress(pa.py_buffer(packed), values["uncompressed_bytes"], codec="zstd")
         columns, at = {}, 0
@@ -243,11 +236,11 @@ class TextsWriter:
                 columns[name].append(value)
         columns["start"].extend(outline.starts)
 
-    def write(self, path: str, meta: FactsMeta, source: str, limits: Mapping[str, float], access: Access) -> None:
+    def write(self, path: str, facts: Facts, source: str, limits: Mapping[str, float], access: Access) -> None:
         """Write the file for `read_texts`, which appears when it is complete. Raises StorageError."""
         body = b"".join(bytes(values) for values in self._columns.values())
         values = {
-            "meta": _identity(meta),
+            "meta": facts.identity(),
             "rules": {topic: RULES[topic] for topic in _TOPICS},
             "source": source,
             "limits": dict(limits),
@@ -270,7 +263,3 @@ def _state_of(counted: Counted) -> int:
     if isinstance(counted, FieldError):
         return _FAILED
     return _NONE if counted is None else _LEFT_OUT
-
-
-def _identity(meta: FactsMeta) -> list[str]:
-    return [meta.url, str(meta.size), meta.version, meta.checksum, meta.media]

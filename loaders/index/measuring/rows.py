@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, offsets_of
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
-from orchdata.loaders.samples.measure import Measured
+from orchdata.loaders.samples.measure import Measured, Sizes
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import FactsTable
 
@@ -36,6 +36,7 @@ class ShardSample:
         layout: digest of the names and kinds of its members.
         error: of the whole sample.
         kept: what is kept of its text, if that can be used.
+        sizes: what is kept of its parts.
     """
 
     key: str
@@ -45,6 +46,7 @@ class ShardSample:
     layout: str = ""
     error: FieldError | None = None
     kept: Kept | None = None
+    sizes: Sizes = field(default_factory=dict)
 
 
 class CostRows:
@@ -100,13 +102,13 @@ class CostRows:
             self._keys.append(sample.key)
             self._errors.append(None)
 
-    def add_bad(self, sample: ShardSample, field: str, reason: str) -> None:
+    def add_bad(self, sample: ShardSample, name: str, reason: str) -> None:
         for member in sample.members:
             if member.kind == OTHER and member.error is None and not member.field.endswith(VALUE):
                 self.ignored[member.field] += 1
         self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)
-        self._errors.append((field, reason))
+        self._errors.append((name, reason))
 
     def columns(self) -> Columns:
         """Return all rows as columns."""

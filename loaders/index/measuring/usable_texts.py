@@ -71,10 +71,10 @@ class UsableTexts:
         names = {name for name, _ in outline.parts}
         if not any(writes_between(recipe.modalities[name]) for name in names):
             return kept.shape == 0
-        if not all(map(self._has_header, names)):
+        if any(part not in sample.sizes and not self._has_header(part[0]) for part in outline.parts):
             return False
         try:
-            sizes = part_sizes(outline.parts, sample.members, {}, recipe)
+            sizes = part_sizes(outline.parts, sample.members, {}, recipe, sample.sizes)
             return shape_of(outline.parts, sizes, recipe) == kept.shape
         except FieldError:
             return True  # the same error is raised when it is counted

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_index import content, in_new_cache
 from hf_processors import processor, tokenizer
 from own_modalities import Points, cloud
 from shard_factory import chat, jpeg, omni_samples, write_shard
@@ -16,7 +17,6 @@ from shard_factory import chat, jpeg, omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders.errors import FunctionError
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.measuring import kept_texts
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
@@ -58,11 +58,6 @@ def shard(tmp_path: Path) -> str:
     return write_shard(tmp_path / "a.tar", samples())
 
 
-def content(index: Index) -> dict[str, Any]:
-    columns = index._columns
-    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
-
-
 def changed(text: TextPreprocessor, **more: Any) -> dict[str, Recipe]:
     """Recipes that read all texts alike."""
 
@@ -93,10 +88,6 @@ def overflowing(text: Callable[..., TextPreprocessor]) -> dict[str, Recipe]:
         for overflow in ("error", "truncate", "split")
         for most in (20, 33)
     }
-
-
-def in_new_cache(shard: str, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    return content(build_index([shard], recipe, cache=CacheFolder(folder)))
 
 
 def counting() -> tuple[Words, Callable[..., TextPreprocessor]]:

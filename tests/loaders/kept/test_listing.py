@@ -19,14 +19,21 @@ from orchdata.hf.packing import kept as packing
 from orchdata.loaders.index import facts, index, probed, shard_costs
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import layer, merged
-from orchdata.loaders.index.measuring import kept_texts
+from orchdata.loaders.index.measuring import kept_sizes, kept_texts
 from orchdata.loaders.kept.builds import building
 from orchdata.loaders.kept.kinds import KINDS, LOCKS
 from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import seal
-from orchdata.loaders.versions import COSTS_FORMAT, FACTS_FORMAT, FIELDS_FORMAT, TABLE_FORMAT, TEXTS_FORMAT
+from orchdata.loaders.versions import (
+    COSTS_FORMAT,
+    FACTS_FORMAT,
+    FIELDS_FORMAT,
+    SIZES_FORMAT,
+    TABLE_FORMAT,
+    TEXTS_FORMAT,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DAY = 24 * 3600.0
@@ -42,6 +49,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
     assert formats == {
         facts.KIND: FACTS_FORMAT,
         kept_texts.KIND: TEXTS_FORMAT,
+        kept_sizes.KIND: SIZES_FORMAT,
         probed.KIND: FACTS_FORMAT,
         shard_costs.KIND: COSTS_FORMAT,
         index.KIND: TABLE_FORMAT,
@@ -50,7 +58,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
         item_costs.KIND: item_costs.FORMAT,
     }
     named = {layer.FOLDER, mapped_array.KIND, packing._KIND, forwards._FOLDER, "item_costs", "shards"}
-    assert {kind.folder for kind in KINDS} == named | {"facts", "texts", "costs", "index"}
+    assert {kind.folder for kind in KINDS} == named | {"facts", "texts", "sizes", "costs", "index"}
 
 
 def test_no_code_makes_a_folder_that_the_table_lacks() -> None:

@@ -1,0 +1,132 @@
+"""What is kept of the counts of one shard: those of its texts, and the sizes of parts that no header contains.
+
+facts --tokenizer, Modality.count--> counts (kept here) --limits, sizes from headers--> costs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from orchdata.loaders.index.locations import refuse_other_source
+from orchdata.loaders.index.measuring.kept_sizes import KeptSizes, SizesWriter, read_sizes
+from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts, TextsWriter, read_texts
+from orchdata.loaders.limits import scan_limits
+from orchdata.loaders.modalities.modality import counts_from_header
+from orchdata.loaders.recipe import Recipe, plain_fields
+from orchdata.loaders.samples.measure import Sizes
+from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.shards.field_rules import FieldRules
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.shared.access import Access
+
+TEXTS: Final = "texts"
+SIZES: Final = "sizes"
+
+
+class KeptCounts(NamedTuple):
+    """What is kept of a shard.
+
+    Attributes:
+        texts: counts of its texts, if there are any.
+        sizes: by modality, of those that count from bytes and have some.
+    """
+
+    texts: KeptTexts | None = None
+    sizes: Mapping[str, KeptSizes] = {}
+
+    def sizes_of(self, number: int, layout: str, num_members: int) -> Sizes:
+        """Return what is kept of the parts of a sample, as `KeptSizes.of`."""
+        return {
+            (name, member): size
+            for name, kept in self.sizes.items()
+            for member, size in kept.of(number, layout, num_members).items()
+        }
+
+
+class NewCounts:
+    """Collects what is to be kept of a shard, sample by sample.
+
+    Attributes:
+        has_texts, has_sizes: whether there is more than was kept before.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.texts = TextsWriter(recipe.kinds)
+        self.sizes = [SizesWriter(name, recipe.modalities[name].num_extents) for name in sized_modalities(recipe)]
+        self.has_texts = self.has_sizes = False
+        self._number = 0
+
+    def put(self, text: Kept | None, sizes: Sizes, layout: str, *, is_new_text: bool, is_new_size: bool) -> None:
+        """Add the next sample of the shard."""
+        self.texts.put(text, layout)
+        for writer in self.sizes if sizes else ():
+            writer.put(self._number, layout, sizes)
+        self.has_texts = self.has_texts or is_new_text
+        self.has_sizes = self.has_sizes or is_new_size
+        self._number += 1
+
+
+def sized_modalities(recipe: Recipe) -> list[str]:
+    """Return the modalities that count from bytes."""
+    return [name for name, modality in recipe.modalities.items() if not counts_from_header(modality)]
+
+
+@dataclass(frozen=True, slots=True)
+class CountsPaths:
+    """Files of one shard: that of its texts, and one for each modality that counts from bytes."""
+
+    texts: str
+    sizes: Mapping[str, str]
+
+
+class CountsStore:
+    """Where a build keeps the counts of shards under one recipe.
+
+    Args:
+        cache: the folder.
+        recipe: defines the counts.
+    """
+
+    def __init__(self, cache: CacheFolder, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._texts = str(cache.make(TEXTS))
+        self._text_fingerprint = recipe.text_fingerprint()
+        self._fingerprints = {name: recipe.size_fingerprint(name) for name in sized_modalities(recipe)}
+        self._sizes = str(cache.make(SIZES)) if self._fingerprints else ""
+        self._limits = {name: float(limit) for name, limit in plain_fields(recipe.limits).items()}
+
+    def paths(self, url: str, media_root: str | None, rules: FieldRules) -> CountsPaths:
+        """Return the paths of a shard's files."""
+        shard = [url, media_root, rules.identity(url)]
+        texts = f"{self._texts}/{_name([self._text_fingerprint, *shard])}.texts"
+        sizes = {name: f"{self._sizes}/{_name([mark, *shard])}.sizes" for name, mark in self._fingerprints.items()}
+        return CountsPaths(texts, sizes)
+
+    def read(self, paths: CountsPaths, facts: Facts, access: Access) -> KeptCounts:
+        """Return what is kept of a shard. Raises FunctionError if that is of another function of the user's."""
+        texts = read_texts(paths.texts, facts, access)
+        if texts is not None:
+            refuse_other_source(texts.source, self._recipe)
+        found = {name: read_sizes(path, facts, self._limits, access) for name, path in paths.sizes.items()}
+        return KeptCounts(texts, {name: sizes for name, sizes in found.items() if sizes is not None})
+
+    def write(self, paths: CountsPaths, facts: Facts, new: NewCounts, before: KeptCounts, access: Access) -> None:
+        """Keep what is new. Raises StorageError."""
+        recipe = self._recipe
+        if new.has_texts:
+            source = recipe.record.digest if recipe.record is not None and recipe.record.digest else ""
+            former = {} if before.texts is None else before.texts.limits
+            limits = {name: max(limit, former.get(name, limit)) for name, limit in scan_limits(recipe.limits).items()}
+            new.texts.write(paths.texts, facts, source, limits, access)
+        if new.has_sizes:
+            for path, writer in zip(paths.sizes.values(), new.sizes, strict=True):
+                writer.write(path, facts, self._limits, access)
+
+
+def _name(identity: Sequence[Any]) -> str:
+    text = json.dumps(identity).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

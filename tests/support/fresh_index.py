@@ -1,0 +1,20 @@
+"""What an index has, and what it has if nothing was kept before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.storage.cache import CacheFolder
+
+
+def content(index: Index) -> dict[str, Any]:
+    columns = index._columns
+    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
+
+
+def in_new_cache(shard: str, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    return content(build_index([shard], recipe, cache=CacheFolder(folder)))
