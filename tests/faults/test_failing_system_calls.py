@@ -34,7 +34,7 @@ from failing_calls import (
 from fault_data import CONTAINERS, write_containers, write_mixture
 
 NEVER = Fault(nth=0, kinds=KINDS)
-EVERY_UP_TO = 200
+EVERY_UP_TO = 100
 LEAST_POINTS = 3_000
 
 

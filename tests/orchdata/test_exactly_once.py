@@ -159,7 +159,7 @@ def test_any_run_is_the_undisturbed_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(UNHURRIED, max_examples=100)
+@settings(UNHURRIED, max_examples=40)
 @given(**EPOCHS)
 def test_very_many_runs_are_the_undisturbed_one(
     stretched: list[Stretch], balance: str, dataset: od.ShardDataset, expected: Any

@@ -157,7 +157,7 @@ def test_any_run_is_the_undisturbed_one(data: Any, **given: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(UNHURRIED, max_examples=200)
+@settings(UNHURRIED, max_examples=80)
 @given(**RUNS)
 def test_very_many_runs_are_the_undisturbed_one(data: Any, **given: Any) -> None:
     check_run(data, **given)

@@ -1,9 +1,9 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
 A job of gloo ranks trains each suite (parity_job.py), and the tests check its results. Daily: two ranks,
-{DDP, FSDP2} x assignments x {packed, padded}, and each value of every other option; slow: all combinations, and three
-and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
-none.
+{DDP, FSDP2} x assignments x {packed, padded}, and each value of every other option. Slow: every two of all values, and
+three and four ranks; ORCHDATA_EVERY_CASE=1 trains all combinations. Steps are laid out so that each modality is missing
+on one rank, on all, and on none.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ REFUSES: dict[str, set[str]] = {
     "short": {"read", "write"},
 }
 
+CHANGES = {"create", "write", "sync", "space", "rename", "unlink", "mkdir", "touch", "link"}
+"""Calls after which other things are on the disk than before."""
 NO_TROUBLE = ("EINTR", "short")
 """What a system may always say: to be tried again, without a word."""
 LASTING = ("EROFS", "EFBIG")
@@ -107,8 +109,8 @@ def kind_of_file(path: str) -> str:
 def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
     """What is to be tried at each call of a run without faults.
 
-    The call fails for a moment and for good, each time with another errno, of all there are; the process ends there; a
-    read or a write is cut.
+    The call fails for a moment and for good, each time with another errno, of all there are; a read or a write is cut.
+    The process ends at each call that changes something on the disk: before all others it leaves what it leaves there.
 
     Args:
         name: of the run: another one begins with another errno.
@@ -123,7 +125,8 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
             if code == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
                 code = "EIO"
             points.append(Fault(name=code, nth=nth, lasts=lasts, kinds=KINDS))
-        points.append(Fault(name="kill", nth=nth, kinds=KINDS))
+        if kind in CHANGES:
+            points.append(Fault(name="kill", nth=nth, kinds=KINDS))
         if kind in REFUSES["short"]:
             points.append(Fault(name="short", nth=nth, kinds=KINDS))
     return points

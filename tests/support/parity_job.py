@@ -5,6 +5,7 @@ parity_job.py SHARDS_GLOB SUITE
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
@@ -108,26 +109,28 @@ BASIC = [
 EVERY_DAY = cover(BASIC, ALL, values_of)
 GUARDS = [case for wrapper in WRAPPERS for case in (Case(wrapper, scope="none"), Case(wrapper, loss="rank mean"))]
 GUARDS.append(Case("ddp", layout="packed to lengths", loss="padding too"))
-MORE_RANKS = [
-    Case(*values)
-    for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH)
-    if values[2:]
-    in (
-        ("packed", True),
-        ("packed to lengths", True),
-        ("padded", False),
-        ("packed mrope", True),
-        ("padded encoders", True),
-    )
-]
+SHAPES = (
+    ("packed", True),
+    ("packed to lengths", True),
+    ("padded", False),
+    ("packed mrope", True),
+    ("padded encoders", True),
+)
+MORE_RANKS = cover([], [Case(*each, *shape) for each in product(WRAPPERS, ASSIGNMENTS) for shape in SHAPES], pairs_of)
+EVERY_CASE = bool(os.environ.get("ORCHDATA_EVERY_CASE"))
+
+
+def of_wrapper(wrapper: str) -> list[Case]:
+    """Cases with every two of the values that go with a wrapper; or all cases."""
+    cases = [case for case in ALL if case.wrapper == wrapper]
+    return cases if EVERY_CASE else cover([], cases, pairs_of)
+
+
 SUITES = {
     "2 ranks": Suite(2, EVERY_DAY + GUARDS),
     "3 ranks, more": Suite(3, MORE_RANKS, slow=True),
     "4 ranks, more": Suite(4, MORE_RANKS, slow=True),
-} | {
-    f"2 ranks, all of {wrapper}": Suite(2, [case for case in ALL if case.wrapper == wrapper], slow=True)
-    for wrapper in WRAPPERS
-}
+} | {f"2 ranks, {wrapper} with all pairs": Suite(2, of_wrapper(wrapper), slow=True) for wrapper in WRAPPERS}
 
 
 def make_config(case: Case) -> ModelConfig:
