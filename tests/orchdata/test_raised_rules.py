@@ -5,6 +5,7 @@ What should come is worked out here from letters of texts, without the library.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import warnings
@@ -361,6 +362,19 @@ def test_a_state_of_the_first_samples_is_none_of_the_whole(data: RuledData) -> N
                 with pytest.raises(od.StateError, match="selection"):
                     loader.load_state_dict(part.state_dict(), allow=allow)
         od.DataLoader(data.tars().take(12), **common).load_state_dict(part.state_dict())
+
+
+def test_a_source_and_its_first_samples_are_two_entries_of_a_state(data: RuledData) -> None:
+    """Both have one index, and with nothing left out the same excluded rows."""
+    mixture = od.Mixture({"all": od.Source(data.tars()), "first": od.Source(data.tars().take(10))}, stop="all")
+    common = {"global_batch_size": 4, "num_threads": 0}
+    loader = od.DataLoader(mixture, **common)
+    taken = [*itertools.islice(loader.steps(), 3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert [entry["num_usable"] for entry in state["rows"]] == [42, 10]
+    again = od.DataLoader(mixture, **common)
+    again.load_state_dict(state)
+    assert sum(len(batch.sample_ids) for step in (*taken, *again.steps()) for batch in step) == 52
 
 
 @pytest.mark.parametrize("rows", [[], [0], [3, 4, 5, 9], [*range(100), 1000, 70_000], [5]])

@@ -211,9 +211,12 @@ def dump_rows(sources: Sequence[SourceRows]) -> list[Any]:
     """Return what a state stores of the rows of its sources, in their order; a number stands for an equal entry."""
     found: list[Any] = []
     left = MOST_TEXT
-    seen: dict[tuple[str, str], int] = {}
+    seen: dict[tuple[str, int, str, str], int] = {}
     for source in sources:
-        same = seen.setdefault((str(source.index.path), source.order.excluded_digest), len(found))
+        # The first samples of an index have fewer rows, and rows that a split leaves out are not stored.
+        split = hashlib.blake2b(source.split_samples.tobytes()).hexdigest()
+        rows = (str(source.index.path), source.num_rows, source.order.excluded_digest, split)
+        same = seen.setdefault(rows, len(found))
         if same < len(found):
             found.append(same)
             continue
