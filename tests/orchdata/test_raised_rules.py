@@ -377,6 +377,23 @@ def test_a_source_and_its_first_samples_are_two_entries_of_a_state(data: RuledDa
     assert sum(len(batch.sample_ids) for step in (*taken, *again.steps()) for batch in step) == 52
 
 
+def test_where_nothing_of_an_epoch_was_delivered_it_is_offered(data: RuledData) -> None:
+    """The next one would leave out an epoch."""
+    with BEFORE.applied():
+        ours = loaders("samples", data, 1)
+        steps_of(ours)
+        state = ours[0].state_dict()
+        assert (state["epoch"], state["position"]) == (1, 0)
+    with AFTER.applied():
+        with pytest.raises(od.StateError, match=r"Nothing of epoch 1 was delivered: .* loader\.set_epoch\(1\)"):
+            loaders("samples", data, 1, state)
+        (loader,) = loaders("samples", data, 1)
+        with pytest.warns(UserWarning, match="epoch 1 was delivered, so it begins with the samples that are usable"):
+            loader.load_state_dict(state, allow=("rules",))
+        found = {name[2:4] for name in names([loader], steps_of([loader]))}
+        assert found == {name for name in data.usable(AFTER) if name[0] != "other.tar"}
+
+
 @pytest.mark.parametrize("rows", [[], [0], [3, 4, 5, 9], [*range(100), 1000, 70_000], [5]])
 def test_rows_as_text_come_back(rows: list[int]) -> None:
     array = np.array(rows, np.int64)

@@ -59,8 +59,10 @@ def changes_of(source: SourceRows, former: Former | None, entry: Mapping[str, An
     return "; ".join(parts) or "samples have other numbers of tokens"
 
 
-def lists_of(epoch: int) -> str:
+def lists_of(epoch: int, *, has_begun: bool) -> str:
     """Return what follows from the changes."""
+    if not has_begun:
+        return f"nothing of epoch {epoch} was delivered, so it begins with the samples that are usable now"
     return (
         f"epoch {epoch} ends in its old order without what cannot be used, new samples come from epoch {epoch + 1} on, "
         "and later steps are cut by the tokens of now"

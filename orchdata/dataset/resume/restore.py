@@ -67,7 +67,7 @@ def restore(
     state = _with_order(state, prepared)
     words = _words(prepared, written, changed, formers, entries)
     if RULES not in allow:
-        raise StateError(f"{words}. {_way_out(state)}")
+        raise StateError(f"{words}. {_way_out(prepared, state)}")
     return _after_change(prepared, state, allow, num_workers, written, changed, formers, entries, words)
 
 
@@ -121,12 +121,24 @@ def _versions(written: Written) -> str:
     return f"the state was written by {written}, and this is {now}"
 
 
-def _way_out(state: Mapping[str, Any]) -> str:
+def _way_out(prepared: PreparedDataset, state: Mapping[str, Any]) -> str:
     epoch = state["epoch"]
+    if not _has_begun(prepared, state):
+        return (
+            f"Nothing of epoch {epoch} was delivered: load_state_dict(state, allow=({RULES!r},)) begins it with the "
+            f"samples that are usable now. So does loader.set_epoch({epoch}) in place of load_state_dict"
+        )
     return (
         f"load_state_dict(state, allow=({RULES!r},)) ends epoch {epoch} in its old order and goes on with the samples "
         f"that are usable now. Or begin the next epoch: loader.set_epoch({epoch + 1}) in place of load_state_dict"
     )
+
+
+def _has_begun(prepared: PreparedDataset, state: Mapping[str, Any]) -> bool:
+    """Return whether samples of then may still come in the epoch: passes of "repeat" go on over its start."""
+    order = prepared.spec.plan.order
+    is_endless = isinstance(order, MixtureOrder) and order.stop == "repeat"
+    return state.get("position") != 0 or (is_endless and state["epoch"] > 0)
 
 
 def _refuse_windows(
@@ -182,7 +194,7 @@ def _after_change(
             )
             prepared = _continuing(prepared, [Begun(epoch)])
         place = load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers, cut=True, check=False)
-        warn_user(f"{words}; {lists_of(place.epoch)}")
+        warn_user(f"{words}; {lists_of(place.epoch, has_begun=_has_begun(prepared, state))}")
         return prepared, place
     # A mixture: what each source has given says where its pass goes on.
     mixture = _given(prepared, order, state, written, changed, formers)
@@ -221,7 +233,7 @@ def _after_change(
     assert isinstance(now, MixtureOrder)
     continued = continued.with_order(now.restaged(now.stages, resumed))
     place = load_state(state, prepared.bound_fingerprint, continued.steps, allow, num_workers, cut=True, check=False)
-    warn_user(f"{words}; {lists_of(place.epoch)}")
+    warn_user(f"{words}; {lists_of(place.epoch, has_begun=_has_begun(prepared, state))}")
     return continued, place
 
 
