@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.mixed_state import MixtureState, load_mixture
+from orchdata.dataset.mixed_state import MixtureState, mixture_of
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.loaders.errors import StateError
@@ -190,7 +190,7 @@ def _restore_given(
     prepared: PreparedDataset, order: MixtureOrder, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
 ) -> tuple[PreparedDataset, Position]:
     """Restore from a state that says what each source has given."""
-    mixture = load_mixture(state["given"], order, _epoch_of(state))
+    mixture = mixture_of(state, order, _epoch_of(state))
     if has_weights(state, prepared.bound_fingerprint):
         continued = _continued(order, mixture, state)
         if continued is None:

@@ -53,6 +53,18 @@ def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, An
     return {"stages": order.describe_stages(), "given": state} if has_stages else {"given": state}
 
 
+def mixture_of(state: Mapping[str, Any], order: MixtureOrder, epoch: int) -> MixtureState:
+    """Return what a state says that its sources have given. Raises StateError if its position is another one."""
+    mixture = load_mixture(state["given"], order, epoch)
+    given = mixture.now.progress.position - mixture.resumed.start.position
+    if state.get("position") != given:
+        raise StateError(
+            f"the state is damaged: its mixture has given other amounts at this position than it says, {given} samples "
+            f"of the epoch at position {state.get('position')!r:.40}"
+        )
+    return mixture
+
+
 def load_mixture(state: Any, order: MixtureOrder, epoch: int) -> MixtureState:
     """Return the "given" that `dump_mixture` returned for an epoch. Raises StateError for anything else."""
     count = len(order.sources)
@@ -86,11 +98,12 @@ def _load_start(state: Mapping[str, Any], order: MixtureOrder) -> StretchStart:
 
 
 def _load_progress(state: Mapping[str, Any], count: int) -> SourceProgress:
-    return SourceProgress(_ints(state["samples"], count), _ints(state["tokens"], count))
+    samples, tokens = (_ints(state[name], count, most=_LARGEST) for name in ("samples", "tokens"))
+    return SourceProgress(samples, tokens)
 
 
-def _ints(values: Any, count: int, least: int = 0) -> tuple[int, ...]:
+def _ints(values: Any, count: int, least: int = 0, most: int = _LARGEST << DUE_BITS) -> tuple[int, ...]:
     ints = tuple(values)
-    if len(ints) != count or not all(type(value) is int and least <= value <= _LARGEST << DUE_BITS for value in ints):
+    if len(ints) != count or not all(type(value) is int and least <= value <= most for value in ints):
         raise ValueError(values)
     return ints

@@ -394,6 +394,50 @@ def test_where_nothing_of_an_epoch_was_delivered_it_is_offered(data: RuledData) 
         assert found == {name for name in data.usable(AFTER) if name[0] != "other.tar"}
 
 
+WRAPPED = ints_text(np.array([0, 0, 0, 0, *4 * [1 << 62]]))
+"""Rows whose numbers have a sum of 0 in 64 bits."""
+
+
+DAMAGED: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("samples", ("rows", 0, "excluded"), WRAPPED),
+    ("pieces", ("rows", 0, "pieces"), ints_text(np.array(42 * [1 << 62]))),
+    ("samples", ("rows", 0, "usable"), None),
+    ("samples", ("begun",), []),
+    ("samples", ("begun", 0, "excluded"), WRAPPED),
+    ("samples", ("begun", 0, "removed"), WRAPPED),
+    ("pieces", ("begun", 0, "rows"), ints_text(np.array([-9, *81 * [0]]))),
+    ("pieces", ("begun", 0, "tokens"), 1 << 63),
+    ("pieces", ("begun", 0, "num_rows"), 10**30),
+    ("repeat", ("begun", 0, "anchor"), 5),
+    ("all", ("position",), 10**9),
+    ("all", ("given", "now", "tokens"), [1 << 63, 1]),
+]
+
+
+@pytest.mark.parametrize(("kind", "at", "value"), DAMAGED, ids=[" ".join(map(str, at)) for _, at, _ in DAMAGED])
+def test_damage_is_an_error_that_says_so(kind: str, at: tuple[Any, ...], value: Any, data: RuledData) -> None:
+    """No crash of the process, and no search that does not end."""
+    with BEFORE.applied():
+        ours = loaders(kind, data, 1)
+        steps_of(ours, 2)
+        state = ours[0].state_dict()
+    with AFTER.applied():
+        ours = loaders(kind, data, 1, state, ("rules",))
+        steps_of(ours, 1)
+        state = json.loads(json.dumps(ours[0].state_dict()))
+        *path, last = at
+        inner = state
+        for name in path:
+            inner = inner[name]
+        assert last in inner
+        inner[last] = value
+        if at[0] != "rows":  # under the same rules they are not read
+            with pytest.raises(od.StateError, match="damaged"):
+                loaders(kind, data, 1, state)
+    with Rules(9, refused="f").applied(), pytest.raises(od.StateError, match="damaged"):
+        loaders(kind, data, 1, state, ("rules",))
+
+
 @pytest.mark.parametrize("rows", [[], [0], [3, 4, 5, 9], [*range(100), 1000, 70_000], [5]])
 def test_rows_as_text_come_back(rows: list[int]) -> None:
     array = np.array(rows, np.int64)

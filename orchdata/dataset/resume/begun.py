@@ -19,6 +19,7 @@ from orchdata.dataset.resume.rows import (
     rows_text,
     text_ints,
     text_rows,
+    within,
 )
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.storage.mapped_array import MappedArray
@@ -30,6 +31,7 @@ from orchdata.order.sources import PassStart
 
 Ints = NDArray[np.int64]
 _CHUNK = 1 << 20
+_LARGEST = 1 << 62
 _INTS = ("number", "num_rows", "position", "tokens")
 
 
@@ -114,6 +116,14 @@ def dump_begun(sources: Sequence[SourceRows], begun: Sequence[Begun]) -> list[An
     return found
 
 
+def begun_in(state: Mapping[str, Any], count: int) -> Sequence[Any]:
+    """Return what a state stores of the begun epoch of each source. Raises StateError for another number of them."""
+    stored = state.get("begun", [None] * count)
+    if not isinstance(stored, list | tuple) or len(stored) != count:
+        raise StateError(f"the state is damaged: its 'begun' is {stored!r:.80}")
+    return stored
+
+
 def load_begun(
     state: Mapping[str, Any], sources: Sequence[SourceRows], formers: Sequence[Former | None] | None = None
 ) -> list[Begun]:
@@ -122,9 +132,7 @@ def load_begun(
     Args:
         formers: the rows when the state was written, of sources that have changed since.
     """
-    stored = state.get("begun", [None] * len(sources))
-    if not isinstance(stored, list | tuple) or len(stored) != len(sources):
-        raise StateError(f"the state is damaged: its 'begun' is {stored!r:.80}")
+    stored = begun_in(state, len(sources))
     then = [None] * len(sources) if formers is None else formers
     return [_load(*each, state) for each in zip(stored, sources, then, strict=True)]
 
@@ -135,12 +143,12 @@ def _load(entry: Any, source: SourceRows, former: Former | None, state: Mapping[
     if not isinstance(entry, Mapping):
         raise StateError(f"the state is damaged: its 'begun' has {entry!r:.80}")
     anchor = entry.get("anchor")
-    if anchor is not None and (len(anchor) != 3 or not all(type(each) is int and each >= 0 for each in anchor)):
+    if anchor is not None and not _is_start(anchor):
         raise StateError(f"the state is damaged: its 'begun' has {entry!r:.80}")
     start = None if anchor is None else PassStart(*anchor)
     if "number" not in entry:
         return Begun(None, start)
-    if not all(type(entry.get(name)) is int and entry[name] >= 0 for name in _INTS):
+    if not all(type(entry.get(name)) is int and 0 <= entry[name] < _LARGEST for name in _INTS):
         raise StateError(f"the state is damaged: its 'begun' has {entry!r:.80}")
     if entry.get("too_large"):
         raise StateError(
@@ -149,14 +157,16 @@ def _load(entry: Any, source: SourceRows, former: Former | None, state: Mapping[
             f"loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
         )
     num_rows = entry["num_rows"]
-    excluded = text_rows(entry["excluded"], num_rows) if "excluded" in entry else np.zeros(0, np.int64)
+    num_then = len(source) if former is None else former.num_rows
     rows = np.cumsum(text_ints(entry["rows"])) if "rows" in entry else np.zeros(0, np.int64)
+    if num_rows != (len(rows) if "rows" in entry else num_then) or not within(rows, -1, num_then - 1):
+        raise StateError(f"the state is damaged: {num_rows} rows of its begun epoch are not those that it says")
+    excluded = text_rows(entry["excluded"], num_rows) if "excluded" in entry else np.zeros(0, np.int64)
     if "rows" not in entry:
         by_split = rows_of_samples(source.split_samples, source.pieces) if former is None else former.by_split
         excluded = np.union1d(excluded, by_split)
-    num_then = len(source) if former is None else former.num_rows
     order = former_order(source, num_rows, excluded)
-    if _digest(order) != entry.get("order") or len(rows) not in (0, num_rows) or rows.max(initial=-1) >= num_then:
+    if _digest(order) != entry.get("order"):
         raise StateError("the state is damaged: the rows of its begun epoch are not those that it says")
     removed = text_rows(entry["removed"], order.num_samples) if "removed" in entry else np.zeros(0, np.int64)
     begun = BegunEpoch(
@@ -172,6 +182,12 @@ def _load(entry: Any, source: SourceRows, former: Former | None, state: Mapping[
     if begun.position > begun.length:
         raise StateError(f"the state points at position {begun.position} of an epoch of {begun.length} samples")
     return Begun(begun, start)
+
+
+def _is_start(anchor: Any) -> bool:
+    """Return whether it is a `PassStart` as a state stores it."""
+    is_list = isinstance(anchor, list | tuple) and len(anchor) == len(PassStart._fields)
+    return is_list and all(type(each) is int and 0 <= each < _LARGEST for each in anchor)
 
 
 def _texts(source: SourceRows, epoch: BegunEpoch) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.resume.rows import SourceRows, rows_of_samples, text_ints, text_rows
+from orchdata.dataset.resume.rows import SourceRows, rows_of_samples, text_ints, text_rows, within
 from orchdata.loaders.errors import OrchdataError, StateError
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import index_path
@@ -60,7 +60,9 @@ def former_of_state(entry: Mapping[str, Any], source: SourceRows) -> Former | No
         return None
     num_rows, num_samples = entry["num_rows"], len(source.first_rows)
     pieces = text_ints(entry["pieces"]) if "pieces" in entry else np.ones(num_samples, np.int64)
-    if len(pieces) != num_samples or (pieces < 1).any() or int(pieces.sum()) != num_rows:
+    # Each number is compared before their sum, which wraps around for damaged ones.
+    are_pieces = len(pieces) == num_samples and within(pieces, 1, np.iinfo(np.int32).max)
+    if not are_pieces or int(pieces.sum()) != num_rows:
         raise StateError("the state is damaged: the rows of its samples are not those of its data set")
     excluded = text_rows(entry["excluded"], num_rows) if "excluded" in entry else np.zeros(0, np.int64)
     by_split = rows_of_samples(source.split_samples, pieces)

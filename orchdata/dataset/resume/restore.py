@@ -12,9 +12,9 @@ from typing import Any
 
 import orchdata
 from orchdata.dataset.mixed import read_stages, restore_mixture
-from orchdata.dataset.mixed_state import MixtureState, load_mixture
+from orchdata.dataset.mixed_state import MixtureState, mixture_of
 from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume.begun import Begun, former_order, load_begun, rest_of
+from orchdata.dataset.resume.begun import Begun, begun_in, former_order, load_begun, rest_of
 from orchdata.dataset.resume.changes import changes_of, lists_of
 from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_form, present_rules, rules_text
 from orchdata.dataset.resume.former import Former, former_of_index, former_of_state
@@ -180,7 +180,7 @@ def _after_change(
 ) -> tuple[PreparedDataset, Position]:
     """Continue a state of other usable rows: its epoch goes on in its old order, with the samples of now."""
     order, sources = prepared.spec.plan.order, prepared.rows
-    for source, former, is_changed, each in zip(sources, formers, changed, state.get("begun", changed), strict=True):
+    for source, former, is_changed, each in zip(sources, formers, changed, begun_in(state, len(sources)), strict=True):
         if is_changed and isinstance(each, Mapping):
             _known(former, state, written, source)
     stored = load_begun(state, sources, formers)
@@ -249,7 +249,7 @@ def _given(
     else it follows from the order of then, and the tokens in the index of then.
     """
     if "given" in state:
-        return load_mixture(state["given"], order, state["epoch"])
+        return mixture_of(state, order, state["epoch"])
     stages = joined_stages(read_stages(state.get("stages"), order))
     if len(stages) > 1:
         raise StateError(

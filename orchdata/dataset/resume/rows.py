@@ -241,9 +241,8 @@ def load_rows(state: Mapping[str, Any], count: int) -> list[Mapping[str, Any]] |
     entries: list[Mapping[str, Any]] = []
     for each in stored:
         entry = entries[each] if type(each) is int and 0 <= each < len(entries) else each
-        if not isinstance(entry, Mapping) or not all(
-            type(entry.get(name)) is int for name in ("num_rows", "num_usable")
-        ):
+        kinds = {"num_rows": int, "num_usable": int, "usable": str}
+        if not isinstance(entry, Mapping) or any(type(entry.get(name)) is not kind for name, kind in kinds.items()):
             raise StateError(f"the state is damaged: its 'rows' have {each!r:.80}")
         entries.append(entry)
     return entries
@@ -270,14 +269,20 @@ def text_rows(text: Any, below: int) -> Ints:
     """Return the rows of `rows_text`. Raises StateError for anything but ascending rows below a number."""
     both = text_ints(text)
     gaps, lengths = both[: len(both) // 2], both[len(both) // 2 :]
-    first = np.cumsum(gaps)
-    if len(gaps) != len(lengths) or (lengths < 1).any() or int(lengths.sum()) > below:
+    # Each number is compared before any sum: sums of damaged numbers wrap around.
+    are_runs = len(gaps) == len(lengths) <= below and within(gaps, 0, below) and within(lengths, 1, below)
+    if not are_runs or int(lengths.sum()) > below:
         raise StateError(f"the state is damaged: {text!r:.60} are no rows")
-    ends = np.cumsum(lengths)
+    first, ends = np.cumsum(gaps), np.cumsum(lengths)
     rows = np.repeat(first - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
     if len(rows) and (rows[0] < 0 or rows[-1] >= below or (np.diff(rows) <= 0).any()):
         raise StateError(f"the state is damaged: {text!r:.60} are no rows below {below}")
     return rows
+
+
+def within(values: Ints, least: int, most: int) -> bool:
+    """Return whether all values are at least `least` and at most `most`."""
+    return bool(((values >= least) & (values <= most)).all())
 
 
 def ints_text(values: Ints) -> str:
