@@ -301,6 +301,20 @@ def test_without_the_index_of_then_the_next_epoch_is_offered(
         assert loader.state_dict()["epoch"] == 1 and len(list(loader.steps())) > 0
 
 
+def test_rows_of_samples_that_are_no_longer_found_are_not_called_too_large(
+    data: RuledData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule of a container may find other samples in a shard."""
+    with BEFORE.applied():
+        ours = loaders("samples", data, 1)
+        steps_of(ours, 2)
+        state = ours[0].state_dict()
+    state["rows"][0]["samples"] = "0" * 16
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
+    with AFTER.applied(), pytest.raises(od.StateError, match=r"they are of other samples than .*set_epoch\(1\)"):
+        loaders("samples", data, 1, state, ("rules",))
+
+
 def of_version_2(state: dict[str, Any], ours: Any, rules: Rules) -> dict[str, Any]:
     """The state as it was written before: with rules and left out rows in its fingerprint, and nothing else of them."""
     found = {name: each for name, each in state.items() if name not in ("rows", "written_by")}

@@ -321,7 +321,11 @@ def _known(
 
 
 def _gone(state: Mapping[str, Any], written: Written) -> str:
-    why = f"need more than {MOST_TEXT >> 10} KiB" if "rows" in state else "are in no state below version 3"
+    why = "are in no state below version 3"
+    if "rows" in state:
+        large = any(isinstance(each, Mapping) and "too_large" in each for each in state["rows"])
+        others = "are of other samples than those that the shards have now, usable or not"
+        why = f"need more than {MOST_TEXT >> 10} KiB, or {others}" if large else others
     return (
         f"they {why}, and the index that {written} made of them is no longer in the cache folder "
         f"{CacheFolder().root}. Begin the next epoch by loader.set_epoch({state['epoch'] + 1}) in place of "
