@@ -254,12 +254,17 @@ def test_windows_cannot_continue_and_say_so(data: RuledData) -> None:
     layout = {"collate_fn": od.Packed(length=32, concatenate=True), "global_batch_size": 2, "on_error": SKIP}
     with BEFORE.applied():
         loader = od.DataLoader(data.tars(), num_threads=0, **layout)
-        next(iter(loader))
+        at_start = loader.state_dict()
+        next(iter(loader.steps()))
         state = loader.state_dict()
     with AFTER.applied():
         loader = od.DataLoader(data.tars(), num_threads=0, **layout)
         with pytest.raises(od.StateError, match=r"begin the next epoch by loader\.set_epoch\(1\)"):
             loader.load_state_dict(state, allow=("rules",))
+        with pytest.raises(
+            od.StateError, match=r"begin epoch 0, of which nothing was delivered, by loader\.set_epoch\(0\)"
+        ):
+            loader.load_state_dict(at_start)
     with Rules(8, refused="bg", longer={"c": 2}).applied():
         loader = od.DataLoader(data.tars(), num_threads=0, **layout)
         loader.load_state_dict(state)
@@ -376,6 +381,27 @@ def test_a_state_of_the_first_samples_is_none_of_the_whole(data: RuledData) -> N
                 with pytest.raises(od.StateError, match="selection"):
                     loader.load_state_dict(part.state_dict(), allow=allow)
         od.DataLoader(data.tars().take(12), **common).load_state_dict(part.state_dict())
+
+
+@pytest.mark.parametrize("chosen", [slice(0, 12), slice(5, None), slice(0, None, 2)])
+def test_numbers_that_choose_other_samples_under_other_rules_offer_the_next_epoch(
+    chosen: slice, data: RuledData
+) -> None:
+    common = {"global_batch_size": 4, "on_error": SKIP}
+    with Rules(901).applied():
+        before = od.DataLoader(data.tars()[chosen], **common)
+        next(iter(before))
+        state = before.state_dict()
+    with Rules(902, refused="c").applied():
+        for allow in ((), ("rules",)):
+            with pytest.raises(od.StateError, match=r"rules.*slices.*loader\.set_epoch\(1\)"):
+                od.DataLoader(data.tars()[chosen], **common).load_state_dict(state, allow=allow)
+        other = od.DataLoader(data.tars()[chosen], **common)
+        other.set_epoch(1)
+        assert sum(len(batch.sample_ids) for batch in other) == len(data.tars()[chosen])
+    with Rules(901).applied(), pytest.raises(od.StateError) as raised:
+        od.DataLoader(data.tars()[1:9], **common).load_state_dict(state)
+    assert "set_epoch" not in str(raised.value)
 
 
 def test_a_source_and_its_first_samples_are_two_entries_of_a_state(data: RuledData) -> None:

@@ -19,6 +19,7 @@ from orchdata.dataset.resume.changes import changes_of, lists_of
 from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_form, present_rules, rules_text
 from orchdata.dataset.resume.former import Former, former_of_index, former_of_state
 from orchdata.dataset.resume.rows import MOST_TEXT, SourceRows
+from orchdata.dataset.selection import Taken
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loop.position import Position
@@ -46,6 +47,23 @@ def restore(
     if not prepared.rows:
         return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
     state, written, changed, entries = present_form(state, prepared.fingerprint, prepared.rows)
+    try:
+        return _restored(prepared, state, allow, num_workers, written, changed, entries)
+    except StateError as error:
+        if words := _of_numbers(prepared, state, written):
+            raise StateError(f"{error}. {words}") from error
+        raise
+
+
+def _restored(
+    prepared: PreparedDataset,
+    state: dict[str, Any],
+    allow: Sequence[str],
+    num_workers: int,
+    written: Written,
+    changed: list[bool],
+    entries: Sequence[Mapping[str, Any]] | None,
+) -> tuple[PreparedDataset, Position]:
     if not any(changed):
         prepared = _continuing(prepared, load_begun(state, prepared.rows))
         try:
@@ -134,6 +152,18 @@ def _way_out(prepared: PreparedDataset, state: Mapping[str, Any]) -> str:
     )
 
 
+def _of_numbers(prepared: PreparedDataset, state: Mapping[str, Any], written: Written) -> str:
+    """Return the way out of a state under other rules, if samples were chosen by number; else nothing."""
+    chosen = [each.called for each in prepared.rows if any(isinstance(one, Taken) for one in each.dataset.selections)]
+    if not chosen or written.rules == present_rules():
+        return ""
+    return (
+        f"{_versions(written)}. take(), slices and select() of {', '.join(chosen)} count usable samples: if rules made "
+        "other samples usable, the same numbers choose other samples, and allow= cannot change that. Begin the next "
+        f"epoch: loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
+    )
+
+
 def _has_begun(prepared: PreparedDataset, state: Mapping[str, Any]) -> bool:
     """Return whether samples of then may still come in the epoch: passes of "repeat" go on over its start."""
     order = prepared.spec.plan.order
@@ -145,10 +175,14 @@ def _refuse_windows(
     prepared: PreparedDataset, state: Mapping[str, Any], written: Written, changed: Sequence[bool]
 ) -> None:
     names = ", ".join(source.called for source, each in zip(prepared.rows, changed, strict=True) if each)
+    epoch = state["epoch"]
+    way_out = f"the next epoch by loader.set_epoch({epoch + 1})"
+    if state.get("step") == 0:  # their positions count steps
+        way_out = f"epoch {epoch}, of which nothing was delivered, by loader.set_epoch({epoch})"
     raise StateError(
         f"{_versions(written)}: usable documents of {names}, or their tokens, have changed. Where a step of "
-        "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin the "
-        f"next epoch by loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
+        "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin "
+        f"{way_out} in place of load_state_dict"
     )
 
 
