@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from orchdata.loaders.kept.kinds import KINDS, LOCKS, Kind
+from orchdata.loaders.kept.kinds import KINDS, LOCKS, Kind, is_digest
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX
 from orchdata.loaders.storage.cache import PARTIAL_SUFFIX, CacheFolder
 from orchdata.loaders.storage.retries import tried
@@ -97,7 +97,7 @@ def folder_of(cache: CacheFolder, kind: Kind) -> Folder:
         path = root / name
         if name in belonging:
             continue
-        is_ours = name.endswith(kind.suffixes)
+        is_ours = kind.has(name)
         status = _looked_at(path)
         if status is None:  # another process removed it
             continue
@@ -140,7 +140,7 @@ def _companions(kind: Kind, names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in names:
         file = None
-        if name.endswith((USED_SUFFIX, *kind.companions)):
+        if name.endswith((USED_SUFFIX, *kind.companions)) and is_digest(name):
             file = of_stem.get(name.rpartition(".")[0])
         elif name.startswith(".") and name.endswith(NOTE_SUFFIX):
             file = name.removeprefix(".").rsplit(".", 2)[0]  # `.NAME.MACHINE.verified`
@@ -152,7 +152,7 @@ def _companions(kind: Kind, names: Iterable[str]) -> dict[str, list[str]]:
 def _is_companion(kind: Kind, name: str) -> bool:
     """Return whether the name is that of a note, a mark or a partial file."""
     hidden = name.startswith(".") and name.endswith((NOTE_SUFFIX, TEMPORARY_SUFFIX, PARTIAL_SUFFIX))
-    return hidden or name.endswith((USED_SUFFIX, *kind.companions))
+    return hidden or (name.endswith((USED_SUFFIX, *kind.companions)) and is_digest(name))
 
 
 def _is_leftover(name: str, status: os.stat_result) -> bool:

@@ -5,6 +5,7 @@ A new kind of file is one entry here: then it is listed and pruned, and what kil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,7 @@ from orchdata.loaders.versions import (
     TEXTS_FORMAT,
 )
 
+_DIGEST: Final = re.compile("[0-9a-f]{32,64}$")
 LOCKS: Final = "locks"
 """The folder of locks: never removed, because a process may just be waiting for one."""
 
@@ -42,7 +44,7 @@ class Kind:
     Attributes:
         folder: its name in the cache folder.
         content: what they have, for people.
-        suffixes: of their names; other files in the folder are not ours.
+        suffixes: of their names, after a digest; other files in the folder are not ours.
         sealed: what their first bytes may say, see `storage.sealed`; none: they are other files.
         companions: suffixes of files next to one, besides its mark.
         claims: the file in `LOCKS` on which a writer claims the path of what it writes, and reads after that.
@@ -56,6 +58,18 @@ class Kind:
     companions: tuple[str, ...] = ()
     claims: str | None = None
     is_held: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a file of this name may be of the kind: what does not say itself what it is must have a digest."""
+        return name.endswith(self.suffixes) and (bool(self.sealed) or is_digest(name))
+
+
+def is_digest(name: str) -> bool:
+    """Return whether a file has a name as orchdata gives it: a digest, and a suffix.
+
+    A folder of the user's own may have the name of a folder of kept files, such as `shards`.
+    """
+    return _DIGEST.search(name.partition(".")[0]) is not None
 
 
 def _of_url(head: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from orchdata.loaders.kept.builds import builds
 from orchdata.loaders.kept.files import Folder, KeptFile, folders, num_foreign
-from orchdata.loaders.kept.kinds import Sealed
+from orchdata.loaders.kept.kinds import Sealed, is_digest
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import Damaged, head_of, kind_and_format
@@ -220,7 +220,7 @@ def _head_of(file: KeptFile) -> tuple[bytes, Sealed, dict[str, Any]] | str | Non
 
     Raises FileNotFoundError, PermissionError, Damaged, or StorageError.
     """
-    is_known = file.path.name.endswith(file.kind.suffixes)
+    is_known = file.kind.has(file.path.name)
     if is_known and not file.kind.sealed:
         return None
 
@@ -229,7 +229,7 @@ def _head_of(file: KeptFile) -> tuple[bytes, Sealed, dict[str, Any]] | str | Non
             with opened(file.path) as fd:
                 said = kind_and_format(fd)
                 if said is None:
-                    if is_known:
+                    if is_known and is_digest(file.path.name):
                         raise Damaged("it does not begin like such a file")
                     return "foreign"
                 sealed = file.kind.sealed.get(said[0])

@@ -178,7 +178,7 @@ class CacheFolder:
         entries: list[tuple[float, int, Path]] = []
         for path in _files_in(folder, _ENTRY_SUFFIX):
             status = status_of(path)
-            if status is not None:
+            if status is not None and _is_entry(path):
                 entries.append((_last_used(path, status), status.st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
@@ -194,6 +194,8 @@ class CacheFolder:
     def _remove_partials(self, folder: Path) -> None:
         """Remove the partial files of killed writers: these are not locked."""
         for path in _files_in(folder, PARTIAL_SUFFIX):
+            if not path.name.startswith("."):  # not ours
+                continue
             with contextlib.suppress(OSError), opened(path) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Younger ones may be between creation and flock.
@@ -225,13 +227,31 @@ class _Summed:
         return self._file.write(data)
 
 
+def _sum_of(path: Path) -> _Sum | None:
+    """Return what is stored next to an entry; None next to any other file. Raises OSError."""
+    try:
+        return _Sum(*map(int, read_small(path.with_suffix(SUM_SUFFIX), _SUM_BYTES).split()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _is_entry(path: Path) -> bool:
+    """Return whether a file is an entry: a folder of this name may have shards of the user's own."""
+    try:
+        return _sum_of(path) is not None
+    except OSError:
+        return False
+
+
 def _is_whole(path: Path, changed_ns: int) -> bool:
     """Return whether an entry exists, has not changed, and is not older than its source.
 
     Its bytes are read once per machine, see `verified`.
     """
     try:
-        kept = _Sum(*map(int, read_small(path.with_suffix(SUM_SUFFIX), _SUM_BYTES).split()))
+        kept = _sum_of(path)
+        if kept is None:
+            return False
         # A file system may have another clock: then the entry is not newer than its source even when it was just made.
         if changed_ns > max(kept.mtime_ns, kept.changed_ns) and os.access(path.parent, os.W_OK):
             return False
@@ -248,7 +268,7 @@ def _is_whole(path: Path, changed_ns: int) -> bool:
             return False
         note(path, status)
         return True
-    except (FileNotFoundError, ValueError, TypeError):
+    except FileNotFoundError:
         return False
 
 

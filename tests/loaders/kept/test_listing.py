@@ -107,7 +107,7 @@ def test_what_is_damaged_newer_or_foreign_is_listed_as_such(shards: list[str], t
     cache = CacheFolder()
     damaged, *_ = (cache.root / "costs").iterdir()
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    cache.file("costs", "zeros.costs").write_bytes(bytes(100))
+    cache.file("costs", f"{0:032x}.costs").write_bytes(bytes(100))
     cache.file("costs", "newer.costs").write_bytes(seal(b"cost", COSTS_FORMAT + 1, {}, [])[0])
     cache.file("costs", "earlier.costs").write_bytes(seal(b"cost", COSTS_FORMAT - 1, {}, [])[0])
     cache.file("costs", "odd.costs").write_bytes(seal(b"cost", COSTS_FORMAT, {"url": 3}, [])[0])

@@ -41,6 +41,8 @@ from orchdata.loaders.versions import COSTS_FORMAT
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 DAY = 24 * 3600.0
+DIGEST = "0123456789abcdef" * 2
+"""Of the name of a kept file."""
 ALL = {"facts": 3, "texts": 3, "costs": 3, "index": 1}
 BOB = 61_002
 
@@ -108,7 +110,7 @@ def answer(child: subprocess.Popen[str]) -> str:
 def test_what_was_not_used_for_long_goes_and_is_made_again(shards: list[str]) -> None:
     before = content(build_index(shards, od.Recipe()))
     age_all(31)
-    young = CacheFolder().file("packing", "young.json")
+    young = CacheFolder().file("packing", f"{DIGEST}.json")
     young.write_text("{}")
     dry = prune(CacheFolder(), older_than_seconds=30 * DAY, dry_run=True)
     assert len(kept()) == 11  # facts, counts of texts and costs of three shards, the index, and the young one
@@ -225,7 +227,7 @@ def test_what_killed_builds_leave_is_no_build() -> None:
     cache = CacheFolder()
     cache.file("locks", "build-0123").write_bytes(b"")
     assert not builds(cache) and (cache.root / "locks" / "build-0123").exists()
-    cache.file("packing", "old.json").write_text("{}")
+    cache.file("packing", f"{DIGEST}.json").write_text("{}")
     prune_all()
     assert not (cache.root / "locks" / "build-0123").exists()
 
@@ -294,7 +296,7 @@ print(sum(amount.files for amount in pruned.removed.values()), flush=True)
 
 def test_several_prunes_at_once_remove_each_file_once() -> None:
     for number in range(300):
-        CacheFolder().file("packing", f"{number}.json").write_text("{}")
+        CacheFolder().file("packing", f"{number:032x}.json").write_text("{}")
     with process(PRUNES) as one, process(PRUNES) as other:
         for child in (one, other):
             assert child.stdin is not None
@@ -376,6 +378,30 @@ def test_files_that_are_not_ours_and_links_stay(tmp_path: Path) -> None:
     assert target.exists() and len(kept("costs")) == 3
 
 
+def test_shards_of_the_user_in_a_folder_of_ours_stay(tmp_path: Path) -> None:
+    """The cache folder may be the folder of the data, with the shards in `shards`."""
+    cache = CacheFolder(tmp_path / "data", max_bytes=1)
+    names = ("train-000.tar", "train-001.tar", "train-001.sum", "train-000.used", "rest.part", "train.index")
+    for folder in ("shards", "index", "packing", "arrays"):
+        for name in (*names, "labels.json", "tokens.int64"):
+            path = cache.file(folder, name)
+            path.write_bytes(b"mine")
+            age(path, 100)
+    with pytest.raises(ValueError, match="full"):
+        cache.entry(DIGEST, full)
+    pruned = prune(cache, older_than_seconds=0.0, all_versions=True)
+    pruned_more = prune(cache, most_bytes=0, all_versions=True)
+    assert not pruned.removed and not pruned_more.removed and len(list(cache.root.glob("*/*.*"))) == 32
+    cache.entry(DIGEST, lambda file, limit: file.write(b"12") and None)
+    assert len(list(cache.root.glob("shards/train*"))) == 5
+    assert list(prune(cache, most_bytes=0).removed) == ["shards"]
+    assert len(list(cache.root.glob("*/[a-z]*.*"))) == 32
+
+
+def full(*_: object) -> None:
+    raise ValueError("full")
+
+
 @only_root
 def test_files_of_other_users_stay_and_are_counted(shards: list[str]) -> None:
     build_index(shards, od.Recipe())
@@ -394,10 +420,10 @@ def test_a_folder_that_cannot_be_written_is_one_error() -> None:
     def work(folder: Path) -> Callable[[], None]:
         def run() -> None:
             cache = CacheFolder(folder)
-            path = cache.file("packing", "a.json")
+            path = cache.file("packing", f"{DIGEST}.json")
             path.write_text("{}")
             path.parent.chmod(0o500)
-            with pytest.raises(StorageError, match=r"packing/a.json: cannot be removed: Permission denied"):
+            with pytest.raises(StorageError, match=f"packing/{DIGEST}.json: cannot be removed: Permission denied"):
                 prune(cache, older_than_seconds=0.0)
             assert counts(prune(cache, older_than_seconds=0.0, dry_run=True).removed) == {"packing": 1}
             path.parent.chmod(0o700)
@@ -429,7 +455,7 @@ def test_without_locks_what_processes_hold_stays_for_long(shards: list[str], mon
 
 def test_leftovers_of_killed_writers_go_after_a_day() -> None:
     root = CacheFolder().make("costs")
-    for name, days in ((".a.costs.0123.tmp", 2.0), (".b.costs.0123.tmp", 0.5), ("gone.used", 2.0)):
+    for name, days in ((".a.costs.0123.tmp", 2.0), (".b.costs.0123.tmp", 0.5), (f"{DIGEST}.used", 2.0)):
         (root / name).write_bytes(b"1234")
         age(root / name, days)
     pruned = prune(CacheFolder(), older_than_seconds=30 * DAY)
@@ -438,7 +464,7 @@ def test_leftovers_of_killed_writers_go_after_a_day() -> None:
 
 
 def test_a_file_that_is_used_before_it_is_locked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = CacheFolder().file("packing", "a.json")
+    path = CacheFolder().file("packing", f"{DIGEST}.json")
     path.write_text("{}")
     age(path, 100)
     lock = prune_module.lock_alone

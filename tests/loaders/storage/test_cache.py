@@ -81,7 +81,7 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path)
-    orphan = cache.file("shards", "dead.part")
+    orphan = cache.file("shards", ".dead.tar.0123.part")
     orphan.write_bytes(b"half")
     os.utime(orphan, (1, 1))
     cache.entry("x", filled(b""))  # type: ignore[arg-type]
