@@ -57,9 +57,8 @@ def find_changes(
         shards: as the index lists them.
         limits, cache, containers: for opening the shards that are compared by their headers.
     """
-    tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
-    with ThreadPoolExecutor(min(_THREADS, len(tasks) or 1), thread_name_prefix="orchdata-changes") as pool:
-        touched = list(chain.from_iterable(pool.map(lambda task: list(_touched(task)), tasks)))
+    with _pool() as pool:
+        touched = _all_touched(shards, pool)
 
         # Another size is certainly a change. Of the others, compare as many as can be read in reasonable time.
         changed = [shard for shard, size in touched if size != shard.size]
@@ -68,6 +67,23 @@ def find_changes(
         differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
         changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
     return Changes([shard.url for shard in changed], len(unknown) - len(compared))
+
+
+def are_as_indexed(shards: Sequence[ShardInfo]) -> bool:
+    """Return whether each local shard of an index has the size and modification time that it had then, as a build
+    wants it: texts may be edited in place under the same size and headers.
+    """
+    with _pool() as pool:
+        return not _all_touched(shards, pool)
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes")
+
+
+def _all_touched(shards: Sequence[ShardInfo], pool: ThreadPoolExecutor) -> list[tuple[ShardInfo, int]]:
+    tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
+    return list(chain.from_iterable(pool.map(lambda task: list(_touched(task)), tasks)))
 
 
 def _touched(shards: Sequence[ShardInfo]) -> Iterator[tuple[ShardInfo, int]]:

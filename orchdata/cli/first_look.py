@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 def complete_index(dataset: ShardDataset) -> Index | None:
-    """Return the full index of a data set if there is one, and no shard has changed since."""
+    """Return the full index of a data set if there is one, and no shard has changed since: nor the first of the files
+    that its records name.
+    """
     from orchdata.loaders.errors import DamagedIndexError
     from orchdata.loaders.index.locations import open_index
-    from orchdata.loaders.shards.changes import find_changes
-    from orchdata.loaders.shards.open import by_identity
-    from orchdata.loaders.storage.cache import CacheFolder
+    from orchdata.loaders.shards.changes import are_as_indexed
+    from orchdata.loaders.shards.jsonl.media_changes import changed_media
 
     try:
         index = open_index(dataset.urls, dataset.recipe, reading=dataset.reading)
@@ -32,9 +33,9 @@ def complete_index(dataset: ShardDataset) -> Index | None:
         return None
     if index is None:
         return None
-    limits, containers = dataset.recipe.limits, by_identity(dataset.containers)
-    changes = find_changes(index.shards, limits=limits, cache=CacheFolder(), containers=containers)
-    return None if changes.changed else index
+    recipe = dataset.recipe
+    is_fresh = are_as_indexed(index.shards) and not changed_media(index, recipe.limits, recipe.record)
+    return index if is_fresh else None
 
 
 def estimate_report(dataset: ShardDataset, limit: int) -> dict[str, Any]:

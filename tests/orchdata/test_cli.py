@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from shard_factory import png, write_shard
 from typer.main import get_command
 from typer.testing import CliRunner
 from webdataset import TarWriter
@@ -346,6 +347,28 @@ def test_index_with_a_limit_is_exact_where_all_is_indexed(tmp_path: Path) -> Non
     assert "indexed already: the figures are exact" in run("index", *shards, "--limit", "20").stdout
     write_texts(Path(shards[0]), 60)
     assert run_json("index", *shards, "--limit", "20")["estimate"] is True
+
+
+@pytest.mark.parametrize("kind", ["text", "media"])
+def test_index_with_a_limit_is_not_exact_after_a_change_under_the_same_size(tmp_path: Path, kind: str) -> None:
+    """Of a text in a tar, or of a file that a record names."""
+    (tmp_path / "0.png").write_bytes(png(60, 60))
+    if kind == "text":
+        path = write_shard(tmp_path / "a.tar", [{"__key__": f"{at}", "txt": b"aaaa"} for at in range(9)])
+    else:
+        path = str(tmp_path / "a.jsonl")
+        Path(path).write_text(json.dumps({"text": "a picture", "image": "0.png"}) + "\n")
+    more = ("--media-root", str(tmp_path))
+    run("index", path, *more)
+    assert run_json("index", path, *more, "--limit", "20")["estimate"] is False
+    if kind == "text":
+        Path(path).write_bytes(Path(path).read_bytes().replace(b"aaaa", b"bbbb"))
+    else:
+        (tmp_path / "0.png").write_bytes(png(600, 600))
+    report = run_json("index", path, *more, "--limit", "20")
+    assert report["estimate"] is True
+    if kind == "media":
+        assert report["totals"]["modalities"]["image"]["tokens"] > 100
 
 
 def test_index_with_a_limit_ends_as_index_does(tmp_path: Path) -> None:
