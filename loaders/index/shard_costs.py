@@ -234,7 +234,7 @@ def cost_shard(
             for sample, (outcome, text, sizes) in zip(chunk.samples, outcomes, strict=True):
                 rows.put(sample, outcome)
                 more = len(sizes) > len(sample.sizes)
-                new.put(text, sizes, sample.layout, is_new_text=text is not sample.kept, is_new_size=more)
+                new.put(text, sizes, sample, is_new_text=text is not sample.kept, is_new_size=more)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
@@ -259,8 +259,8 @@ def _samples(
     members = map(Member, fields, kinds, columns.headers, table.size, row_errors)
     unscanned = sorted(name.removesuffix(WORDS_SUFFIX) for name in _unscanned(facts))
     lost = next((name for name in unscanned if recipe.asks_for(name)), None)
-    # Most samples have the same layout: members with text, parts to count from bytes, and the layout's digest.
-    known: dict[tuple[Any, ...], tuple[list[int], list[tuple[str, int]], str]] = {}
+    # Most samples have the same layout: members with text, parts to count from bytes, and digests.
+    known: dict[tuple[Any, ...], tuple[list[int], list[tuple[str, int]], str, str]] = {}
     usable = None if kept.texts is None else UsableTexts(kept.texts, facts.table, recipe)
     start = 0
     for number, (_, ordinal) in enumerate(groupby(ordinals)):
@@ -275,15 +275,16 @@ def _samples(
         layout = (*fields[first:start], *kinds[first:start])
         if layout not in known:
             try:
-                known[layout] = (texts_to_read(mine, recipe), parts_to_read(mine, recipe), layout_digest(layout))
+                digests = layout_digest(layout), layout_digest(fields[first:start])
+                known[layout] = (texts_to_read(mine, recipe), parts_to_read(mine, recipe), *digests)
             except Exception as problem:  # noqa: BLE001 - an exception while measuring a sample fails that sample
                 yield ShardSample(keys[first], first, mine, error=as_field_error(problem, "measured"))
                 continue
-        wanted, parts, digest = known[layout]
-        sizes = kept.sizes_of(number, digest, len(mine)) if parts and kept.sizes else {}
+        wanted, parts, digest, names = known[layout]
+        sizes = kept.sizes_of(number, names, len(mine)) if parts and kept.sizes else {}
         if parts:
             wanted = sorted({*wanted, *(member for part in parts if part not in sizes for member in part[1:])})
-        sample = ShardSample(keys[first], first, mine, wanted, digest, sizes=sizes)
+        sample = ShardSample(keys[first], first, mine, wanted, digest, names, sizes=sizes)
         yield sample if usable is None else usable.used(sample, number)
 
 

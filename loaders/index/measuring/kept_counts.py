@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from orchdata.loaders.index.locations import refuse_other_source
 from orchdata.loaders.index.measuring.kept_sizes import KeptSizes, SizesWriter, read_sizes
@@ -22,6 +22,9 @@ from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.shared.access import Access
+
+if TYPE_CHECKING:
+    from orchdata.loaders.index.measuring.rows import ShardSample
 
 TEXTS: Final = "texts"
 SIZES: Final = "sizes"
@@ -38,12 +41,12 @@ class KeptCounts(NamedTuple):
     texts: KeptTexts | None = None
     sizes: Mapping[str, KeptSizes] = {}
 
-    def sizes_of(self, number: int, layout: str, num_members: int) -> Sizes:
+    def sizes_of(self, number: int, names: str, num_members: int) -> Sizes:
         """Return what is kept of the parts of a sample, as `KeptSizes.of`."""
         return {
             (name, member): size
             for name, kept in self.sizes.items()
-            for member, size in kept.of(number, layout, num_members).items()
+            for member, size in kept.of(number, names, num_members).items()
         }
 
 
@@ -60,11 +63,13 @@ class NewCounts:
         self.has_texts = self.has_sizes = False
         self._number = 0
 
-    def put(self, text: Kept | None, sizes: Sizes, layout: str, *, is_new_text: bool, is_new_size: bool) -> None:
+    def put(
+        self, text: Kept | None, sizes: Sizes, sample: ShardSample, *, is_new_text: bool, is_new_size: bool
+    ) -> None:
         """Add the next sample of the shard."""
-        self.texts.put(text, layout)
+        self.texts.put(text, sample.layout)
         for writer in self.sizes if sizes else ():
-            writer.put(self._number, layout, sizes)
+            writer.put(self._number, sample.names, sizes)
         self.has_texts = self.has_texts or is_new_text
         self.has_sizes = self.has_sizes or is_new_size
         self._number += 1

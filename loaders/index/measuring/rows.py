@@ -34,6 +34,7 @@ class ShardSample:
         start: its members are the rows of the facts from here on.
         wanted: indices of the members to read.
         layout: digest of the names and kinds of its members.
+        names: digest of their names alone.
         error: of the whole sample.
         kept: what is kept of its text, if that can be used.
         sizes: what is kept of its parts.
@@ -44,6 +45,7 @@ class ShardSample:
     members: Sequence[Member]
     wanted: Sequence[int] = ()
     layout: str = ""
+    names: str = ""
     error: FieldError | None = None
     kept: Kept | None = None
     sizes: Sizes = field(default_factory=dict)

@@ -95,6 +95,18 @@ def test_another_recipe_counts_what_was_refused(shard: str, tmp_path: Path, kind
         assert content(build_index([shard], recipe)) == expected
 
 
+def test_recipes_with_other_modalities_in_turn_count_nothing_again(shard: str, tmp_path: Path) -> None:
+    """Their codes of modalities differ."""
+    recipes = [Recipe(points=Clouds()), Recipe(points=Clouds(), image=None), Recipe(points=Clouds(), audio=None)]
+    assert counted(shard, recipes[0]) == 11
+    for number, recipe in enumerate(recipes * 2):
+        expected = in_new_cache(shard, recipe, tmp_path / str(number))
+        for kept in (CacheFolder().root / "costs").iterdir():
+            kept.unlink()
+        assert counted(shard, recipe) == 2, number  # the damaged ones
+        assert content(build_index([shard], recipe)) == expected
+
+
 def test_a_raised_limit_counts_what_it_had_refused(shard: str) -> None:
     low = Recipe(points=Clouds(), limits=Limits(sample_parts=6))
     high = Recipe(points=Clouds(), limits=Limits(sample_parts=7))
