@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fresh_index import content, in_new_cache
 from hf_processors import processor, tokenizer
@@ -104,6 +106,21 @@ def test_no_change_of_media_or_limits_calls_the_tokenizer(shard: str, tmp_path: 
         words.calls.clear()
         assert content(build_index([shard], recipe)) == expected, name
         assert not words.calls, name
+
+
+@pytest.mark.parametrize("limits", [Limits(image_pixels=100), Limits(audio_seconds=0.1)])
+def test_a_lower_limit_of_media_tokenizes_no_column_of_text(tmp_path: Path, limits: Limits) -> None:
+    """The size of its cells is not that of their texts."""
+    path = str(tmp_path / "a.parquet")
+    images = [{"bytes": jpeg(60, 60), "path": None}, None] * 4
+    pq.write_table(pa.table({"text": [f"text {at}" for at in range(8)], "image": images}), path)
+    words, text = counting()
+    build_index([path], Recipe(text=text()))
+    recipe = Recipe(text=text(), limits=limits)
+    expected = in_new_cache(path, recipe, tmp_path / "other")
+    words.calls.clear()
+    assert content(build_index([path], recipe)) == expected
+    assert not words.calls
 
 
 @pytest.mark.parametrize(
