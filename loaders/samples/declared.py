@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,7 @@ from orchdata.loaders.text.template import TextSegment
 
 _INT32_MAX: Final = 2**31 - 1
 _DIGITS: Final = 20
+_WHOLE_NUMBER: Final = re.compile("[0-9]{1,18}")
 
 
 class Declared(NamedTuple):
@@ -79,6 +81,8 @@ def _parsed(data: bytes) -> Any:
 
 
 def _checked(value: object, name: str) -> int:
+    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value.strip()):  # cells of CSV are texts
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _INT32_MAX:
         raise FieldError(name, f"declares {value!r:.40} tokens: write a whole number from 0 to {_INT32_MAX}")
     return value

@@ -19,6 +19,10 @@ T = TypeVar("T")
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
+_MAY_NOT: Final = (
+    " (this user may not: change its permissions, or, if it is in the cache folder, set ORCHDATA_CACHE to a folder of "
+    "this user's)"
+)
 # Waiting does not help against these: the cache folder's name is taken, it is read-only or too small, or slow work.
 _LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.ETIME}
 
@@ -53,7 +57,8 @@ def retry(url: str, doing: str, call: Callable[[], T], error: OSError) -> T:
 
 def storage_error(url: str, doing: str, error: OSError) -> StorageError:
     """Build the error for a file: a write to a full disk does not name it, or names a temporary file."""
-    return StorageError(url, f"{doing}: {error.strerror or error}", error.errno)
+    hint = _MAY_NOT if error.errno in (errno.EACCES, errno.EPERM) else ""
+    return StorageError(url, f"{doing}: {error.strerror or error}{hint}", error.errno)
 
 
 class Patience:

@@ -78,6 +78,8 @@ def index(
     given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
     if limit is not None:
+        if jobs != 1:
+            raise ValueError("--limit measures in this process, in seconds: leave --jobs out")
         _look(dataset, limit, force=force, max_failures=max_failures, as_json=as_json)
         return
     built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)

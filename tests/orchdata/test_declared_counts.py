@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def test_nothing_is_tokenized_while_indexing(tmp_path: Path, make: Any) -> None:
     assert sum(len(batch.sample_ids) for batch in loader) == len(WORDS)
 
 
+def test_a_table_of_texts_declares_counts(tmp_path: Path) -> None:
+    """Each cell of a CSV file is a text."""
+    path = tmp_path / "a.csv"
+    rows = [("text", "num_tokens"), *zip(WORDS, right(), strict=True)]
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    words = Words()
+    index = od.ShardDataset(str(path), recipe=counted(words)).index()
+    assert index.llm_tokens.tolist() == right() and not words.calls
+
+
 def test_the_first_samples_and_a_first_look_read_declared_counts(tmp_path: Path) -> None:
     """A column of numbers is only read where something asks for it."""
     path, words = parquet(tmp_path / "a.parquet"), Words()
@@ -161,7 +173,10 @@ def test_chats_declare_their_loss(tmp_path: Path) -> None:
         (None, "declares None tokens"),
         (3.5, "declares 3.5 tokens"),
         (3.0, "declares 3.0 tokens"),
-        ("3", "declares '3' tokens"),
+        ("-3", "declares '-3' tokens"),
+        ("3.0", "declares '3.0' tokens"),
+        ("٣", "declares '٣' tokens"),
+        ("", "declares '' tokens"),
         (True, "declares True tokens"),
         (1 << 40, "tokens: write a whole number from 0 to"),
         ([3], r"declares \[3\] tokens"),

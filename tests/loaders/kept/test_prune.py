@@ -26,6 +26,7 @@ import orchdata as od
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index import build
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.first.build import build_first_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.kept import prune as prune_module
@@ -322,6 +323,16 @@ def test_a_build_ends_within_its_bound_and_keeps_what_it_used(shards: list[str])
     measured: list[bool] = []
     build_index(shards, recipe, progress=lambda done: measured.append(done.measured))
     assert measured == [False] * 3 and kept("costs") == costs
+
+
+def test_the_index_of_first_samples_ends_within_its_bound_too(shards: list[str]) -> None:
+    build_index(shards, od.Recipe())
+    age_all(1)
+    assert len(kept("costs")) == 3
+    recipe = od.Recipe(limits=Limits(sample_tokens=10_000_000))
+    with pytest.warns(UserWarning, match="above the bound of 1 .ORCHDATA_CACHE_BYTES.: the rest is in use"):
+        first = build_first_index(shards, recipe, 2, cache=CacheFolder(max_kept_bytes=1))
+    assert first.path.exists() and not kept("texts")
 
 
 def test_the_least_recently_used_go_first_and_indexes_last() -> None:
