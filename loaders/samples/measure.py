@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index as as_int
 from typing import Final, NamedTuple, cast
@@ -144,6 +144,10 @@ class Prepared(NamedTuple):
     declared: Declared | None
 
 
+_Waiting = tuple[int, Prepared, SpanWriter]
+"""A sample whose text is to be tokenized: its number, and what writes its spans."""
+
+
 def prepare(
     members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
 ) -> Prepared:
@@ -203,28 +207,37 @@ def _part_size(
     return size
 
 
-def outlines(samples: Sequence[Prepared], recipe: Recipe) -> list[Outline | FieldError]:
-    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error."""
+def outlines(
+    samples: Sequence[Prepared], recipe: Recipe, at: Callable[[int], None] = lambda number: None
+) -> list[Outline | FieldError]:
+    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
+
+    Args:
+        at: called with the number of a sample before its text is tokenized alone.
+    """
     results: list[Outline | FieldError | None] = []
-    waiting: list[tuple[Prepared, SpanWriter]] = []
-    for sample in samples:
+    waiting: list[_Waiting] = []
+    for number, sample in enumerate(samples):
+        at(number)
         try:
             if sample.declared is not None:
                 results.append(_declared_outline(sample, sample.declared, recipe))
                 continue
-            waiting.append((sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
+            waiting.append((number, sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
             results.append(None)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - an exception of a tokenizer or modality fails the sample
             results.append(as_field_error(error, "measured"))
-    tokenized = _tokenized(waiting, recipe)
+    tokenized = _tokenized(waiting, recipe, at)
     return [next(tokenized) if result is None else result for result in results]
 
 
-def _tokenized(waiting: Sequence[tuple[Prepared, SpanWriter]], recipe: Recipe) -> Iterator[Outline | FieldError]:
+def _tokenized(
+    waiting: Sequence[_Waiting], recipe: Recipe, alone: Callable[[int], None]
+) -> Iterator[Outline | FieldError]:
     # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
-    whole = {at: writer for at, (_, writer) in enumerate(waiting) if isinstance(writer, WholeWriter)}
+    whole = {at: writer for at, (_, _, writer) in enumerate(waiting) if isinstance(writer, WholeWriter)}
     texts = {at: text for at, writer in whole.items() if (text := writer.wanted()) is not None}
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
@@ -233,7 +246,8 @@ def _tokenized(waiting: Sequence[tuple[Prepared, SpanWriter]], recipe: Recipe) -
         counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
     others = [at for at in texts if at not in counts]
     encoded = dict(zip(others, recipe.text.encode_all([texts[at] for at in others]) if others else (), strict=True))
-    for at, (sample, writer) in enumerate(waiting):
+    for at, (number, sample, writer) in enumerate(waiting):
+        alone(number)
         try:
             spans: Sequence[Span | TextRun]
             if at in counts:

@@ -9,12 +9,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_factory import write_shard
 from video_clips import animation, clip
 
+import orchdata as od
 from orchdata.loaders import slow
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.shards.jsonl.named_media import media_of
@@ -65,6 +69,19 @@ def test_a_slow_sample_is_reported_once_by_shard_and_key(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "orchdata"):
         slow.log(*reports[0])
     assert "a.tar: sample 'slow' has taken 30 s" in caplog.text
+
+
+def test_a_text_that_is_tokenized_alone_is_that_of_the_sample_under_way(tmp_path: Path) -> None:
+    """Texts of several samples are prepared together."""
+    found: list[tuple[str, object]] = []
+
+    def tokenize(text: str) -> list[int]:
+        found.append((text, here().key))
+        return [1]
+
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": f"k{at}", "txt": f"k{at}".encode()} for at in range(9)])
+    build_index([shard], od.Recipe(text=od.TextPreprocessor(tokenize, id="keys")))
+    assert len(found) == 9 and all(text == key for text, key in found)
 
 
 def test_waiting_for_storage_counts_for_nothing() -> None:

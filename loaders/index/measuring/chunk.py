@@ -134,9 +134,13 @@ def _outlined(
     """Tokenize texts together; one by one if there is too little memory for that."""
     if not waiting:
         return []
-    here().key = samples[waiting[0][0]].key
+    current = here()
+
+    def note(number: int) -> None:
+        current.key = samples[waiting[number][0]].key
+
     try:
-        return outlines([prepared for _, prepared in waiting], recipe)
+        return outlines([prepared for _, prepared in waiting], recipe, note)
     except MemoryError:
         results = []
         for at, prepared in waiting:
