@@ -51,7 +51,11 @@ BEGUN_FIRST = (
     "orchdata/test_mixture_parity.py",
     "orchdata/ranks/test_exchange.py",
     "loaders/shards/test_parquet_children.py",
+    "orchdata/test_exactly_once.py",
+    "orchdata/test_broken_packages.py",
     "loaders/index/test_build.py",
+    "loaders/index/test_jobs.py",
+    "benchmarks/test_index_text.py",
 )
 
 

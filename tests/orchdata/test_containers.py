@@ -210,6 +210,7 @@ def test_shards_of_several_kinds_are_one_data_set(tmp_path: Path) -> None:
         od.ShardDataset([zipped, str(tmp_path / "link.zip")], containers=[Zips()]).index()
 
 
+@pytest.mark.slow
 def test_commands_take_containers(given: Given, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_data.py").write_text("from own_containers import Zips\nzips = Zips()\n")

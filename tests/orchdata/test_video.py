@@ -147,6 +147,7 @@ def test_bad_clips_are_lost_one_by_one_and_named(tmp_path: Path) -> None:
     assert "cut" in failed["cut"][2] and "only audio" in failed["deaf"][2] and "not a video" in failed["text"][2]
 
 
+@pytest.mark.slow
 def test_it_is_profiled_and_verified_by_name(shard: str) -> None:
     dataset = od.ShardDataset(shard, recipe=RECIPE)
     profiled = profile(dataset.index(), cost=video_job.COST)

@@ -98,10 +98,13 @@ def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Pat
     assert not any(map(is_running, processes(tmp_path) - {os.getpid()}))
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("kill", "was ended by SIGKILL, 2 times: is memory short"), ("exit", "ended with status 5, 2 times")],
+    [
+        ("kill", "was ended by SIGKILL, 2 times: is memory short"),
+        pytest.param("exit", "ended with status 5, 2 times", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_ends_is_one_error_that_names_the_shard(
     tmp_path: Path, count: int, what: str, words: str
@@ -117,6 +120,7 @@ def test_a_process_that_ends_is_one_error_that_names_the_shard(
     assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
 
 
+@pytest.mark.slow
 def test_errors_of_processes_are_those_of_threads(tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(2)]
     recipe, cache = jobs_recipes.recipe(tmp_path), CacheFolder(tmp_path / "cache")
@@ -143,6 +147,7 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out(tmp_path: Path) -> None
         build_index([url], RECIPE, jobs=0)
 
 
+@pytest.mark.slow
 def test_two_builds_at_the_same_time_share_the_work(tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(4)]
     measured: list[str] = []
