@@ -27,7 +27,7 @@ from orchdata.loaders.kept.prune import remove_leftovers
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
-from orchdata.loaders.storage.shared.files import open_lock, opened, read_small
+from orchdata.loaders.storage.shared.files import make_folder, open_lock, opened, read_small
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 ALICE, BOB, TEAM = 61_001, 61_002, 61_010
@@ -145,6 +145,23 @@ def test_a_lock_that_cannot_be_created_once_is_created_later(
     monkeypatch.setattr(os, "open", refuse_once)
     os.close(tried(str(path), "cannot be locked", lambda: open_lock(path)))
     assert path.is_file()
+
+
+def test_a_folder_that_exists_and_is_gone_again_is_created_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another process makes and removes it meanwhile."""
+    folder, errors = tmp_path / "x", [FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))]
+    real = Path.mkdir
+
+    def exists_once(path: Path, *args: Any, **options: Any) -> None:
+        if errors:
+            raise errors.pop()
+        real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", exists_once)
+    tried(str(folder), "cannot be created", lambda: make_folder(folder))
+    assert folder.is_dir() and not errors
 
 
 @pytest.mark.parametrize("thing", THINGS)
