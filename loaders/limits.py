@@ -80,6 +80,8 @@ def shortened(name: str) -> str:
     return name[:64] + "..."
 
 
+OF_MEDIA: Final = frozenset(("image_pixels", "audio_seconds"))
+"""Limits that no text can be above."""
 NOT_SCANNED: Final = frozenset(("sample_bytes", "sample_tokens", "sample_decoded_bytes"))
 """Limits that no scan of a shard applies."""
 

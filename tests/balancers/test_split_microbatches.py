@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -30,12 +30,18 @@ def legal(sizes: NDArray[np.int64], ways: tuple[int, ...], caps: list[int]) -> b
 
 
 def fewest_twin(sizes: NDArray[np.int64], caps: list[int]) -> int:
-    """Of all ways, from one microbatch up."""
-    return next(
-        count
-        for count in range(1, 9)
-        if any(legal(sizes, ways, caps) for ways in product(range(count), repeat=len(sizes)))
-    )
+    """Of all ways to part the samples, the fewest microbatches; which of these comes first makes no difference."""
+    return min(max(ways, default=0) + 1 for ways in partitions(len(sizes)) if legal(sizes, ways, caps))
+
+
+def partitions(count: int) -> Iterator[tuple[int, ...]]:
+    """Each way to part `count` samples, once: the next sample is in a microbatch of before, or in the next one."""
+    if count == 0:
+        yield ()
+        return
+    for ways in partitions(count - 1):
+        for number in range(max(ways, default=-1) + 2):
+            yield (*ways, number)
 
 
 def sum_of_peaks(costs: NDArray[np.int64], rank: NDArray[np.int64], microbatch: NDArray[np.int32], count: int) -> int:

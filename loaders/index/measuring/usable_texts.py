@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts
 from orchdata.loaders.index.measuring.rows import ShardSample
-from orchdata.loaders.limits import scan_limits
+from orchdata.loaders.limits import OF_MEDIA, scan_limits
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Outline, part_sizes, shape_of, writes_between
 from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.shards.fields import RAW
-
-_OF_MEDIA: Final = frozenset(("image_pixels", "audio_seconds"))
-"""Limits that no text can be above."""
 
 
 class UsableTexts:
@@ -33,9 +29,7 @@ class UsableTexts:
         self._recipe = recipe
         self._limit = recipe.limits.text_bytes
         now = scan_limits(recipe.limits)
-        self._is_lower = any(
-            now[name] < limit for name, limit in texts.limits.items() if name in now.keys() - _OF_MEDIA
-        )
+        self._is_lower = any(now[name] < limit for name, limit in texts.limits.items() if name in now.keys() - OF_MEDIA)
         self._read = {code for code, name in enumerate(recipe.kinds) if code != TEXT and not self._has_header(name)}
 
     def _has_header(self, name: str) -> bool:
