@@ -279,8 +279,8 @@ def test_every_point_of_a_walk(
 
 
 IN_PROCESSES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "epoch, mixture": ("epoch", {"evicted": True, "num_workers": 1}, 150),
-    "epoch, jsonl": ("start_and_epoch", {"container": "jsonl", "num_workers": 1}, 150),
+    "epoch, mixture": ("epoch", {"evicted": True, "num_workers": 1}, 80),
+    "epoch, jsonl": ("start_and_epoch", {"container": "jsonl", "num_workers": 1}, 80),
     "index, mixture": ("build_index", {"jobs": 2}, 12),
 }
 """Scenario, options, and how many points are tried at most."""
