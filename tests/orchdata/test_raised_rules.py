@@ -390,6 +390,7 @@ def test_numbers_that_choose_other_samples_under_other_rules_offer_the_next_epoc
     common = {"global_batch_size": 4, "on_error": SKIP}
     with Rules(901).applied():
         before = od.DataLoader(data.tars()[chosen], **common)
+        at_start = before.state_dict()
         next(iter(before))
         state = before.state_dict()
     with Rules(902, refused="c").applied():
@@ -397,6 +398,8 @@ def test_numbers_that_choose_other_samples_under_other_rules_offer_the_next_epoc
             with pytest.raises(od.StateError, match=r"rules.*slices.*loader\.set_epoch\(1\)"):
                 od.DataLoader(data.tars()[chosen], **common).load_state_dict(state, allow=allow)
         other = od.DataLoader(data.tars()[chosen], **common)
+        with pytest.raises(od.StateError, match=r"slices.*epoch 0, of which nothing was delivered"):
+            other.load_state_dict(at_start)
         other.set_epoch(1)
         assert sum(len(batch.sample_ids) for batch in other) == len(data.tars()[chosen])
     with Rules(901).applied(), pytest.raises(od.StateError) as raised:

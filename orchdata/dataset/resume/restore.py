@@ -159,9 +159,17 @@ def _of_numbers(prepared: PreparedDataset, state: Mapping[str, Any], written: Wr
         return ""
     return (
         f"{_versions(written)}. take(), slices and select() of {', '.join(chosen)} count usable samples: if rules made "
-        "other samples usable, the same numbers choose other samples, and allow= cannot change that. Begin the next "
-        f"epoch: loader.set_epoch({state['epoch'] + 1}) in place of load_state_dict"
+        "other samples usable, the same numbers choose other samples, and allow= cannot change that. Begin "
+        f"{_fresh_epoch(prepared, state)} in place of load_state_dict"
     )
+
+
+def _fresh_epoch(prepared: PreparedDataset, state: Mapping[str, Any]) -> str:
+    """Return which epoch begins without a state, and how: one of which nothing was delivered is not left out."""
+    epoch = state["epoch"]
+    if _has_begun(prepared, state):
+        return f"the next epoch by loader.set_epoch({epoch + 1})"
+    return f"epoch {epoch}, of which nothing was delivered, by loader.set_epoch({epoch})"
 
 
 def _has_begun(prepared: PreparedDataset, state: Mapping[str, Any]) -> bool:
@@ -175,14 +183,10 @@ def _refuse_windows(
     prepared: PreparedDataset, state: Mapping[str, Any], written: Written, changed: Sequence[bool]
 ) -> None:
     names = ", ".join(source.called for source, each in zip(prepared.rows, changed, strict=True) if each)
-    epoch = state["epoch"]
-    way_out = f"the next epoch by loader.set_epoch({epoch + 1})"
-    if state.get("step") == 0:  # their positions count steps
-        way_out = f"epoch {epoch}, of which nothing was delivered, by loader.set_epoch({epoch})"
     raise StateError(
         f"{_versions(written)}: usable documents of {names}, or their tokens, have changed. Where a step of "
         "Packed(concatenate=True) begins depends on all documents before it, so allow= cannot change that: begin "
-        f"{way_out} in place of load_state_dict"
+        f"{_fresh_epoch(prepared, state)} in place of load_state_dict"
     )
 
 
