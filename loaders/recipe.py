@@ -17,7 +17,7 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
-from orchdata.loaders.modalities.modality import Modality, Slot, names_no_counts, outer_of, plain
+from orchdata.loaders.modalities.modality import Modality, Slot, counts_from_header, names_no_counts, outer_of, plain
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.media_words import MediaWords, record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
@@ -308,6 +308,11 @@ class Recipe:
         return {name: slot._replace(mark=f"<{name}>") if slot.mark is None else slot for name, slot in slots.items()}
 
     @cached_property
+    def counted_from_bytes(self) -> tuple[str, ...]:
+        """Modalities whose parts have a size that no header contains."""
+        return tuple(name for name, modality in self.modalities.items() if not counts_from_header(modality))
+
+    @cached_property
     def mark_tokens(self) -> dict[str, int]:
         """Modality -> token of its mark, if a fast tokenizer has one for it."""
         slots = {name: self.slots[name] for name, modality in self.modalities.items() if modality.places}
@@ -372,17 +377,14 @@ class Recipe:
         """
         described = dict(self.describe() if described is None else described)
         for name, modality in self.modalities.items():
-            without = names_no_counts(type(modality))
             if isinstance(parameters := described.get(name), Mapping):
-                described[name] = {key: value for key, value in parameters.items() if key not in without}
+                described[name] = _of_counts(modality, parameters)
         return _digest(described)
 
     def size_fingerprint(self, name: str) -> str:
         """Return the `fingerprint` of what the sizes of a modality's parts depend on."""
         modality = self.modalities[name]
-        without = names_no_counts(type(modality))
-        parameters = _described(name, modality) or {}
-        return _digest([name, {key: value for key, value in parameters.items() if key not in without}])
+        return _digest([name, _of_counts(modality, _described(name, modality) or {})])
 
     def text_fingerprint(self) -> str:
         """Return the `fingerprint` of what the counts of a text depend on: not of the sizes of media, and of no limit,
@@ -398,6 +400,12 @@ class Recipe:
         text = {name: value for name, value in self.text.describe().items() if name not in ("max_tokens", "overflow")}
         record = None if self.record is None else self.record.id
         return _digest([media, text, record])
+
+
+def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a modality that change counts."""
+    without = names_no_counts(type(modality))
+    return {key: value for key, value in parameters.items() if key not in without}
 
 
 def _digest(described: Any) -> str:

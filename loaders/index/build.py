@@ -35,7 +35,7 @@ from orchdata.loaders.index.locations import (
     is_outdated,
     stored_description,
 )
-from orchdata.loaders.index.measuring.kept_counts import CountsPaths, CountsStore, KeptCounts
+from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -431,7 +431,7 @@ class Builder:
                     force=self._force,
                     access=access,
                 )
-                costs = self._measured(facts, opened, spread, self._counts.paths(url, root, rules), access)
+                costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules), access)
                 table = costs.write(path, url, facts.meta, root, access)
                 return self._kept_in_memory(named(table, rules)), True
 
@@ -516,11 +516,11 @@ class Builder:
             return table
 
     def _measured(
-        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, paths: CountsPaths, access: Access
+        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, files: CountsFiles, access: Access
     ) -> ShardCosts:
         """Measure a shard, and keep its counts."""
         meta, recipe = facts.meta, self._recipe
-        kept = KeptCounts() if self._force else self._counts.read(paths, facts, access)
+        kept = KeptCounts() if self._force else self._counts.read(files, access)
 
         def shard() -> Shard:
             # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
@@ -537,7 +537,7 @@ class Builder:
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
-        self._counts.write(paths, facts, costs.new, kept, access)
+        self._counts.write(files, costs.new, kept, access)
         return costs
 
 

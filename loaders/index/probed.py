@@ -128,7 +128,9 @@ class Probes:
         if self._cache is not None:
             path, access = self._path(self._cache, facts, modality), self._accesses.of(facts.meta.url)
             restrict(path, access)
-            headers = {} if self._force else _cached(path, facts, modality.num_facts, self._recipe.limits)
+            identity = facts.identity()
+            if not self._force:
+                headers = _cached(path, identity, len(facts.table), modality.num_facts, self._recipe.limits)
         missing = [row for row in rows if row not in headers]
         if missing:
             opened = shard()
@@ -139,7 +141,7 @@ class Probes:
             current.key = None
             if self._cache is not None:
                 self._cache.make("facts")
-                write_whole(path, _sealed(headers, facts, self._recipe.limits), access)
+                write_whole(path, _sealed(headers, identity, self._recipe.limits), access)
         return [headers[row] for row in rows]
 
     def _path(self, cache: CacheFolder, facts: Facts, modality: Modality) -> str:
@@ -216,9 +218,9 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
         return as_field_error(error, "probed").reason
 
 
-def _sealed(headers: dict[int, Header | str], facts: Facts, limits: Limits) -> Any:
+def _sealed(headers: dict[int, Header | str], identity: Sequence[str], limits: Limits) -> Any:
     values = {
-        "meta": facts.identity(),
+        "meta": identity,
         "rules": RULES["containers"],
         "limits": scan_limits(limits),
         "headers": [[row, list(header)] for row, header in headers.items() if not isinstance(header, str)],
@@ -227,17 +229,19 @@ def _sealed(headers: dict[int, Header | str], facts: Facts, limits: Limits) -> A
     return seal(KIND, FACTS_FORMAT, values, [])[0]
 
 
-def _cached(path: str, facts: Facts, num_facts: int, limits: Limits) -> dict[int, Header | str]:
+def _cached(
+    path: str, identity: Sequence[str], num_rows: int, num_facts: int, limits: Limits
+) -> dict[int, Header | str]:
     """Return the headers stored at `path`, if they are those of the current shard. What was refused under other limits
     is probed again.
     """
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
-        row = range(len(facts.table))
+        row = range(num_rows)
         fact = range(-_BOUND, _BOUND)
         shape = {"headers": [(row, (fact,) * num_facts)], "errors": [(row, str)], "limits": {str: float}}
         check_shape(head.values, {"meta": [str], "rules": COUNT, **shape}, "it")
-        if (head.values["meta"], head.values["rules"]) != (facts.identity(), RULES["containers"]):
+        if (head.values["meta"], head.values["rules"]) != (identity, RULES["containers"]):
             return {}
         if not still_holds(head.values["limits"], limits, ()):
             return {}

@@ -233,8 +233,7 @@ def cost_shard(
         for chunk, outcomes in results:
             for sample, (outcome, text, sizes) in zip(chunk.samples, outcomes, strict=True):
                 rows.put(sample, outcome)
-                more = len(sizes) > len(sample.sizes)
-                new.put(text, sizes, sample, is_new_text=text is not sample.kept, is_new_size=more)
+                new.put(sample, text, sizes)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
@@ -283,7 +282,7 @@ def _samples(
         wanted, parts, digest, names = known[layout]
         sizes = kept.sizes_of(number, names, len(mine)) if parts and kept.sizes else {}
         if parts:
-            wanted = sorted({*wanted, *(member for part in parts if part not in sizes for member in part[1:])})
+            wanted = sorted({*wanted, *(member for name, member in parts if (name, member) not in sizes)})
         sample = ShardSample(keys[first], first, mine, wanted, digest, names, sizes=sizes)
         yield sample if usable is None else usable.used(sample, number)
 

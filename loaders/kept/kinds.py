@@ -61,7 +61,11 @@ class Kind:
 
     def has(self, name: str) -> bool:
         """Whether a file of this name may be of the kind: what does not say itself what it is must have a digest."""
-        return name.endswith(self.suffixes) and (bool(self.sealed) or is_digest(name))
+        return name.endswith(self.suffixes) if self.sealed else self.names(name)
+
+    def names(self, name: str) -> bool:
+        """Whether orchdata gives files of the kind such a name."""
+        return name.endswith(self.suffixes) and is_digest(name)
 
 
 def is_digest(name: str) -> bool:

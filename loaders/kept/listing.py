@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from orchdata.loaders.kept.builds import builds
 from orchdata.loaders.kept.files import Folder, KeptFile, folders, num_foreign
-from orchdata.loaders.kept.kinds import Sealed, is_digest
+from orchdata.loaders.kept.kinds import Sealed
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import Damaged, head_of, kind_and_format
@@ -229,7 +229,7 @@ def _head_of(file: KeptFile) -> tuple[bytes, Sealed, dict[str, Any]] | str | Non
             with opened(file.path) as fd:
                 said = kind_and_format(fd)
                 if said is None:
-                    if is_known and is_digest(file.path.name):
+                    if file.kind.names(file.path.name):
                         raise Damaged("it does not begin like such a file")
                     return "foreign"
                 sealed = file.kind.sealed.get(said[0])

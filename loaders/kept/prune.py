@@ -22,7 +22,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.kept.builds import Build, builds
 from orchdata.loaders.kept.files import Folder, KeptFile, folders, leftovers_in
-from orchdata.loaders.kept.kinds import LOCKS, is_digest
+from orchdata.loaders.kept.kinds import LOCKS
 from orchdata.loaders.storage.atomic import remove
 from orchdata.loaders.storage.cache import BYTES_VARIABLE, CacheFolder
 from orchdata.loaders.storage.retries import tried
@@ -228,7 +228,7 @@ class _Pruning:
         """Return why an open file stays, None if it does not; then it is locked."""
         said = kind_and_format(fd)
         is_known = file.kind.has(file.path.name)
-        if said is None and not (is_known and is_digest(file.path.name)):
+        if said is None and not file.kind.names(file.path.name):
             return FOREIGN
         if said is not None and not self._all_versions:
             sealed = file.kind.sealed.get(said[0])

@@ -100,8 +100,7 @@ def texts_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
 
 def parts_to_read(members: Sequence[Member], recipe: Recipe) -> list[tuple[str, int]]:
     """Return modality and index of the members with media that `measure` needs: no header contains their size."""
-    by_bytes = [name for name, modality in recipe.modalities.items() if not counts_from_header(modality)]
-    return [(name, member) for name in by_bytes for member in uses_of(members, recipe).media[name]]
+    return [(name, member) for name in recipe.counted_from_bytes for member in uses_of(members, recipe).media[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ def _part_size(
     recipe: Recipe,
     known: Sizes,
 ) -> PartSize:
-    counts_bytes = not counts_from_header(recipe.modalities[name])
+    counts_bytes = name in recipe.counted_from_bytes
     if counts_bytes and members[member].error is None and (size := known.get((name, member))) is not None:
         return size
     size = measure_part(name, members[member], payloads.get(member), recipe)
@@ -213,7 +212,7 @@ def outlines(
     """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
 
     Args:
-        at: called with the number of a sample before its text is tokenized alone.
+        at: called with the number of a sample before each piece of work on its text alone.
     """
     results: list[Outline | FieldError | None] = []
     waiting: list[_Waiting] = []

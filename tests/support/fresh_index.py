@@ -16,5 +16,10 @@ def content(index: Index) -> dict[str, Any]:
     return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
 
 
+def whole(index: Index) -> dict[str, Any]:
+    """Its content, with the shards that it is of."""
+    return content(index) | {"shards": index.shards, "fields": index.fields}
+
+
 def in_new_cache(shard: str, recipe: Recipe, folder: Path) -> dict[str, Any]:
     return content(build_index([shard], recipe, cache=CacheFolder(folder)))

@@ -5,17 +5,17 @@ facts --tokenizer, Modality.count--> counts (kept here) --limits, sizes from hea
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from orchdata.loaders.index.index import digest
 from orchdata.loaders.index.locations import refuse_other_source
+from orchdata.loaders.index.measuring.kept_sizes import FOLDER as SIZES
 from orchdata.loaders.index.measuring.kept_sizes import KeptSizes, SizesWriter, read_sizes
+from orchdata.loaders.index.measuring.kept_texts import FOLDER as TEXTS
 from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts, TextsWriter, read_texts
 from orchdata.loaders.limits import scan_limits
-from orchdata.loaders.modalities.modality import counts_from_header
 from orchdata.loaders.recipe import Recipe, plain_fields
 from orchdata.loaders.samples.measure import Sizes
 from orchdata.loaders.shards.facts_table import Facts
@@ -25,9 +25,6 @@ from orchdata.loaders.storage.shared.access import Access
 
 if TYPE_CHECKING:
     from orchdata.loaders.index.measuring.rows import ShardSample
-
-TEXTS: Final = "texts"
-SIZES: Final = "sizes"
 
 
 class KeptCounts(NamedTuple):
@@ -59,31 +56,31 @@ class NewCounts:
 
     def __init__(self, recipe: Recipe) -> None:
         self.texts = TextsWriter(recipe.kinds)
-        self.sizes = [SizesWriter(name, recipe.modalities[name].num_extents) for name in sized_modalities(recipe)]
+        self.sizes = [SizesWriter(name, recipe.modalities[name].num_extents) for name in recipe.counted_from_bytes]
         self.has_texts = self.has_sizes = False
         self._number = 0
 
-    def put(
-        self, text: Kept | None, sizes: Sizes, sample: ShardSample, *, is_new_text: bool, is_new_size: bool
-    ) -> None:
-        """Add the next sample of the shard."""
+    def put(self, sample: ShardSample, text: Kept | None, sizes: Sizes) -> None:
+        """Add what is known of the next sample of the shard."""
         self.texts.put(text, sample.layout)
         for writer in self.sizes if sizes else ():
             writer.put(self._number, sample.names, sizes)
-        self.has_texts = self.has_texts or is_new_text
-        self.has_sizes = self.has_sizes or is_new_size
+        self.has_texts = self.has_texts or text is not sample.kept
+        self.has_sizes = self.has_sizes or len(sizes) > len(sample.sizes)
         self._number += 1
 
 
-def sized_modalities(recipe: Recipe) -> list[str]:
-    """Return the modalities that count from bytes."""
-    return [name for name, modality in recipe.modalities.items() if not counts_from_header(modality)]
-
-
 @dataclass(frozen=True, slots=True)
-class CountsPaths:
-    """Files of one shard: that of its texts, and one for each modality that counts from bytes."""
+class CountsFiles:
+    """The files of one shard.
 
+    Attributes:
+        identity: of its facts, to which the files are bound.
+        texts: path of the counts of its texts.
+        sizes: path of the sizes of each modality that counts from bytes.
+    """
+
+    identity: Sequence[str]
     texts: str
     sizes: Mapping[str, str]
 
@@ -100,38 +97,33 @@ class CountsStore:
         self._recipe = recipe
         self._texts = str(cache.make(TEXTS))
         self._text_fingerprint = recipe.text_fingerprint()
-        self._fingerprints = {name: recipe.size_fingerprint(name) for name in sized_modalities(recipe)}
+        self._fingerprints = {name: recipe.size_fingerprint(name) for name in recipe.counted_from_bytes}
         self._sizes = str(cache.make(SIZES)) if self._fingerprints else ""
         self._limits = {name: float(limit) for name, limit in plain_fields(recipe.limits).items()}
 
-    def paths(self, url: str, media_root: str | None, rules: FieldRules) -> CountsPaths:
-        """Return the paths of a shard's files."""
+    def files_of(self, facts: Facts, url: str, media_root: str | None, rules: FieldRules) -> CountsFiles:
+        """Return the files of a shard."""
         shard = [url, media_root, rules.identity(url)]
-        texts = f"{self._texts}/{_name([self._text_fingerprint, *shard])}.texts"
-        sizes = {name: f"{self._sizes}/{_name([mark, *shard])}.sizes" for name, mark in self._fingerprints.items()}
-        return CountsPaths(texts, sizes)
+        texts = f"{self._texts}/{digest([self._text_fingerprint, *shard])}.texts"
+        sizes = {name: f"{self._sizes}/{digest([mark, *shard])}.sizes" for name, mark in self._fingerprints.items()}
+        return CountsFiles(facts.identity(), texts, sizes)
 
-    def read(self, paths: CountsPaths, facts: Facts, access: Access) -> KeptCounts:
+    def read(self, files: CountsFiles, access: Access) -> KeptCounts:
         """Return what is kept of a shard. Raises FunctionError if that is of another function of the user's."""
-        texts = read_texts(paths.texts, facts, access)
+        texts = read_texts(files.texts, files.identity, access)
         if texts is not None:
             refuse_other_source(texts.source, self._recipe)
-        found = {name: read_sizes(path, facts, self._limits, access) for name, path in paths.sizes.items()}
+        found = {name: read_sizes(path, files.identity, self._limits, access) for name, path in files.sizes.items()}
         return KeptCounts(texts, {name: sizes for name, sizes in found.items() if sizes is not None})
 
-    def write(self, paths: CountsPaths, facts: Facts, new: NewCounts, before: KeptCounts, access: Access) -> None:
+    def write(self, files: CountsFiles, new: NewCounts, before: KeptCounts, access: Access) -> None:
         """Keep what is new. Raises StorageError."""
         recipe = self._recipe
         if new.has_texts:
             source = recipe.record.digest if recipe.record is not None and recipe.record.digest else ""
             former = {} if before.texts is None else before.texts.limits
             limits = {name: max(limit, former.get(name, limit)) for name, limit in scan_limits(recipe.limits).items()}
-            new.texts.write(paths.texts, facts, source, limits, access)
+            new.texts.write(files.texts, files.identity, source, limits, access)
         if new.has_sizes:
-            for path, writer in zip(paths.sizes.values(), new.sizes, strict=True):
-                writer.write(path, facts, self._limits, access)
-
-
-def _name(identity: Sequence[Any]) -> str:
-    text = json.dumps(identity).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+            for path, writer in zip(files.sizes.values(), new.sizes, strict=True):
+                writer.write(path, files.identity, self._limits, access)

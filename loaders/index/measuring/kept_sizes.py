@@ -7,7 +7,7 @@ Only sizes are kept. A part that its modality refused is counted again with each
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.measure import Sizes
-from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.storage.shared.values import COUNT, check_of
 from orchdata.loaders.versions import SIZES_FORMAT
 
+FOLDER: Final = "sizes"
 KIND: Final = b"size"
 _LARGEST: Final = 2**63 - 1
 _FIXED: Final = 6  # sample, layout, index in the sample's members, positions, tokens, rows; then the extent
@@ -32,13 +32,8 @@ _check_head = check_of({"meta": [str], "limits": {str: float}, "layouts": [str],
 
 @dataclass(slots=True)
 class KeptSizes:
-    """The sizes of a shard's parts of one modality, as they were kept.
+    """The sizes of a shard's parts of one modality, as they were kept."""
 
-    Attributes:
-        limits: all limits under which they were counted.
-    """
-
-    limits: Mapping[str, float]
     _layouts: Mapping[str, int]
     _rows: NDArray[np.int64]
     _starts: NDArray[np.int64]
@@ -60,9 +55,12 @@ class KeptSizes:
         }
 
 
-def read_sizes(path: str, facts: Facts, limits: Mapping[str, float], access: Access) -> KeptSizes | None:
+def read_sizes(path: str, identity: Sequence[str], limits: Mapping[str, float], access: Access) -> KeptSizes | None:
     """Return what is kept of a modality's parts in a shard; None if there is nothing, it is of another shard or
     version, or a limit is lower now.
+
+    Args:
+        identity: of the facts of the shard.
     """
     restrict(path, access)
     try:
@@ -70,7 +68,7 @@ def read_sizes(path: str, facts: Facts, limits: Mapping[str, float], access: Acc
         values = head.values
         _check_head(values, "the head")
         kept, shape = values["limits"], (values["parts"], values["width"])
-        if values["meta"] != facts.identity() or kept.keys() != limits.keys():
+        if values["meta"] != identity or kept.keys() != limits.keys():
             return None
         if any(limits[name] < kept[name] for name in kept):
             return None
@@ -82,7 +80,7 @@ def read_sizes(path: str, facts: Facts, limits: Mapping[str, float], access: Acc
         return None  # absent, damaged or of another version
     num_samples = int(rows[-1, 0]) + 1 if len(rows) else 0
     starts = np.searchsorted(rows[:, 0], np.arange(num_samples + 1))
-    return KeptSizes(kept, {layout: code for code, layout in enumerate(values["layouts"])}, rows, starts)
+    return KeptSizes({layout: code for code, layout in enumerate(values["layouts"])}, rows, starts)
 
 
 class SizesWriter:
@@ -107,11 +105,11 @@ class SizesWriter:
                 filled = (*extent, *(0,) * (self._num_extents - len(extent)))
                 self._rows.extend((number, code, member, positions, tokens, num_rows, *filled))
 
-    def write(self, path: str, facts: Facts, limits: Mapping[str, float], access: Access) -> None:
+    def write(self, path: str, identity: Sequence[str], limits: Mapping[str, float], access: Access) -> None:
         """Write the file for `read_sizes`, which appears when it is complete. Raises StorageError."""
         width = _FIXED + self._num_extents
         values: dict[str, Any] = {
-            "meta": facts.identity(),
+            "meta": identity,
             "limits": dict(limits),
             "layouts": list(self._layouts),
             "parts": len(self._rows) // width,

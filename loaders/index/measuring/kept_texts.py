@@ -24,7 +24,6 @@ from orchdata.loaders.index.table import offsets_of
 from orchdata.loaders.records import LeftOut
 from orchdata.loaders.samples.measure import Outline
 from orchdata.loaders.samples.spans import TextRun
-from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, restrict
@@ -159,14 +158,18 @@ class KeptTexts:
         return Outline(parts, tuple(texts), is_chat, tuple(spans), tuple(lists["start"]), cut_at)
 
 
-def read_texts(path: str, facts: Facts, access: Access) -> KeptTexts | None:
-    """Return what is kept of the texts of a shard; None if there is nothing, or it is of another shard or version."""
+def read_texts(path: str, identity: Sequence[str], access: Access) -> KeptTexts | None:
+    """Return what is kept of the texts of a shard; None if there is nothing, or it is of another shard or version.
+
+    Args:
+        identity: of the facts of the shard.
+    """
     restrict(path, access)
     try:
         head, packed = read_sealed(path, KIND, TEXTS_FORMAT)
         values = head.values
         _check_head(values, "the head")
-        if values["meta"] != facts.identity() or values["sizes"].keys() != _COLUMNS.keys():
+        if values["meta"] != identity or values["sizes"].keys() != _COLUMNS.keys():
             return None
         body = pa.decompress(pa.py_buffer(packed), values["uncompressed_bytes"], codec="zstd")
         columns, at = {}, 0
@@ -236,11 +239,13 @@ class TextsWriter:
                 columns[name].append(value)
         columns["start"].extend(outline.starts)
 
-    def write(self, path: str, facts: Facts, source: str, limits: Mapping[str, float], access: Access) -> None:
+    def write(
+        self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float], access: Access
+    ) -> None:
         """Write the file for `read_texts`, which appears when it is complete. Raises StorageError."""
         body = b"".join(bytes(values) for values in self._columns.values())
         values = {
-            "meta": facts.identity(),
+            "meta": identity,
             "rules": {topic: RULES[topic] for topic in _TOPICS},
             "source": source,
             "limits": dict(limits),

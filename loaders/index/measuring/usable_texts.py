@@ -9,7 +9,6 @@ from orchdata.loaders.index.measuring.kept_texts import Kept, KeptTexts
 from orchdata.loaders.index.measuring.rows import ShardSample
 from orchdata.loaders.limits import OF_MEDIA, scan_limits
 from orchdata.loaders.modalities.builtin import TEXT
-from orchdata.loaders.modalities.modality import counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Outline, part_sizes, shape_of, writes_between
 from orchdata.loaders.shards.facts_table import FactsTable
@@ -33,7 +32,7 @@ class UsableTexts:
         self._read = {code for code, name in enumerate(recipe.kinds) if code != TEXT and not self._has_header(name)}
 
     def _has_header(self, name: str) -> bool:
-        return counts_from_header(self._recipe.modalities[name])
+        return name not in self._recipe.counted_from_bytes
 
     def used(self, sample: ShardSample, number: int) -> ShardSample:
         """Return the `number`-th sample of the shard, with its kept text if the recipe can use that: then only media

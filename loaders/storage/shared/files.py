@@ -146,19 +146,13 @@ def make_folder(folder: Path) -> None:
         StorageError: a link or a file has its name.
         OSError: it cannot be created now.
     """
-    exists: FileExistsError | None = None
     try:
         if not os.path.lexists(folder):
             folder.mkdir()
-    except FileExistsError as error:
-        exists = error
-    try:
-        status = os.lstat(folder)
-    except FileNotFoundError:
-        if exists is not None:  # and was removed again, or the system was wrong: it can be created later
-            raise exists from None
-        raise
-    if not stat.S_ISDIR(status.st_mode):
+    except FileExistsError:
+        if not os.path.lexists(folder):  # it was removed again, or the system was wrong: it can be created later
+            raise
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise _refused(folder, "is a link or a file, not a folder")
 
 

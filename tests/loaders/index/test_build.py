@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forked_program import ForkedProgram
+from fresh_index import content
 from shard_factory import omni_samples, omni_shards, write_shard
 
 import orchdata as od
@@ -26,7 +27,6 @@ import orchdata.loaders.index.locations
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
 from orchdata.loaders.index import build, table
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import index_path, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
@@ -58,11 +58,6 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
     return omni_shards(tmp_path, shards=3, samples=10)
-
-
-def content(index: Index) -> dict[str, Any]:
-    columns = index._columns
-    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
 
 
 def names(urls: list[str]) -> list[str]:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 from children import in_a_child
+from fresh_index import whole
 from own_modalities import Tracks, track
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.table import LAYOUT, TableSize, _positions
 from orchdata.loaders.storage import sealed
@@ -145,11 +145,6 @@ def inner_of(values: Any, at: tuple[Any, ...]) -> Any:
     return values
 
 
-def content(index: Index) -> dict[str, Any]:
-    arrays = {name: getattr(index._columns, name).tolist() for name in LAYOUT}
-    return arrays | {"totals": index.totals, "shards": index.shards, "fields": index.fields}
-
-
 def kept_files(suffix: str) -> list[Path]:
     return sorted(CacheFolder().root.rglob(f"*.{suffix}"))
 
@@ -194,7 +189,7 @@ def test_a_changed_index_is_damaged(shards: list[str]) -> None:
 
 @pytest.mark.parametrize("suffix", ["costs", "facts", "headers"])
 def test_other_changed_files_are_made_again(shards: list[str], suffix: str) -> None:
-    expected = content(build_index(shards, RECIPE))
+    expected = whole(build_index(shards, RECIPE))
     kept = Kept.of(kept_files(suffix)[0])
 
     def try_all() -> None:
@@ -208,7 +203,7 @@ def test_other_changed_files_are_made_again(shards: list[str], suffix: str) -> N
                 other.unlink()
             with warnings.catch_warnings(action="error"):  # the new index must not be damaged
                 index = build_index(shards, RECIPE, num_threads=1)
-            if content(index) == expected:
+            if whole(index) == expected:
                 outcomes["made again"] += 1
             else:
                 outcomes["believed"] += 1

@@ -16,7 +16,6 @@ import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.measuring import kept_sizes
-from orchdata.loaders.index.measuring.kept_counts import SIZES
 from orchdata.loaders.recipe import ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.storage.cache import CacheFolder
@@ -122,7 +121,7 @@ def test_what_does_not_hold_is_counted_again(
 ) -> None:
     kind, image = Clouds(), ImagePreprocessor(max_tokens=9)
     build_index([shard], Recipe(points=kind))
-    (kept,) = (CacheFolder().root / SIZES).iterdir()
+    (kept,) = (CacheFolder().root / kept_sizes.FOLDER).iterdir()
     if change == "parameter":
         kind = Clouds(group=2)
     elif change == "class":

@@ -8,11 +8,11 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from children import in_a_child
+from fresh_index import whole
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
@@ -49,12 +49,6 @@ def shards(tmp_path: Path) -> list[str]:
     ]
 
 
-def content(index: Index) -> dict[str, Any]:
-    columns = index._columns
-    arrays = {name: getattr(columns, name).tolist() for name in LAYOUT}
-    return arrays | {"totals": index.totals, "shards": index.shards, "fields": index.fields}
-
-
 def kept_files() -> list[Path]:
     return sorted(path for path in CacheFolder().root.rglob("*") if path.suffix in (".facts", ".costs", ".index"))
 
@@ -80,7 +74,7 @@ def with_note(path: Path, data: bytes) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is built again")
 def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> None:
-    expected = content(build_index(shards, RECIPE))
+    expected = whole(build_index(shards, RECIPE))
     files = kept_files()
     assert [path.suffix for path in files] == [".costs", ".costs", ".facts", ".facts", ".index"]
     costs, index = files[:2], files[-1]
@@ -99,7 +93,7 @@ def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> No
                 elif path.suffix == ".facts":
                     for other in costs:  # otherwise the facts would not be read
                         other.unlink()
-                assert content(build_index(shards, RECIPE, num_threads=1)) == expected
+                assert whole(build_index(shards, RECIPE, num_threads=1)) == expected
                 assert path.read_bytes() == data
 
     in_a_child(damage_all)
@@ -187,13 +181,13 @@ def test_rows_outside_are_refused(shards: list[str]) -> None:
 
 def test_one_process_makes_a_damaged_index_again_and_says_so(shards: list[str]) -> None:
     expected = build_index(shards, RECIPE)
-    before = content(expected)
+    before = whole(expected)
     expected.path.write_bytes(expected.path.read_bytes()[:-8])
     with pytest.warns(RuntimeWarning, match=rf"the index {expected.path} is damaged: it has .*; it is built again"):
         made = ShardDataset(shards, RECIPE).index()
-    assert content(made) == before
+    assert whole(made) == before
     again = open_index(shards, RECIPE)
-    assert again is not None and content(again) == before
+    assert again is not None and whole(again) == before
 
 
 def test_an_error_of_several_ranks_explains_how_to_build_a_damaged_index_again(shards: list[str]) -> None:
@@ -251,7 +245,7 @@ def test_a_folder_that_takes_no_note_is_no_reason(shards: list[str], monkeypatch
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(verified, "write_once", read_only)
-    assert content(Index(path)) == content(Index(path))
+    assert whole(Index(path)) == whole(Index(path))
     assert not verified.is_noted(path, path.stat())
 
 
