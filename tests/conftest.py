@@ -21,6 +21,8 @@ settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["servers.fixtures"]
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile kernels before several processes of tests, and the processes that they start, each compile the same."""

@@ -1,0 +1,114 @@
+"""Servers in processes of their own: free ports, a start that is tried again, a wait for the first answer, and the end.
+
+starting(attempt) --> attempt(): choose ports, start a process --> ready()? --yes--> the process
+                         ^----------- it ended: a port was taken ----'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+START_SECONDS = 120
+"""What a server may take until its first answer: it takes some three seconds on an idle machine."""
+TRIES = 5
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+_chance = random.SystemRandom()  # a test may seed the shared generator: then two runs would take the same ports
+
+
+class Ended(Exception):
+    """A process ended before it was ready."""
+
+
+def free_ports(number: int) -> list[int]:
+    """Loopback ports that are free now. They lie below those that the system gives to clients."""
+    with ExitStack() as held:
+        ports: list[int] = []
+        while len(ports) < number:
+            port = _chance.randrange(11_000, 32_000)
+            made = held.enter_context(socket.socket())
+            try:
+                made.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(port)
+        return ports
+
+
+def program(name: str) -> Path:
+    """A program that a wheel of the `dev` extra installed next to this Python."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no program {path}: the dev extra brings it (pip install -c constraints.txt -e '.[dev]')"
+        )
+    return path
+
+
+def start(arguments: list[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A process that ends with this one, even if this one is killed. What it prints goes to `log`."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """By SIGKILL and its pid: nothing of a test server is worth a slow end."""
+    process.kill()
+    process.wait()
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Ask until the answer is yes.
+
+    Raises:
+        Ended: the process ended before.
+        TimeoutError: the answer is no for `START_SECONDS`.
+    """
+    until = time.monotonic() + START_SECONDS
+    while not ready():
+        if process.poll() is not None:
+            raise Ended(f"{process.args!r} ended with {process.returncode}; it said:\n{last_words(log)}")
+        if time.monotonic() > until:
+            end(process)
+            raise TimeoutError(f"{process.args!r} is not ready after {START_SECONDS} s; it said:\n{last_words(log)}")
+        time.sleep(0.05)
+
+
+def last_words(log: Path) -> str:
+    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
+
+
+def starting(attempt: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """The process that an attempt started. One that ends at once is tried again, with other ports: one was taken."""
+    for number in range(1, TRIES + 1):
+        try:
+            return attempt()
+        except Ended:
+            if number == TRIES:
+                raise
+    raise AssertionError
+
+
+def answers(port: int) -> bool:
+    """Whether a server takes connections there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True

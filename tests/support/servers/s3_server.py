@@ -1,0 +1,161 @@
+"""SeaweedFS as an S3 server on loopback: it checks signatures, rights, If-Match and If-None-Match as S3 does.
+
+    S3Server() --weed server -s3 -filer--> master, volume, filer and S3 on eight free ports, data in a temporary folder
+
+It differs from S3 in this: one who may read and not list sees 404 for a key that does not exist, and S3 says 403.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import obstore
+from obstore.exceptions import BaseError
+
+from servers.processes import answers, end, free_ports, program, start, starting, wait_until
+from servers.stores import store_at
+
+REGION = "us-east-1"
+_READY = "is-it-ready"
+_ONE_VOLUME = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+"""A bucket begins with one volume, not seven."""
+_RIGHTS = {"all": ["Admin", "Read", "Write", "List", "Tagging"], "reader": ["Read"], "lister": ["List"], "nothing": []}
+
+
+class S3Server:
+    """One server, from `with` to its end, with credentials for each of: `all`, `reader`, `lister`, `nothing`.
+
+    A reader may read any key and list no bucket. Buckets are made by `make_bucket` alone.
+    """
+
+    region = REGION
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
+        # Other servers know no such key: an answer can come only from this one.
+        self._credentials = {name: (secrets.token_hex(10), secrets.token_hex(20)) for name in _RIGHTS}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._process = starting(self._attempt)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process:
+            end(self._process)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def access_key(self) -> str:
+        return self._credentials["all"][0]
+
+    @property
+    def secret_key(self) -> str:
+        return self._credentials["all"][1]
+
+    @property
+    def options(self) -> dict[str, str]:
+        """`storage_options` of one who may do all."""
+        return self.options_of("all")
+
+    def options_of(self, identity: str, endpoint: str | None = None) -> dict[str, str]:
+        """`storage_options` of an identity, in obstore's names; the endpoint may be that of a proxy."""
+        access, secret = self._credentials[identity]
+        options = {"endpoint": endpoint or self.endpoint, "access_key_id": access, "secret_access_key": secret}
+        return options | {"region": REGION, "allow_http": "true"}
+
+    def store(self, bucket: str, identity: str = "all", endpoint: str | None = None) -> Any:
+        """An obstore store of a bucket, which tries each request once."""
+        return store_at(f"s3://{bucket}/", self.options_of(identity, endpoint))
+
+    def make_bucket(self, name: str) -> str:
+        """A new bucket; its name has at least three characters, of lower case."""
+        to_filer = http.client.HTTPConnection("127.0.0.1", self._filer_port, timeout=60)
+        to_filer.request("POST", f"/buckets/{name}/")
+        answer = to_filer.getresponse()
+        said = answer.read()
+        to_filer.close()
+        if answer.status != 201:
+            raise RuntimeError(f"SeaweedFS made no bucket {name}: {answer.status} {said!r}")
+        return name
+
+    def put(self, bucket: str, key: str, content: bytes) -> str:
+        """Store an object; returns its etag."""
+        return obstore.put(self.store(bucket), key, content, use_multipart=False)["e_tag"]
+
+    def get(self, bucket: str, key: str) -> bytes:
+        return bytes(obstore.get(self.store(bucket), key).bytes())
+
+    def delete(self, bucket: str, key: str) -> None:
+        obstore.delete(self.store(bucket), key)
+
+    def list(self, bucket: str, prefix: str = "") -> list[str]:
+        """The keys of a bucket that begin with a prefix of whole folders, sorted."""
+        return sorted(each["path"] for some in obstore.list(self.store(bucket), prefix or None) for each in some)
+
+    def _attempt(self) -> subprocess.Popen[bytes]:
+        s3, s3_grpc, master, master_grpc, volume, volume_grpc, self._filer_port, filer_grpc = free_ports(8)
+        self.port = s3
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        identities = [
+            {"name": name, "credentials": [{"accessKey": access, "secretKey": secret}], "actions": _RIGHTS[name]}
+            for name, (access, secret) in self._credentials.items()
+        ]
+        (folder / "identities.json").write_text(json.dumps({"identities": identities}))
+        (folder / "data").mkdir()
+        (folder / "logs").mkdir()
+        options = {
+            "s3.config": folder / "identities.json",
+            "dir": folder / "data",
+            "ip": "127.0.0.1",
+            "volume.max": 10_000,  # each bucket has volumes of its own
+            "master.volumeSizeLimitMB": 1024,
+            "master.telemetry": "false",
+            "s3.autoCreateBucket": "false",
+            "s3.port": s3,
+            "s3.port.grpc": s3_grpc,
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+            "master.port": master,
+            "master.port.grpc": master_grpc,
+            "volume.port": volume,
+            "volume.port.grpc": volume_grpc,
+            "filer.port": self._filer_port,
+            "filer.port.grpc": filer_grpc,
+            "s3.localSocket": folder / "s3.sock",
+            "filer.localSocket": folder / "filer.sock",
+        }
+        given = [f"-{name}={value}" for name, value in options.items()]
+        log = folder / "log"
+        command = [str(program("weed")), f"-logdir={folder / 'logs'}", "server", "-s3", "-filer", *given]
+        process = start(command, log, {**os.environ, **_ONE_VOLUME})
+        wait_until(self._ready, process, log)
+        return process
+
+    def _ready(self) -> bool:
+        """Whether a signed request for a write succeeds: then the volume server has joined too."""
+        if not (answers(self.port) and answers(self._filer_port)):
+            return False
+        try:
+            self.make_bucket(_READY)
+            self.put(_READY, "ready", b"yes")
+        except (BaseError, RuntimeError, OSError, http.client.HTTPException):
+            return False
+        return True
