@@ -15,7 +15,11 @@ import pytest
 
 # Names alone: what starts a server imports it, and most tests start none.
 if TYPE_CHECKING:
+    from servers.azure_server import AzureServer
+    from servers.gcs_server import GcsServer
     from servers.http_server import HttpServer
+    from servers.hub_server import HubServer
+    from servers.odd_server import OddServer
     from servers.proxy import Fault, Proxy
     from servers.s3_server import S3Server
 
@@ -77,3 +81,41 @@ def proxied() -> Iterator[Proxied]:
 
     with ExitStack() as proxies:
         yield lambda server, *faults, delay=0.0: proxies.enter_context(Proxy(server.endpoint, faults, delay))
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzureServer]:
+    """A running Azurite, one to a process of tests. npm may have to install it first: tests with it are slow ones."""
+    from servers.azure_server import AzureServer, NoAzurite
+
+    try:
+        made = AzureServer()
+    except NoAzurite as error:
+        pytest.skip(str(error))
+    with made as server:
+        yield server
+
+
+@pytest.fixture
+def gcs_server() -> Iterator[GcsServer]:
+    from servers.gcs_server import GcsServer
+
+    with GcsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def hub_server() -> Iterator[HubServer]:
+    from servers.hub_server import HubServer
+
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def odd_server() -> Iterator[OddServer]:
+    """Its switches are off at first."""
+    from servers.odd_server import OddServer
+
+    with OddServer() as server:
+        yield server

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from servers.processes import end, free_ports, program, start, starting, wait_until
 from servers.stores import store_at
@@ -21,7 +21,7 @@ from servers.stores import store_at
 class HttpServer:
     """One server, from `with` to its end. It serves the files of a temporary folder, `folder`."""
 
-    options = {"allow_http": "true"}
+    options: ClassVar[dict[str, str]] = {"allow_http": "true"}
 
     def __init__(self) -> None:
         self._temporary = Path(tempfile.mkdtemp(prefix="http-server-"))
