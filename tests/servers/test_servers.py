@@ -164,7 +164,6 @@ class TestCounting:
         assert listing.path == f"/{bucket}"
         assert listing.query.startswith("list-type=2")
         assert proxy.body_bytes("RANGE", "GET") == 20 + len(CONTENT)
-        assert len({each.connection for each in proxy.requests()}) == 1
         proxy.clear()
         assert proxy.requests() == []
 
@@ -209,10 +208,12 @@ class TestFaults:
     def test_without_faults_all_comes(
         self, http_server: HttpServer, url: str, proxied: Proxied, wire_to: WireTo
     ) -> None:
-        wire = wire_to(proxied(http_server))
+        proxy = proxied(http_server)
+        wire = wire_to(proxy)
         for _ in range(3):
             answer, content = wire.get(url, Range="bytes=0-999")
             assert (answer.status, content) == (206, CONTENT[:1000])
+        assert [each.connection for each in proxy.requests()] == [1, 1, 1]
 
     @pytest.mark.parametrize("reset", [True, False])
     def test_cut_before_the_answer(
@@ -288,7 +289,6 @@ class TestFaults:
             obstore.put(store, "new", bytes(3000), use_multipart=False)
         assert s3_server.list(bucket) == ["folder/object"]
         obstore.put(store, "new", bytes(3000), use_multipart=False)
-        assert len({each.connection for each in proxy.requests()}) == 1
         assert s3_server.list(bucket) == ["folder/object", "new"]
 
     def test_a_put_whose_answer_is_cut_has_reached_the_server(

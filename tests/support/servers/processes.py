@@ -1,14 +1,14 @@
 """Servers in processes of their own: free ports, a start that is tried again, a wait for the first answer, and the end.
 
-starting(attempt) --> attempt(): choose ports, start a process --> ready()? --yes--> the process
-                         ^----------- it ended: a port was taken ----'
+    starting(attempt) --> attempt(): choose ports, start a process --> ready()? --yes--> the process
+                             ^----------- it ended: a port was taken ----'
+
+All listen on 127.0.0.1 alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +20,9 @@ from pathlib import Path
 START_SECONDS = 120
 """What a server may take until its first answer: it takes some three seconds on an idle machine."""
 TRIES = 5
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+# Its first act: prctl(PR_SET_PDEATHSIG, SIGKILL), which the program then has too. Popen's own hook before a program
+# starts would do, but newer Pythons warn of it in a process that has threads.
+_ENDS_WITH_ITS_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 _chance = random.SystemRandom()  # a test may seed the shared generator: then two runs would take the same ports
 
 
@@ -58,12 +59,11 @@ def start(arguments: list[str], log: Path, environment: Mapping[str, str] | None
     """A process that ends with this one, even if this one is killed. What it prints goes to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
-            arguments,
+            [sys.executable, "-I", "-S", "-c", _ENDS_WITH_ITS_PARENT, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
-            preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
 
 
