@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders import waits
+
 IDLE = -1
+WAITING = -(1 << 63) + 1
+"""Noted in place of its row by a thread that waits for storage: the sample is not to blame for that."""
 
 T = TypeVar("T")
 
@@ -26,8 +31,8 @@ class Watch:
     """Notes of one process.
 
     Args:
-        rows: int64 (num_threads,), where each thread notes its row, IDLE for none; further threads are not noted. None
-            if there is no supervisor.
+        rows: int64 (num_threads,), where each thread notes its row, IDLE for none, WAITING while it waits for storage;
+            further threads are not noted. None if there is no supervisor.
 
     Attributes:
         known_bad_rows: row -> why it is not loaded.
@@ -43,12 +48,17 @@ class Watch:
         """Note that this thread is about to load `row`; return why it must not if the row is known bad."""
         if self._rows is not None:
             self._note(self._rows, row)
+            waits.report_to(partial(self._waits, row))
         return self.known_bad_rows.get(row) if self.known_bad_rows and isinstance(row, int) else None
 
     def end(self) -> None:
         """Note that the row is done. Not called if the process is about to be given up because of it."""
         if self._rows is not None:
             self._note(self._rows, IDLE)
+
+    def _waits(self, row: int, does: bool) -> None:
+        if self._rows is not None:
+            self._note(self._rows, WAITING if does else row)
 
     def _note(self, rows: NDArray[np.int64], row: int) -> None:
         slot = getattr(self._own, "slot", None)

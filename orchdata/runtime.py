@@ -337,6 +337,7 @@ def _options(
         cost=arguments.cost,
         is_inline=is_inline,
         accumulate=int(arguments.accumulate),
+        timeout=float(arguments.timeout),
     )
 
 

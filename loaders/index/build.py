@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
@@ -158,6 +159,7 @@ def build_index(
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
     patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
+    reading = reading.looked_up(urls)
     path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
@@ -168,7 +170,8 @@ def build_index(
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
     if jobs > 1:
-        builder.jobs = Jobs(jobs, functools.partial(Builder, recipe, fingerprint, cache, reading, force), recipe, paths)
+        open_builder = functools.partial(Builder, recipe, fingerprint, cache, reading, force)
+        builder.jobs = Jobs(jobs, open_builder, recipe, paths, reading.files)
 
     # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
@@ -337,6 +340,7 @@ class _Crew:
         with self._turns.turn():
             if self._turns.ended:
                 raise error
+            self._builder.forget(url)
             costs = self._builder.costs(url, lambda: not self._turns.ended, self._spread)
             if costs is None:
                 raise error
@@ -365,6 +369,7 @@ class Builder:
         self._recipe = recipe
         self._fingerprint = fingerprint
         self._reading = reading
+        self._files = reading.files
         self._identity = blake2b(f"{COSTS_FORMAT} {rules_digest()} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
@@ -382,6 +387,10 @@ class Builder:
         if self.jobs is not None:
             self.jobs.close()
         self.claims.close()
+
+    def forget(self, url: str) -> None:
+        """Look at a shard again, which may have changed."""
+        self._files.forget(url)
 
     def access_of(self, url: str) -> Access:
         """Return the most that permissions of what is known of a shard may allow."""
@@ -402,7 +411,8 @@ class Builder:
 
             @functools.cache
             def opened() -> Shard:
-                shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules)
+                how: dict[str, Any] = {"files": self._files, "whole": True}
+                shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, **how)
                 resources.enter_context(closing(shard))
                 if isinstance(shard, JsonLinesShard) and shard.folder is not None:
                     resources.callback(self.missing_media.add, shard.folder)  # after all its files were looked up
@@ -430,6 +440,7 @@ class Builder:
                     rules=rules,
                     force=self._force,
                     access=access,
+                    files=self._files,
                 )
                 costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules), access)
                 table = costs.write(path, url, facts.meta, root, access)
@@ -450,7 +461,7 @@ class Builder:
             table = named(CostTable.open(path, url, self._recipe.kinds, media_root or "", access), rules)
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
-            return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
+            return table if table.meta.checksum and is_fresh(table.meta, url, opened, self._files) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
 

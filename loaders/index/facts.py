@@ -19,8 +19,9 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.values import check_shape
@@ -42,6 +43,7 @@ def load_facts(
     rules: FieldRules = NO_RULES,
     force: bool = False,
     access: Access | None = None,
+    files: Files = PLAIN_FILES,
 ) -> Facts:
     """Return the facts of a shard.
 
@@ -55,6 +57,7 @@ def load_facts(
         rules: names of its fields, and the function that makes records.
         force: scan even if the cache has fresh facts.
         access: the most that the permissions of stored facts may allow; default: from `access_of`.
+        files: where the shard is.
 
     Raises:
         ValueError: unknown suffix.
@@ -65,16 +68,16 @@ def load_facts(
         suffix_of(url)
     path = facts_path(url, cache=cache, media_root=media_root, rules=rules)
     access = access or access_of(url)
-    if not force and (kept := _kept(path, url, limits, opened, access)) is not None:
+    if not force and (kept := _kept(path, url, limits, opened, access, files)) is not None:
         return kept
     try:
         facts = opened().facts()
     except ShardError as error:
-        return _unopened(url, error)
+        return _unopened(url, error, files)
     except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
         pass_trouble(error)
         reason = f"cannot be scanned: {type(error).__name__}: {error}"
-        return _unopened(url, ShardError(url, reason))
+        return _unopened(url, ShardError(url, reason), files)
     # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar") or rules.container is not None:
         cache.make("facts")
@@ -84,7 +87,7 @@ def load_facts(
 
 def facts_path(url: str, *, cache: CacheFolder, media_root: str | None = None, rules: FieldRules = NO_RULES) -> str:
     """Return the path of the stored facts of a shard."""
-    names = [LOCAL.identity(url), *([] if media_root is None else [media_root])]
+    names = [identity_of(url), *([] if media_root is None else [media_root])]
     names += [json.dumps(parts)] if (parts := rules.identity(url)) else []
     identity = "\0".join(names).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
@@ -118,7 +121,9 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -
     write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0], access)
 
 
-def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], access: Access) -> Facts | None:
+def _kept(
+    path: str, url: str, limits: Limits, opened: Callable[[], Shard], access: Access, files: Files
+) -> Facts | None:
     """Return the facts stored at `path`, or None if they are not those of the current shard."""
     restrict(path, access)
     try:
@@ -127,7 +132,9 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
         check_facts(values)
         meta, rules = FactsMeta(**values["meta"]), values["rules"]
-        if any(RULES.get(topic) != version for topic, version in rules.items()) or not is_fresh(meta, url, opened):
+        if any(RULES.get(topic) != version for topic, version in rules.items()):
+            return None
+        if not is_fresh(meta, url, opened, files):
             return None
         if uncompressed_bytes is not None:
             check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
@@ -143,12 +150,12 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
         return None  # absent, damaged or of another version: scan again
 
 
-def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
+def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard], files: Files = PLAIN_FILES) -> bool:
     """Return whether a shard, and the files that it names, still have the same sizes and modification times.
 
     Raises StorageError if that cannot be known now.
     """
-    if LOCAL.version(url) != (meta.size, meta.version):
+    if files.version(url) != (meta.size, meta.version):
         return False
     if not meta.media:
         return True
@@ -156,9 +163,9 @@ def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
     return isinstance(shard, JsonLinesShard) and shard.media_state() == meta.media
 
 
-def _unopened(url: str, error: ShardError) -> Facts:
+def _unopened(url: str, error: ShardError, files: Files) -> Facts:
     """Build the facts of a shard that cannot be opened or scanned (a damaged .tar.gz); they are not stored."""
-    version = LOCAL.version(url)
+    version = files.version(url)
     if version is None:
         raise StorageError(url, "cannot be looked at: it was removed", errno.ENOENT)
     meta = FactsMeta(

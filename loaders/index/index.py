@@ -33,8 +33,8 @@ from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
 from orchdata.loaders.storage.shared.files import opened
@@ -478,8 +478,8 @@ def _check_all(columns: Columns, values: dict[str, Any]) -> None:
 
 
 def absolute(url: str) -> str:
-    """Return the name of a shard in indexes: its absolute path; other URLs unchanged."""
-    return LOCAL.identity(url)
+    """Return the name of a shard in indexes: its absolute path, or its URL without secrets."""
+    return identity(url)
 
 
 def _format_of(url: str) -> str:

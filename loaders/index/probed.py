@@ -33,7 +33,7 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote.urls import identity as identity_of_file
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Accesses, restrict
 from orchdata.loaders.storage.shared.values import COUNT, check_shape
@@ -145,7 +145,7 @@ class Probes:
         return [headers[row] for row in rows]
 
     def _path(self, cache: CacheFolder, facts: Facts, modality: Modality) -> str:
-        identity = [LOCAL.identity(facts.meta.url), probe_id(modality)]
+        identity = [identity_of_file(facts.meta.url), probe_id(modality)]
         identity.append(str(len(facts.table)))  # `with_inner` may have added rows
         name = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         return f"{cache.root}/facts/{name}.headers"

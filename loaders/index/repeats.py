@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote.files import PLAIN_FILES
 
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
@@ -17,7 +17,9 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # for slow network file systems
         shares = list(
-            pool.map(lambda first: [LOCAL.file_number(url) for url in urls[first::num_threads]], range(num_threads))
+            pool.map(
+                lambda first: [PLAIN_FILES.file_number(url) for url in urls[first::num_threads]], range(num_threads)
+            )
         )
     seen: dict[Hashable, list[str]] = {}
     for at, url in enumerate(urls):
@@ -26,7 +28,7 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
             continue
         same_number = seen.setdefault(number, [])
         for other in same_number:
-            if how := LOCAL.why_same(other, url):
+            if how := PLAIN_FILES.why_same(other, url):
                 raise ValueError(
                     f"{url} and {other} are the same file ({how}), and every sample would come twice: name one of them"
                 )

@@ -124,6 +124,7 @@ class CostTable:
         meta = self.meta
         lost = meta.lost_samples, meta.lost_bytes
         how = {name: getattr(self, name) for name in ("media_root", "columns", "container", "reach")}
+        how["packed"] = meta.packed
         return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, **how)
 
     def without_body(self) -> CostTable:

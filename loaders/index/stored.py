@@ -34,6 +34,8 @@ from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
+Spec = tuple[int, int, int, str]
+"""Where a member is, as `Index.read_spec` says."""
 _SPAN_BYTES: Final = 256
 """Memory of a span without its token ids."""
 
@@ -98,6 +100,26 @@ class StoredSample:
             kept: whether to read the fields that the recipe keeps. A record that a function of the user's made is then
                 read as it was before, too, under `~member`.
         """
+        specs, distinct, num_bytes = self._wanted(recipe, text=text, parts=parts, kept=kept)
+        self._index.check_unchanged()
+        try:
+            contents = self._open_shard(recipe).read_many(distinct)
+        except FieldError as error:
+            raise error.at(self.shard, self.key) from error.__cause__
+        self._shards.reads.used.add(num_bytes)
+        payloads = dict(zip(distinct, contents, strict=True))
+        return {member: payloads[spec] for member, spec in specs.items()}
+
+    def ranges(
+        self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
+    ) -> list[Spec]:
+        """Return what `read` with the same arguments reads of the shard, for `Shard.expect`."""
+        return self._wanted(recipe, text=text, parts=parts, kept=kept)[1]
+
+    def _wanted(
+        self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool
+    ) -> tuple[dict[int, Spec], list[Spec], int]:
+        """Return where each member to read is, the distinct places, and the bytes of the members."""
         before: tuple[int, ...] = ()
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
@@ -110,15 +132,7 @@ class StoredSample:
         specs = {member: all_specs[member] for member in needed}
         num_bytes = sum(size for _, size, _, _ in dict.fromkeys(specs.values()))
         specs |= {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
-        distinct = list(dict.fromkeys(specs.values()))  # some members share their bytes
-        self._index.check_unchanged()
-        try:
-            contents = self._open_shard(recipe).read_many(distinct)
-        except FieldError as error:
-            raise error.at(self.shard, self.key) from error.__cause__
-        self._shards.reads.used.add(num_bytes)
-        payloads = dict(zip(distinct, contents, strict=True))
-        return {member: payloads[spec] for member, spec in specs.items()}
+        return specs, list(dict.fromkeys(specs.values())), num_bytes  # some members share their bytes
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
         """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a

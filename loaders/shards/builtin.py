@@ -39,8 +39,14 @@ class Builtin(Protocol):
     def shards(self, storage: FileSystem, path: str) -> list[str]:
         """Return the shards of a path that it claims."""
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
-        """Open a shard, or its beginning up to `reach` as of ShardInfo. Raises ShardError."""
+    def open(
+        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
+    ) -> Shard:
+        """Open a shard, or its beginning up to `reach` as of ShardInfo. Raises ShardError.
+
+        Args:
+            packed: whether it is compressed; None: its first bytes say so.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Return what its samples depend on, JSON-safe."""
@@ -71,9 +77,11 @@ class TarContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = TAR_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
+    def open(
+        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
+    ) -> Shard:
         # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-        content, stored = _decompressed(source, context, reach)
+        content, stored = _decompressed(source, context, reach, packed)
         return TarShard(source.url, content, limits=context.limits, names=rules.columns, **stored)
 
 
@@ -83,7 +91,9 @@ class ParquetContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = PARQUET_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
+    def open(
+        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
+    ) -> Shard:
         return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns, reach=reach)
 
 
@@ -93,7 +103,9 @@ class ArrowContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = ARROW_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
+    def open(
+        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
+    ) -> Shard:
         return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
 
 
@@ -103,10 +115,12 @@ class RecordContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = RECORD_SUFFIXES
 
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0) -> Shard:
-        content, stored = source, _Stored(size=source.size, version=source.version, is_new=False)
+    def open(
+        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
+    ) -> Shard:
+        content, stored = source, _Stored(size=source.size, version=source.version, is_new=False, packed=False)
         if is_compressed(source.url):
-            content, stored = _decompressed(source, context, reach)
+            content, stored = _decompressed(source, context, reach, packed)
         return JsonLinesShard(
             source.url,
             content,
@@ -138,16 +152,21 @@ class _Stored(TypedDict):
     size: int
     version: str
     is_new: bool
+    packed: bool
 
 
-def _decompressed(file: Storage, context: OpenContext, reach: int) -> tuple[Storage, _Stored]:
+def _decompressed(file: Storage, context: OpenContext, reach: int, packed: bool | None) -> tuple[Storage, _Stored]:
     """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
-    stored = _Stored(size=file.size, version=file.version, is_new=False)
-    if isinstance(file, UnpackedFile) or compression(file.read(0, 4)) is None:
+    stored = _Stored(size=file.size, version=file.version, is_new=False, packed=False)
+    if isinstance(file, UnpackedFile):
+        return file, _Stored(size=file.size, version=file.version, is_new=False, packed=True)
+    if packed is None:
+        packed = compression(file.read(0, 4)) is not None
+    if not packed:
         return file, stored
     try:
         content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache, reach=reach)
     finally:
         file.close()
     counted = content if context.reads is None else CountedFile(content, context.reads.cache)
-    return counted, stored | _Stored(size=stored["size"], version=stored["version"], is_new=is_new)
+    return counted, _Stored(size=stored["size"], version=stored["version"], is_new=is_new, packed=True)

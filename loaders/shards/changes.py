@@ -20,6 +20,7 @@ from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote.urls import is_remote
 
 _THREADS = 16
 """Network file systems answer many requests at the same time."""
@@ -51,7 +52,8 @@ def find_changes(
     cache: CacheFolder,
     containers: Mapping[str, Container] = NO_CONTAINERS,
 ) -> Changes:
-    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged.
+    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged, and so does one
+    in object storage: each of its reads is of the version that was indexed.
 
     Args:
         shards: as the index lists them.
@@ -89,6 +91,8 @@ def _all_touched(shards: Sequence[ShardInfo], pool: ThreadPoolExecutor) -> list[
 def _touched(shards: Sequence[ShardInfo]) -> Iterator[tuple[ShardInfo, int]]:
     """Yield each shard with another size or modification time than in the index, and its size now."""
     for shard in shards:
+        if is_remote(shard.url):
+            continue
         try:
             now = LOCAL.version(shard.url, retries=False)
         except StorageError:

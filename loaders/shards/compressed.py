@@ -9,7 +9,7 @@ import errno
 import hashlib
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 import zstandard
@@ -18,7 +18,9 @@ from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import says_memory
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL, LocalFile
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.remote.file import in_order
+from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.shared.access import access_of
 from orchdata.loaders.storage.storage import Storage
 
@@ -82,6 +84,7 @@ def unpack(file: Storage, limits: Limits, most: int) -> Unpacked:
 
 
 def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
+    file = in_order(file)
     return _gunzip(file) if compression(file.read(0, 4)) == "gzip" else _unzstd(file)
 
 
@@ -101,6 +104,9 @@ class UnpackedFile:
         data = self._data[offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        """All bytes are in memory."""
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
@@ -160,8 +166,8 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder, reac
 
 def copy_name(url: str, size: int, version: str, reach: int = 0) -> str:
     """Return the name of a shard's decompressed copy in the cache folder, or of that of its first bytes."""
-    identity = "\0".join((LOCAL.identity(url), str(size), version, *([f"first {reach}"] if reach else [])))
-    return hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    name = "\0".join((identity(url), str(size), version, *([f"first {reach}"] if reach else [])))
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:

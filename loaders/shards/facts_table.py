@@ -60,6 +60,7 @@ class FactsMeta:
         lost_samples: number of samples lost to damage that have no row, if the shard records its total.
         lost_bytes: bytes of the stored shard after damage; their content is unknown.
         media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
+        packed: whether an object of storage is compressed.
         met: name -> number of samples with a field of this name as stored, of the names that `columns=` has.
     """
 
@@ -72,10 +73,15 @@ class FactsMeta:
     lost_bytes: int = 0
     media: str = ""
     met: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    packed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-safe dict: `FactsMeta(**values)` is equal to this one. `met` is left out if it is empty."""
-        return {name: getattr(self, name) for name in FactsMeta.__slots__ if name != "met" or self.met}
+        """Return a JSON-safe dict: `FactsMeta(**values)` is equal to this one. Empty `met`, `packed` are left out."""
+        return {
+            name: value
+            for name in FactsMeta.__slots__
+            if (value := getattr(self, name)) or name not in ("met", "packed")
+        }
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
-from orchdata.loaders.shards.builtin import builtin_of
+from orchdata.loaders.shards.builtin import RecordContainer, TarContainer, builtin_of
 from orchdata.loaders.shards.compressed import copy_name
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.own.opened import OpenedShard
@@ -20,8 +20,12 @@ from orchdata.loaders.shards.own.shard import Container, OpenContext, identity_o
 from orchdata.loaders.shards.own.source import ShardSource
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.counted import CountedFile, ReadBytes
-from orchdata.loaders.storage.local import LOCAL, LocalFolder
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.local import LocalFolder
+from orchdata.loaders.storage.remote.file import in_order
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import FileVersion
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
@@ -39,6 +43,10 @@ def open_shard(
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
     reach: int = 0,
+    files: Files = PLAIN_FILES,
+    known: FileVersion | None = None,
+    packed: bool | None = None,
+    whole: bool = False,
 ) -> Shard:
     """Open a shard by the user's container that claims it, or by its suffix. A compressed one is first decompressed
     into the cache, once.
@@ -47,6 +55,10 @@ def open_shard(
         rules: names of fields, the function that makes records, and the container.
         reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
         reach: open its beginning up to here, as of ShardInfo; 0: all of it.
+        files: where the shard is.
+        known, packed: size and version of an object, and whether it is compressed, from the index: then no request is
+            made to open it.
+        whole: whether all of it will be read, from its start to its end.
 
     Raises:
         ValueError: unknown suffix.
@@ -54,11 +66,12 @@ def open_shard(
     """
     context = OpenContext(limits=limits, cache=cache, media_root=media_root, reads=reads)
     if rules.container is not None:
-        folder = LocalFolder(url) if LOCAL.is_folder(url) else None
-        return OpenedShard(rules.container, ShardSource(folder or LOCAL.open(url), reads), context, rules)
+        storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
+        return OpenedShard(rules.container, ShardSource(storage, reads), context, rules)
     container = builtin_of(url)
-    file = LOCAL.open(url)
-    return container.open(file if reads is None else CountedFile(file, reads.storage), context, rules, reach)
+    file = files.open(url, known, reads)
+    whole = whole and isinstance(container, TarContainer | RecordContainer)
+    return container.open(in_order(file) if whole else file, context, rules, reach, packed)
 
 
 def open_indexed(
@@ -70,6 +83,7 @@ def open_indexed(
     record: UserFunction | None = None,
     containers: Mapping[str, Container] = NO_CONTAINERS,
     reads: ReadBytes | None = None,
+    files: Files = PLAIN_FILES,
 ) -> Shard:
     """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`.
 
@@ -78,14 +92,17 @@ def open_indexed(
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
+    how: dict[str, Any] = {"files": files}
+    if is_remote(url):
+        how |= {"known": FileVersion(indexed.size, indexed.version), "packed": indexed.packed}
     try:
         shard = open_shard(
-            url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads, reach=indexed.reach
+            url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads, reach=indexed.reach, **how
         )
     except StaleIndexError:
         raise
     except ShardError as error:
-        now = LOCAL.version(url)  # of a changed shard this says nothing about the samples that were indexed
+        now = files.version(url)  # of a changed shard this says nothing about the samples that were indexed
         if now is None or now == (indexed.size, indexed.version):
             raise
         reason = (
@@ -124,6 +141,8 @@ class OpenShards:
     Args:
         limits, cache: for opening.
         containers: of the user's, by identity: a class of the main program has another name in worker processes.
+        files: where the shards are.
+        any_remote: whether any of them is an object of storage, which is read ahead.
         capacity: the number of shards that stay open.
 
     Attributes:
@@ -137,6 +156,8 @@ class OpenShards:
         limits: Limits,
         cache: CacheFolder,
         containers: Mapping[str, Container] = NO_CONTAINERS,
+        files: Files = PLAIN_FILES,
+        any_remote: bool = False,
         capacity: int = 64,
     ) -> None:
         if capacity < 1:
@@ -146,6 +167,8 @@ class OpenShards:
         self._limits = limits
         self._cache = cache
         self._containers = containers
+        self._files = files
+        self.any_remote = any_remote
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[_Key, Shard] = OrderedDict()
@@ -185,9 +208,10 @@ class OpenShards:
     def _open(self, key: _Key, indexed: ShardInfo | None, record: UserFunction | None) -> Shard:
         opening: dict[str, Any] = {"limits": self._limits, "cache": self._cache, "reads": self.reads}
         if indexed is None:
-            shard = open_shard(key[0], rules=FieldRules(record=record), **opening)
+            shard = open_shard(key[0], rules=FieldRules(record=record), files=self._files, **opening)
         else:
-            shard = open_indexed(key[0], indexed, record=record, containers=self._containers, **opening)
+            how: dict[str, Any] = {"containers": self._containers, "files": self._files}
+            shard = open_indexed(key[0], indexed, record=record, **how, **opening)
         with self._lock:
             self._shards[key] = shard
             while len(self._shards) > self._capacity:

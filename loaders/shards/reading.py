@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -12,8 +12,9 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.own.checks import container_of, shards_of
 from orchdata.loaders.shards.own.shard import Container, identity_of, name_of
-from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.paths import Claiming, Paths, expand_paths, media_root_of
+from orchdata.loaders.storage.paths import Claiming, Matching, Paths, expand_paths, media_root_of
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +25,13 @@ class Reading:
         media_root: folder of the media files that records name, as an absolute path; None: records name no files.
         columns: (old name, new name) of each field to rename, by old name.
         containers: of the user's, which are asked first.
+        files: where the shards are; no part of the identity.
     """
 
     media_root: str | None = None
     columns: tuple[tuple[str, str], ...] = ()
     containers: tuple[Container, ...] = ()
+    files: Files = field(default=PLAIN_FILES, compare=False)
 
     def identity(self) -> list[Any]:
         """Return what an index depends on besides shards and recipe, JSON-safe; empty for the default."""
@@ -49,14 +52,26 @@ class Reading:
         """Return the folder of the media that a shard names; None if its kind names none."""
         return media_root_of(url, self.media_root) if rules.container is None else self.media_root
 
-    def expand(self, paths: Paths) -> list[str]:
+    def looked_up(self, urls: Sequence[str]) -> Reading:
+        """Return how shards are read, with sizes and versions of those that are objects of storage, from few requests.
+
+        Raises StorageError.
+        """
+        remote = [url for url in map(identity, urls) if is_remote(url)]
+        return replace(self, files=self.files.looked_up(remote)) if remote else self
+
+    def expand(self, paths: Paths, matching: Matching | None = None) -> list[str]:
         """Return one path per shard, as `expand_paths`; a container of the user's lists the shards of what it claims.
+
+        Args:
+            matching: lists the objects of a pattern; default: by a listing.
 
         Raises as `expand_paths`; ContainerError for a container that breaks the rules, or claims none of the paths.
         """
+        matching = matching or self.files.matches
         if not self.containers:
-            return expand_paths(paths)
-        urls = _expanded(paths, self.containers)
+            return expand_paths(paths, matching=matching)
+        urls = _expanded(paths, self.containers, matching)
         used = _used(self.containers, urls)
         for each in self.containers:
             if not any(each is one for one in used):
@@ -72,18 +87,19 @@ def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Co
 
     Raises as `Reading.expand`.
     """
-    return _used(containers, _expanded(paths, containers)) if containers else ()
+    return _used(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
 
 
-def _expanded(paths: Paths, containers: tuple[Container, ...]) -> list[str]:
+def _expanded(paths: Paths, containers: tuple[Container, ...], matching: Matching) -> list[str]:
     def claims(path: str) -> bool:
-        return container_of(containers, LOCAL.identity(path)) is not None
+        return container_of(containers, identity(path)) is not None
 
-    return expand_paths(paths, own=Claiming(claims, lambda path: shards_of(containers, LOCAL, path)))
+    claiming = Claiming(claims, lambda path: shards_of(containers, PLAIN_FILES, path))
+    return expand_paths(paths, own=claiming, matching=matching)
 
 
 def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
-    claiming = [container_of(containers, LOCAL.identity(url)) for url in urls]
+    claiming = [container_of(containers, identity(url)) for url in urls]
     return tuple(each for each in containers if any(each is one for one in claiming))
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.first.beginning import Beginning, first_samples
+from orchdata.loaders.storage.remote.urls import is_remote
 
 _LEAST_SHARE: Final = 1e-12
 
@@ -29,6 +30,7 @@ class ShardInfo:
         reach: how far it was read if only its beginning was indexed: bytes of its content, decompressed; rows of a
             Parquet or Arrow file; samples of a container of the user's. The checksum is then of what the facts of these
             samples say. 0: all of it was indexed.
+        packed: whether an object of storage is compressed; of files this is not recorded, but read from them.
     """
 
     url: str
@@ -41,11 +43,12 @@ class ShardInfo:
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
     reach: int = 0
+    packed: bool = False
 
     def as_list(self) -> list[Any]:
         """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
-        *values, columns, container, reach = (getattr(self, name) for name in ShardInfo.__slots__)
-        more = [[list(pair) for pair in columns], container, reach]
+        *values, columns, container, reach, packed = (getattr(self, name) for name in ShardInfo.__slots__)
+        more = [[list(pair) for pair in columns], container, reach, packed]
         while more and not more[-1]:
             more.pop()
         return [*values, *more]
@@ -66,12 +69,14 @@ class Shard(Protocol):
         size: bytes as stored.
         version: of the content as stored, as `Storage.version`.
         is_new: whether it is read from a copy that was decompressed now, which no one has compared with an index.
+        packed: whether it is compressed.
     """
 
     url: str
     size: int
     version: str
     is_new: bool
+    packed: bool
 
     def facts(self) -> Facts:
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
@@ -103,6 +108,12 @@ class Shard(Protocol):
         """Return whether a field is JSON in this container, such as a column of numbers; its bytes are UTF-8 then."""
         ...
 
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
+        """Begin to read members, as of `read_many`, that are read soon, if that saves time. Keep the result until they
+        were read.
+        """
+        ...
+
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
         ...
@@ -111,6 +122,7 @@ class Shard(Protocol):
 def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Facts:
     """Return the facts of a shard that was scanned; `more` are further fields of FactsMeta."""
     url, size, version = shard.url, shard.size, shard.version
+    more["packed"] = shard.packed and is_remote(url)
     return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, **more))
 
 

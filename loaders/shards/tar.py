@@ -58,6 +58,7 @@ class TarShard:
         limits: applied by `facts` and `read`.
         size, version: of the shard as stored, if that is another file (a compressed one).
         is_new: whether that file was decompressed now, so that no one has compared its content with an index.
+        packed: whether the shard is compressed.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class TarShard:
         size: int | None = None,
         version: str | None = None,
         is_new: bool = False,
+        packed: bool = False,
     ) -> None:
         self.url = url
         self.size = file.size if size is None else size
         self.version = file.version if version is None else version
         self.is_new = is_new
+        self.packed = packed
         self._file = file
         self._limits = limits
         self._names = dict(names)
@@ -179,6 +182,10 @@ class TarShard:
     def is_json(self, field: str, encoding: int) -> bool:
         """Members are bytes."""
         return False
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
+        # The map of a sparse member says what is read of it.
+        return self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != SPARSE])
 
     def close(self) -> None:
         self._file.close()

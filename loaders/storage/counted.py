@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
+from orchdata.loaders.storage.remote.counts import RequestCounts
 from orchdata.loaders.storage.storage import Storage
 
 
@@ -23,6 +26,7 @@ class ReadBytes:
     """Bytes read so far; all are sums, so those of several ranks can be added.
 
     Attributes:
+        requests: to object storage, by kind.
         storage: from shards as stored: members with the gaps between them, footers and column chunks of Parquet files,
             whole compressed tars, headers when a shard is checked.
         cache: from decompressed copies in the cache folder, on this machine.
@@ -33,6 +37,7 @@ class ReadBytes:
         self.storage = ByteCount()
         self.cache = ByteCount()
         self.used = ByteCount()
+        self.requests = RequestCounts()
 
     @property
     def amplification(self) -> float | None:
@@ -40,12 +45,15 @@ class ReadBytes:
         used = self.used.value
         return self.storage.value / used if used else None
 
-    def as_dict(self) -> dict[str, int]:
-        return {
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums; `requests` by kind only if there were any."""
+        sums: dict[str, Any] = {
             "storage_bytes": self.storage.value,
             "cache_bytes": self.cache.value,
             "used_bytes": self.used.value,
         }
+        requests = self.requests.as_dict()
+        return sums | ({"requests": requests} if requests else {})
 
 
 class CountedFile:
@@ -71,6 +79,9 @@ class CountedFile:
         got = self._file.read_into(offset, buffer)
         self._count.add(got)
         return got
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
+        return self._file.expect(extents)
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()

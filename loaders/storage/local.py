@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -76,6 +76,9 @@ class LocalFile:
                 return self._retry(offset, lambda: read_into_at(fd, offset, buffer), error)
         finally:
             self._leave()
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Reading ahead is left to the system."""
 
     def check_unchanged(self) -> None:
         fd = self._enter()
@@ -199,6 +202,9 @@ class LocalFolder:
     def read_into(self, offset: int, buffer: memoryview) -> int:
         raise ShardError(self.url, "is a folder, which has no bytes of its own: open one of its files")
 
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        """A folder has no bytes of its own."""
+
     def check_unchanged(self) -> None:
         """Each file is compared when it is opened."""
 
@@ -319,9 +325,3 @@ def read_into_at(fd: int, offset: int, buffer: memoryview) -> int:
 
 def _seconds(status: os.stat_result) -> str:
     return f"{max(status.st_mtime_ns, status.st_ctime_ns) / 1e9:.3f}"
-
-
-def size_of(path: str, *, retries: bool = True) -> int:
-    """Return the bytes of a file, or of the files of a folder; 0 if it does not exist. Raises as `version`."""
-    version = LOCAL.version(path, retries=retries)
-    return 0 if version is None else version.size

@@ -8,13 +8,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
+from orchdata.loaders.storage.remote.patterns import has_magic
+from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import read_given
 
@@ -52,20 +54,27 @@ class Claiming(NamedTuple):
     shards: Callable[[str], list[str] | None]
 
 
-def expand_paths(paths: Paths, *, check: bool = True, own: Claiming | None = None) -> list[str]:
+Matching = Callable[[str], Iterable[str]]
+"""Returns the objects of storage that a pattern matches, sorted."""
+
+
+def expand_paths(
+    paths: Paths, *, check: bool = True, own: Claiming | None = None, matching: Matching | None = None
+) -> list[str]:
     """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
-    Paths may be `file:` URLs.
+    Paths may be `file:` URLs, and URLs of objects of storage, which are not looked at.
 
     Args:
         paths: from the user; a list keeps its order.
         check: check that each shard exists. Without it, only globs touch the file system.
         own: containers of the user's, which are asked first.
+        matching: lists the objects of a pattern; without it, there may be no such patterns.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
         StorageError: a folder cannot be listed, so the matches of a pattern are unknown.
         ValueError: an unknown suffix, a folder that is neither a data set saved by Hugging Face's `datasets` nor a
-            media folder with a table, a command (`pipe:`), a remote URL, unbalanced braces, a shard given twice, or no
+            media folder with a table, a command (`pipe:`), unbalanced braces, a shard given twice, or no
             path at all.
     """
     given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -75,15 +84,15 @@ def expand_paths(paths: Paths, *, check: bool = True, own: Claiming | None = Non
     source: dict[str, str] = {}
     for entry in given:
         for pattern in _texts(entry):
-            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, own=own):
-                name = os.path.normpath(path)
+            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, own=own, matching=matching):
+                name = identity(path) if is_remote(path) else os.path.normpath(path)
                 if name in source:
                     raise ValueError(
                         f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
                     )
                 source[name] = pattern
                 if own is None or not own.claims(path):
-                    suffix_of(path, own_too=own is not None)
+                    suffix_of(identity(path) if is_remote(path) else path, own_too=own is not None)
                 shards.append(path)
     return shards
 
@@ -126,7 +135,12 @@ def _texts(entry: object) -> list[str]:
     path = os.fspath(entry)
     if not isinstance(path, str):
         raise TypeError(f"a path must be text, got {path!r}")
-    if not isinstance(entry, str) or path.startswith("pipe:") or "::" not in path or is_there(path):
+    if (
+        not isinstance(entry, str)
+        or path.startswith("pipe:")
+        or "::" not in path
+        or (not is_remote(path) and is_there(path))
+    ):
         return [_text(path)]
     return [_text(piece) for piece in path.split("::")]
 
@@ -139,28 +153,25 @@ def _text(path: str) -> str:
             f"{path!r}: commands are never run; give the files, mount the storage that they are on, or download them "
             "first"
         )
-    scheme, separator, rest = path.partition("://")
-    if separator and scheme != "file":
-        raise ValueError(f"{path!r}: remote storage ({scheme}://) is not supported yet; give local paths")
+    _, separator, rest = path.partition("://")
+    if is_remote(path):
+        parsed(path)
+        return path
     if separator:
         return rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     return path.removeprefix("file:")
 
 
-def _expand(pattern: str, *, literal: bool, check: bool, own: Claiming | None) -> Iterator[str]:
+def _expand(
+    pattern: str, *, literal: bool, check: bool, own: Claiming | None, matching: Matching | None
+) -> Iterator[str]:
+    if is_remote(pattern):
+        yield from _expand_remote(pattern, matching)
+        return
     if literal or ("{" not in pattern and "\\" not in pattern) or is_there(pattern):
         expanded = [pattern]
     else:
-        count = _num_expanded(pattern)
-        if count > _MOST_PATHS or count * len(pattern) > _MOST_CHARACTERS:
-            raise ValueError(
-                f"{pattern[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or {_MOST_CHARACTERS:,} "
-                "characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
-            )
-        try:
-            expanded = list(braceexpand.braceexpand(pattern))
-        except ValueError as error:
-            raise ValueError(f"{pattern!r}: unbalanced braces") from error
+        expanded = _in_braces(pattern)
     for path in expanded:
         named = path if path == pattern else f"{path} (from {pattern!r})"
         if glob.has_magic(path) and not literal and not is_there(path):
@@ -181,6 +192,42 @@ def _expand(pattern: str, *, literal: bool, check: bool, own: Claiming | None) -
             if not is_there(path):
                 raise FileNotFoundError(f"no such shard: {named}")
         yield path
+
+
+def _expand_remote(pattern: str, matching: Matching | None) -> Iterator[str]:
+    """Yield the objects of a pattern. Braces of an HTTP URL's query are not expanded."""
+    cut = pattern.find("?") if scheme_of(pattern) in HTTP else -1
+    path, query = (pattern, "") if cut < 0 else (pattern[:cut], pattern[cut:])
+    for url in _in_braces(path) if "{" in path else [path]:
+        if not has_magic(url):
+            yield url + query
+            continue
+        assert matching is not None
+        found = list(matching(url))
+        if not found:
+            named = url if url == pattern else f"{url} (from {pattern!r})"
+            raise FileNotFoundError(f"no object matches {named}")
+        yield from found
+
+
+def needs_listing(paths: Paths) -> bool:
+    """Return whether objects must be listed to expand these paths. Raises ValueError as `expand_paths`."""
+    given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    return any(is_remote(path) and has_magic(path) for each in given for path in _texts(each))
+
+
+def _in_braces(pattern: str) -> list[str]:
+    """Return the paths that braces stand for."""
+    count = _num_expanded(pattern)
+    if count > _MOST_PATHS or count * len(pattern) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"{pattern[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or {_MOST_CHARACTERS:,} "
+            "characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
+        )
+    try:
+        return list(braceexpand.braceexpand(pattern))
+    except ValueError as error:
+        raise ValueError(f"{pattern!r}: unbalanced braces") from error
 
 
 def _num_expanded(pattern: str, levels: int = 0) -> int:

@@ -1,12 +1,12 @@
 """Where shards come from: a file system that names and lists them, and open files with positional reads.
 
-Size, version and name of everything that is kept in the cache come from here. Remote storage can use the same
-interfaces.
+Size, version and name of everything that is kept in the cache come from here. Files of this machine are in `local`,
+objects of storage in `remote`, and `remote.files` chooses by the URL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -38,6 +38,12 @@ class Storage(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset`. Return the number of bytes read, fewer only at the end of the file."""
+        ...
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
+        """Begin to read ranges (offset, size) that are read soon, if that saves time. Keep the result until they were
+        read.
+        """
         ...
 
     def check_unchanged(self) -> None:

@@ -15,7 +15,7 @@ class IndexedShards(ShardDataset):
     """A data set by its index alone, as `synthetic_index` makes it."""
 
     def __init__(self, path: Path) -> None:
-        self.urls, self.recipe, self.reading, self.index_fields = (str(path),), Recipe(), PLAIN, ()
+        self._urls, self.recipe, self.reading, self.index_fields = (str(path),), Recipe(), PLAIN, ()
 
     def index(
         self,

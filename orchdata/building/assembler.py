@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
+from orchdata.loaders.index.ahead import Wanted
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 
@@ -98,6 +99,9 @@ class Assembly(Protocol):
     def num_bytes(self) -> int:
         """Memory that `fill` takes, computed from the index: nothing is read or allocated yet."""
 
+    def wanted(self) -> Iterable[Wanted]:
+        """Return what its tasks will read of shards."""
+
     def fill(self, memory: Memory) -> Sequence[Task]:
         """Return the tasks that fill it, for any order and any threads. Called once. Raises MemoryError."""
 
@@ -113,6 +117,9 @@ class Assembler(Protocol):
         """Bytes that it has read from shards so far; None if samples are not in shards."""
 
     def begin(self, share: Share) -> Assembly: ...
+
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        """Begin to read from slow storage what is wanted. Keep the result until it was read."""
 
     def load_alone(self, row: int) -> None:
         """Load one sample, and drop it. Raises what loading raises."""

@@ -8,7 +8,7 @@ import inspect
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
 from orchdata.loaders.generators import Pass
+from orchdata.loaders.index.ahead import Wanted
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.locks import lock_of
@@ -57,6 +58,7 @@ class SampleAssembler:
         load_many: rows -> all samples of a microbatch together; None to load each one by itself.
         reads: counts the bytes that `load` reads from shards.
         seed: for shards, of the generators that decoding draws from: `load` then gets the pass of the sample too.
+        ahead: for shards, begins to read what is wanted.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class SampleAssembler:
         load_many: Callable[[list[int]], Any] | None = None,
         reads: ReadBytes | None = None,
         seed: int | None = None,
+        ahead: Callable[[Iterable[Wanted]], object] | None = None,
     ) -> None:
+        self._ahead = ahead
         self._load = load
         self._watch = watch
         self._refuse = refuse
@@ -85,6 +89,9 @@ class SampleAssembler:
 
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
+
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        return None if self._ahead is None else self._ahead(wanted)
 
     def load(self, row: int, of: Pass | None = None) -> Any:
         """Load a sample by its row, as in a pass."""
@@ -185,6 +192,9 @@ class SampleAssembly:
         self._failures: dict[int, DataError] = {}
         self._seconds: list[float] = []
         self.num_bytes = 0  # a sample's memory is its own
+
+    def wanted(self) -> Iterator[Wanted]:
+        return (Wanted(row, kept=True) for row in self._share.plan.row[self._places].tolist())
 
     def fill(self, memory: Memory) -> list[Task]:
         rows, load_many = self._share.plan.row[self._places].tolist(), self._assembler.load_many

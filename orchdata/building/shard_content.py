@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
+from orchdata.loaders.index.ahead import Wanted, read_ahead
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
@@ -51,6 +52,9 @@ class PackedAssembler:
             work = {name: planned_work(share, name) for name in self.source.encoders}
             return PackedAssembly(self, share, indices, work)
         return self.begin_with(share, indices)
+
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
 
     stateful = None
 
@@ -100,6 +104,16 @@ class PackedAssembly:
             for number, (part, at) in enumerate(encoded):
                 self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
 
+    def wanted(self) -> Iterator[Wanted]:
+        for each in self._wanted.values():
+            text, parts, kept = self._needs(each, self._assembler.source.recipe_of(each.row))
+            yield Wanted(each.row, text, parts, kept)
+
+    def _needs(self, wanted: _Wanted, recipe: Recipe) -> tuple[bool, list[int], bool]:
+        """Return what is read of a sample: whether its text, which parts, and whether what is kept."""
+        is_here = wanted.number is not None
+        return is_here, [part for _, _, part in wanted.parts], is_here and bool(recipe.keep)
+
     def fill(self, memory: Memory) -> list[Task]:
         """Lay the batch out in memory; a task for each stored sample. Raises MemoryError, naming the largest."""
         self._memory, source = memory, self._assembler.source
@@ -147,9 +161,8 @@ class PackedAssembly:
         try:
             if known_crash is not None:
                 raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
-            parts = [part for _, _, part in wanted.parts]
-            is_here = wanted.number is not None
-            payloads = sample.read(recipe, text=is_here, parts=parts, kept=is_here and bool(recipe.keep))
+            text, parts, keeps = self._needs(wanted, recipe)
+            payloads = sample.read(recipe, text=text, parts=parts, kept=keeps)
         except DataError as failure:
             failures = [kept(failure)]
             if wanted.number is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch.utils.data import default_collate, default_convert
@@ -31,12 +32,15 @@ from orchdata.building.step import Builder
 from orchdata.building.windows.assembler import WindowAssembler
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.first_calls import settle_first_calls
+from orchdata.loaders.index.ahead import read_ahead
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Layout, window_length
@@ -91,6 +95,7 @@ class IndexedShards:
         recipe, of_sources: as of `PageSource`.
         seed: of the generators that decoding draws from.
         containers: of the user's, which open shards, by identity; of all sources of a mixture together.
+        files: where the shards are.
     """
 
     index: Index
@@ -99,6 +104,7 @@ class IndexedShards:
     of_sources: tuple[Recipe, ...] = ()
     seed: int = 0
     containers: Mapping[str, Container] = field(default_factory=dict)
+    files: Files = PLAIN_FILES
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
@@ -112,7 +118,13 @@ class IndexedShards:
             )
         for recipe in (self.recipe, *self.of_sources):
             load_required(recipe)
-        return OpenShards(limits=self.recipe.limits, cache=CacheFolder(), containers=self.containers)
+        return OpenShards(
+            limits=self.recipe.limits,
+            cache=CacheFolder(),
+            containers=self.containers,
+            files=self.files,
+            any_remote=any(is_remote(shard.url) for shard in self.index.shards),
+        )
 
     def name_of(self, row: int) -> str:
         return f"{self.index.called(row)} of {self.index.shard_of(row).url}"
@@ -164,6 +176,7 @@ class SampleContent:
             collate_fn=self.collate_fn,
             reads=shards.reads,
             seed=self.shards.seed,
+            ahead=partial(read_ahead, self.shards.index, shards, self.shards.recipe_of),
         )
 
     def name_of(self, row: int) -> str:

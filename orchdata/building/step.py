@@ -108,6 +108,7 @@ class StartedStep:
             assembler.begin(Share(self.plan, rank, microbatch, index))
             for index, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
         ]
+        self._ahead = assembler.read_ahead(each for assembly in self._assemblies for each in assembly.wanted())
         self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
         self._memory = memory
 
@@ -120,6 +121,7 @@ class StartedStep:
     def finish(self) -> BuiltStep:
         """Put the microbatches together; called once, after all tasks have run."""
         made = [assembly.finish() for assembly in self._assemblies]
+        self._ahead = None
         seconds = {"planning": self._planning_seconds}
         for assembled in made:
             for stage, spent in assembled.seconds.items():

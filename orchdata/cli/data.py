@@ -286,7 +286,9 @@ def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool
     from orchdata.loaders.index.build import BuildProgress, build_index
 
     scanned = 0
-    forecast = Forecast(urls, "finished shards are kept if you stop it; for a first look in seconds, `--limit 1000`")
+    reading = reading.looked_up(urls)
+    advice = "finished shards are kept if you stop it; for a first look in seconds, `--limit 1000`"
+    forecast = Forecast(urls, advice, files=reading.files)
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
 
         def shard_done(shard: BuildProgress) -> None:

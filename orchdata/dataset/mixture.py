@@ -15,6 +15,7 @@ from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.storage.remote.files import Files, joined_files
 from orchdata.order.merge import By, Stage, Stop
 
 Weights = Mapping[str, float]
@@ -116,6 +117,14 @@ class Mixture:
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
+
+    @property
+    def files(self) -> Files:
+        """Where the shards of all sources are."""
+        parts = [leaf.dataset for leaf in self.leaves]
+        if all(part.files == parts[0].files for part in parts):
+            return parts[0].files
+        return joined_files([(part.urls, part.files) for part in parts])
 
     @property
     def containers(self) -> tuple[Container, ...]:

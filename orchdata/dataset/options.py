@@ -72,6 +72,7 @@ class LoaderOptions:
         drawn: whether torch's generator, or `generator`, shuffles map-style data: `shuffle=True` and no seed.
         is_inline: whether the iterating thread builds each step when it is requested.
         accumulate: micro-steps of every step; 1: as many as caps need.
+        timeout: seconds to wait for a step; 0 for no limit.
     """
 
     rank: Rank
@@ -89,6 +90,7 @@ class LoaderOptions:
     cost: Any
     is_inline: bool
     accumulate: int = 1
+    timeout: float = 0.0
 
     @property
     def sample_batches(self) -> GlobalBatches:

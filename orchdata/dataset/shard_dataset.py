@@ -11,6 +11,7 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -33,7 +34,7 @@ from orchdata.dataset.selection import (
 from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.index.fields.build import open_fields
 from orchdata.loaders.index.fields.merged import IndexFields
-from orchdata.loaders.index.index import Index, absolute
+from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.required import load_required
@@ -45,6 +46,9 @@ from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import Matching, needs_listing
+from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.storage import FileVersion
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
@@ -75,6 +79,10 @@ class ShardDataset:
             the paths they read; part of the identity of the data set.
         index_fields: fields of yours (columns, keys of records, members of tars) with numbers, short strings or
             booleans, which the index keeps for `filter`; names after `columns`.
+        storage_options: how objects of storage are read: names of obstore (`endpoint`, `region`, `access_key_id`,
+            `allow_http`, `read_timeout`, ...), and `retry_seconds`, `profile`, `anonymous`. Credentials that are not
+            here are found as usual.
+        store: an obstore store or an fsspec filesystem, which is used as it is for all URLs.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
@@ -85,6 +93,7 @@ class ShardDataset:
 
     selections: tuple[Selection | Taken, ...] = ()
     reading: Reading = PLAIN
+    _urls: tuple[str, ...] | None = None
 
     def __init__(
         self,
@@ -95,14 +104,47 @@ class ShardDataset:
         columns: Mapping[str, str] | None = None,
         containers: Iterable[Container] = (),
         index_fields: Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        store: Any = None,
     ) -> None:
         given = listed_paths(paths)
-        self.reading = reading_of(media_root, columns, containers)
-        self.urls: tuple[str, ...] = tuple(absolute(url) for url in self.reading.expand(given))
+        how: dict[str, Any] = {"storage_options": storage_options, "store": store, "paths": given}
+        self.reading = reading_of(media_root, columns, containers, **how)
         self._given = tuple(absolute(fspath(path)) for path in given)
+        if not needs_listing(given):
+            self._urls = self._expanded(given)
         self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
         self._opened = _Opened()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The shards: absolute paths, and URLs without secrets. Objects that a pattern matches are listed once."""
+        if self._urls is None:
+            with self._opened.lock:
+                self._list()
+        assert self._urls is not None
+        return self._urls
+
+    def _list(self) -> None:
+        """List the objects of patterns, on one rank for all."""
+        files = self.reading.files
+        listed: dict[str, list[Any]] = {}
+
+        def matching(pattern: str) -> list[str]:
+            found = {url: list(file) for url, file in files.matches(pattern).items()}
+            listed.update(found)
+            return list(found)
+
+        def find() -> list[Any]:
+            return [list(self._expanded(self._given, matching)), listed]
+
+        urls, versions = done_by_first(f"listing/{digest(list(self._given))}", find)
+        known = files.knowing({url: FileVersion(*file) for url, file in versions.items()})
+        self._urls, self.reading = tuple(urls), replace(self.reading, files=known)
+
+    def _expanded(self, given: Sequence[Any], matching: Matching | None = None) -> tuple[str, ...]:
+        return tuple(absolute(url) for url in self.reading.expand(given, matching))
 
     @property
     def media_root(self) -> str | None:
@@ -118,6 +160,11 @@ class ShardDataset:
     def containers(self) -> tuple[Container, ...]:
         """The containers of the user's."""
         return self.reading.containers
+
+    @property
+    def files(self) -> Files:
+        """Where the shards are, and how they are read from there."""
+        return self.reading.files
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
         """Return the data set with only the samples for which an expression over columns of the index is true. A split
@@ -236,6 +283,7 @@ class ShardDataset:
                     force=force,
                     share=share,
                     progress=progress,
+                    files=self.files,
                 )
             except MissingIndexError as error:
                 raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
@@ -321,7 +369,7 @@ class ShardDataset:
         if not -len(rows) <= number < len(rows):
             raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
         row = int(rows[number])  # negative numbers count from the end
-        index, shards = self._opened.index, self._opened.open(self.recipe, self.containers)
+        index, shards = self._opened.index, self._opened.open(self.recipe, self.containers, self.files)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
         try:
@@ -394,6 +442,8 @@ class ShardDataset:
         )
 
     def __repr__(self) -> str:
+        if self._urls is None:
+            return f"ShardDataset({', '.join(self._given[:3])}; not listed yet)"
         shards = f"{len(self.urls):,} shard{'s' * (len(self.urls) != 1)}, first {self.urls[0]!r}"
         chosen = "".join(f"; {selection.describe()}" for selection in self.selections)
         index = self._opened.index
@@ -434,9 +484,10 @@ class _Opened:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
 
-    def open(self, recipe: Recipe, containers: Sequence[Container]) -> OpenShards:
+    def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
         with self.lock:
             if self._shards is None:
                 load_required(recipe)
-                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=by_identity(containers))
+                how: dict[str, Any] = {"containers": by_identity(containers), "files": files}
+                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), **how)
             return self._shards

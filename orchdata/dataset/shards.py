@@ -32,7 +32,6 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
@@ -149,9 +148,7 @@ def prepare_shards(
         warn_of_windows(batches, recipes, options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
-    spec = options.build_spec(
-        costs, order, batches, _content(recipes, dataset.containers, options, index, costs.phases[:-1])
-    )
+    spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,
         rows=rows_of(
@@ -214,7 +211,7 @@ def _warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex
     """Warn once about names of `Recipe.keep` that no sample has."""
     containers = by_identity(dataset.containers)
     keeping = [(each, one.recipe) for one, each in _whole_parts(dataset, index) if one.recipe.keep]
-    found = [missing_names(each, recipe, containers) for each, recipe in keeping]
+    found = [missing_names(each, recipe, containers, dataset.files) for each, recipe in keeping]
     there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
     if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
         others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))
@@ -297,7 +294,7 @@ def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> 
 
 def _content(
     recipes: Sequence[Recipe],
-    containers: Sequence[Container],
+    dataset: ShardDataset | Mixture,
     options: LoaderOptions,
     index: Index,
     encoders: tuple[str, ...],
@@ -311,7 +308,8 @@ def _content(
         recipe=recipes[0],
         of_sources=of_sources,
         seed=options.seed,
-        containers=by_identity(containers),
+        containers=by_identity(dataset.containers),
+        files=dataset.files.limited(options.timeout),
     )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)

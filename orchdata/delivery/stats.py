@@ -101,8 +101,9 @@ class Stats:
         by the gaps between members that are read together; Parquet by the rest of each cell's column chunk; a
         compressed tar counts as a whole when it is decompressed into the cache folder, and not again while it is there.
         `reads`: the sums that it is computed from (see `ReadBytes`), which may be added up over ranks: `storage_bytes`,
-        `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They include all reads,
-        also for prefetched steps.
+        `cache_bytes` from decompressed copies, and `used_bytes`; `requests` to object storage by kind (`get`; of these
+        those made `again` after an error, and a `second` time because the first was slow). None for map-style data
+        sets. They include all reads, also for prefetched steps.
         `milliseconds`, per step: `waiting` is the time that the training loop waited; `handing_over` is the time from
         the end of a step in a worker process to its arrival in this one; the others are busy time, summed over threads.
         `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples
@@ -142,8 +143,13 @@ class Stats:
             },
         }
 
-    def _reads_since(self) -> dict[str, int] | None:
+    def _reads_since(self) -> dict[str, Any] | None:
         """Return the bytes read in this interval; None if samples are not in shards."""
         if self._reads is None or self._read_before is None:
             return None
-        return {name: value - self._read_before[name] for name, value in self._reads.as_dict().items()}
+        now, before = self._reads.as_dict(), self._read_before
+        requests, requests_before = now.pop("requests", {}), before.get("requests", {})
+        found = {name: value - before[name] for name, value in now.items()}
+        if requests:  # there is object storage
+            found["requests"] = {kind: count - requests_before.get(kind, 0) for kind, count in requests.items()}
+        return found

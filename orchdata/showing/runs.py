@@ -33,12 +33,18 @@ _WHOLE = (
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
     """Return the shards of a data set, to read rows of its index."""
-    containers = by_identity(dataset.containers)
-    if isinstance(dataset, ShardDataset):
-        return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe, containers=containers)
-    recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
+    recipes = (
+        (dataset.recipe,)
+        if isinstance(dataset, ShardDataset)
+        else tuple(leaf.dataset.recipe for leaf in dataset.leaves)
+    )
     return IndexedShards(
-        index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes, containers=containers
+        index=index,
+        build_id=index.build_id,
+        recipe=recipes[0],
+        of_sources=recipes if isinstance(dataset, Mixture) else (),
+        containers=by_identity(dataset.containers),
+        files=dataset.files,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from orchdata.building.shortage import sample_bytes
 from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
 from orchdata.engines.threads import passed_on
 from orchdata.loaders.errors import DataError, as_field_error
+from orchdata.loaders.index.ahead import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
@@ -60,6 +61,9 @@ class Checker:
     def begin(self, share: Share) -> _Check:
         return _Check(self, int(share.rows[0]))
 
+    def read_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """The builder of a step does this."""
+
     def load_alone(self, row: int) -> None:
         self.check(row)
 
@@ -87,6 +91,9 @@ class _Check:
         self._checker = checker
         self._row = row
         self._failures: list[DataError] = []
+
+    def wanted(self) -> Sequence[Wanted]:
+        return ()
 
     def fill(self, memory: Memory) -> Sequence[Task]:
         return [self._run]

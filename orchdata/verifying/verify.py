@@ -32,6 +32,7 @@ from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
@@ -65,6 +66,7 @@ def verify(
     jobs: int | None = None,
     timeout: float = 120.0,
     containers: Sequence[Container] = (),
+    files: Files = PLAIN_FILES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Read and decode every sample, in processes of limited memory and time.
@@ -77,6 +79,7 @@ def verify(
         jobs: number of processes; default: one per CPU that this process may use.
         timeout: seconds that one sample may take.
         containers: of the user's, which open shards of the index.
+        files: where the shards are.
         progress: called with (samples done, samples in total).
 
     Raises:
@@ -94,7 +97,9 @@ def verify(
     failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}
     num_usable = index.num_samples - len(bad)
     if num_usable:
-        for done, (row, failures) in enumerate(_checked(index, recipe, min(jobs, num_usable), timeout, containers), 1):
+        for done, (row, failures) in enumerate(
+            _checked(index, recipe, min(jobs, num_usable), timeout, containers, files), 1
+        ):
             if failures:
                 failed[row] = failures[0]
             if progress is not None:
@@ -107,7 +112,7 @@ def verify(
 
 
 def _checked(
-    index: Index, recipe: Recipe, jobs: int, timeout: float, containers: Sequence[Container]
+    index: Index, recipe: Recipe, jobs: int, timeout: float, containers: Sequence[Container], files: Files
 ) -> Iterator[tuple[int, list[DataError]]]:
     """Yield each usable sample, by its first row, and its failures, as processes finish it."""
     balance = Balance(scope="none")
@@ -119,7 +124,9 @@ def _checked(
         balance=balance,
         num_ranks=1,
     )
-    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers))
+    shards = IndexedShards(
+        index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
+    )
     options = WorkerOptions(
         num_workers=jobs,
         num_threads=0,
@@ -139,32 +146,36 @@ def _checked(
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
     with (
         closing(ProcessEngine(spec, workers)) as engine,
-        closing(_stretches(index, recipe, jobs, containers)) as stretches,
+        closing(_stretches(index, recipe, jobs, containers, files)) as stretches,
     ):
         for row, built in _built(engine, jobs, stretches):
             yield row, [_worded(failure) for failure in built.failures]
 
 
 def _stretches(
-    index: Index, recipe: Recipe, jobs: int, containers: Sequence[Container]
+    index: Index, recipe: Recipe, jobs: int, containers: Sequence[Container], files: Files
 ) -> Generator[NDArray[np.int64], None, None]:
     """Yield first rows of usable samples, some of one shard at a time, after a comparison of the shard's checksum."""
     rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
     with ThreadPoolExecutor(jobs) as pool:
-        compared = pool.map(lambda number: compare_shard(index, recipe, number, containers), used)
+        compared = pool.map(lambda number: compare_shard(index, recipe, number, containers, files), used)
         with closing(compared):  # type: ignore[type-var]  # a generator, which cancels the rest
             for number, _ in zip(used, compared, strict=True):
                 for start in range(bounds[number], bounds[number + 1], _ROWS_AT_ONCE):
                     yield rows[start : min(start + _ROWS_AT_ONCE, bounds[number + 1])]
 
 
-def compare_shard(index: Index, recipe: Recipe, number: int, containers: Sequence[Container] = ()) -> None:
+def compare_shard(
+    index: Index, recipe: Recipe, number: int, containers: Sequence[Container] = (), files: Files = PLAIN_FILES
+) -> None:
     """Compare a shard with its checksum in the index. Raises StaleIndexError, StorageError."""
     info = index.shards[number]
     rules = rules_of(info, by_identity(containers))
-    with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder(), rules=rules)) as shard:
+    with closing(
+        open_shard(info.url, limits=recipe.limits, cache=CacheFolder(), rules=rules, files=files, whole=True)
+    ) as shard:
         if shard.checksum() != info.checksum:
             raise StaleIndexError(
                 info.url, "has another checksum than when it was indexed: run `orchdata index --force`"

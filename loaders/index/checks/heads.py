@@ -65,7 +65,8 @@ def check_index(values: Mapping[str, Any]) -> None:
         more = [shard[longest:] for shard in shards if type(shard) is list and len(shard) > longest]
         _check_renamed([each[:1] for each in more], "shards")
         _check_containers([each[1:2] for each in more if each[1:]], "shards")
-        _check_reaches([each[2:] for each in more if each[2:]], "shards")
+        _check_reaches([each[2:3] for each in more if each[2:]], "shards")
+        _check_packed([each[3:] for each in more if each[3:]], "shards")
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(values, "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
@@ -88,9 +89,11 @@ def _check_of_totals(modalities: tuple[str, ...]) -> Check:
 
 
 def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of facts without `met`, which only shards with renamed fields have, after a check of it."""
+    """Return the metadata of facts without what only some shards have, after a check of it: `met`, `packed`."""
     _check_met(meta.get("met", {}), "met")
-    return {name: value for name, value in meta.items() if name != "met"}
+    if meta.get("packed", True) is not True:
+        raise ValueError(f"packed is said to be {meta['packed']!r:.40}")
+    return {name: value for name, value in meta.items() if name not in ("met", "packed")}
 
 
 _check_met = check_of({str: COUNT})
@@ -98,3 +101,4 @@ _check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])
 _check_reaches = check_of([(COUNT,)])
+_check_packed = check_of([(bool,)])

@@ -33,6 +33,7 @@ from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.shared.access import Access, Accesses
 
 _TICK_SECONDS = 0.5
@@ -50,6 +51,7 @@ def open_fields(
     force: bool = False,
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
+    files: Files = PLAIN_FILES,
 ) -> IndexFields:
     """Open the user's own columns of an index; read them from the shards if they are not kept.
 
@@ -64,6 +66,7 @@ def open_fields(
         force: read all shards again.
         share: (number, number of processes): each begins at another shard.
         progress: called about twice a second with the shards that are done, and the number of all.
+        files: where the shards are.
 
     Raises:
         ValueError: values that the index does not keep, columns of several types, or a name that no sample has.
@@ -78,7 +81,7 @@ def open_fields(
     if not may_build:
         raise MissingIndexError(f"the index of these {len(index.shards)} shards lacks index_fields={tuple(names)}")
     cache.make(FOLDER)
-    reader = _Reader(index, names, recipe, by_identity(containers), cache, force)
+    reader = _Reader(index, names, recipe, by_identity(containers), cache, force, files)
     with closing(reader.claims):
         layers = _all_layers(reader, share, progress)
         path = str(fields_path(index, names, cache))
@@ -137,6 +140,7 @@ class _Reader:
         containers: Mapping[str, Container],
         cache: CacheFolder,
         force: bool,
+        files: Files,
     ) -> None:
         self.index = index
         self.accesses = Accesses()
@@ -147,6 +151,7 @@ class _Reader:
         self._containers = containers
         self._cache = cache
         self._force = force
+        self._files = files
 
     def layer(self, number: int, waits: bool) -> ShardLayer | None:
         """Return keys and columns of a shard; None if another process is reading it, and this one does not wait."""
@@ -173,12 +178,11 @@ class _Reader:
 
     def _read(self, info: ShardInfo, rules: FieldRules, access: Access) -> ShardFields:
         limits, root = self._recipe.limits, info.media_root or None
-        shard: Shard = open_indexed(
-            info.url, info, limits=limits, cache=self._cache, record=rules.record, containers=self._containers
-        )
+        how: dict[str, Any] = {"record": rules.record, "containers": self._containers, "files": self._files}
+        shard: Shard = open_indexed(info.url, info, limits=limits, cache=self._cache, **how)
 
         def table() -> FactsTable:
-            given: dict[str, Any] = {"media_root": root, "rules": rules, "access": access}
+            given: dict[str, Any] = {"media_root": root, "rules": rules, "access": access, "files": self._files}
             return load_facts(info.url, lambda: shard, limits=limits, cache=self._cache, **given).table
 
         with closing(shard):

@@ -18,6 +18,7 @@ from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 
 _LOOKED_AT: Final = 32
 """Records of a data set that are read to see their keys."""
@@ -31,18 +32,24 @@ class Missing(NamedTuple):
     num_records: int
 
 
-def missing_names(index: Index, recipe: Recipe, containers: Mapping[str, Container] = NO_CONTAINERS) -> Missing:
+def missing_names(
+    index: Index,
+    recipe: Recipe,
+    containers: Mapping[str, Container] = NO_CONTAINERS,
+    files: Files = PLAIN_FILES,
+) -> Missing:
     """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it.
 
     Args:
         containers: of the user's, by identity.
+        files: where the shards are.
     """
     others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
     others.pop(RECORD_FIELD, None)
     missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]
     count = 0
     if missing and (recipe.record is not None or any(map(has_keys, index.fields))):
-        for record in _some_records(index, recipe, containers):
+        for record in _some_records(index, recipe, containers, files):
             count += 1
             others |= dict.fromkeys(record)
             missing = [name for name in missing if key_of(name, record) is None]
@@ -51,10 +58,12 @@ def missing_names(index: Index, recipe: Recipe, containers: Mapping[str, Contain
     return Missing(tuple(missing), tuple(others), count)
 
 
-def _some_records(index: Index, recipe: Recipe, containers: Mapping[str, Container]) -> Iterator[dict[str, Any]]:
+def _some_records(
+    index: Index, recipe: Recipe, containers: Mapping[str, Container], files: Files
+) -> Iterator[dict[str, Any]]:
     rows = np.unique(np.linspace(0, index.num_rows - 1, min(_LOOKED_AT, index.num_rows)).astype(np.int64))
     good: Sequence[int] = rows[~np.isin(rows, index.bad_rows())].tolist()
-    shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers)
+    shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), containers=containers, files=files)
     try:
         for row in good:
             sample = StoredSample(index, shards, row)

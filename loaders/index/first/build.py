@@ -40,7 +40,6 @@ from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import size_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
 _SURE: Final = 0.8
@@ -96,6 +95,7 @@ def build_first_index(
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
+    reading = reading.looked_up(urls)
     path = index_path(urls, fingerprint, cache, reading, first=count)
     before = _changed(path)
     patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
@@ -175,7 +175,7 @@ class _First:
         inside: list[str] = []
         room = _SURE * left * num_bytes / good
         for path in paths:
-            room -= size_of(path)
+            room -= self._reading.files.size_of(path)
             if room < 0:
                 break
             inside.append(path)
@@ -192,7 +192,7 @@ class _First:
         root = self._reading.root_of(url, rules)
         try:
             while True:
-                how: dict[str, Any] = {"media_root": root, "rules": rules}
+                how: dict[str, Any] = {"media_root": root, "rules": rules, "files": self._reading.files}
                 with here().at(url), begun(url, most, limits=recipe.limits, cache=self._cache, **how) as (shard, first):
                     if first.is_whole or first.is_short:
                         return None

@@ -29,7 +29,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import size_of
+from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
 MOST_SHARDS: Final = 32
@@ -96,6 +96,7 @@ def first_look(
         raise ValueError("no shards to index")
     load_for_scanning(recipe)
     paths = [absolute(url) for url in urls]
+    reading = reading.looked_up(paths)
     chosen = _chosen(paths, min(MOST_SHARDS, limit), seed)
     workers = threads_or_default(num_threads)
     missing = MissingMedia()
@@ -117,7 +118,7 @@ def first_look(
         patience.end()
         pool.shutdown(cancel_futures=True)
     missing.check()
-    return _estimate(paths, looks, workers)
+    return _estimate(paths, looks, workers, reading.files)
 
 
 def _chosen(paths: Sequence[str], most: int, seed: int) -> list[str]:
@@ -161,7 +162,7 @@ class _Looker:
 
     def look(self, url: str) -> _Look:
         """Look at a shard: at one sample, to know the time that opening it takes, then at all that are wanted."""
-        size = size_of(url)
+        size = self._reading.files.size_of(url)
         with here().at(url):
             first, _, opening = self._timed(url, 1)
             costs, share, seconds = self._timed(url, self._most) if self._most > 1 else (first, _, opening)
@@ -188,6 +189,7 @@ class _Looker:
         recipe = self._recipe
         rules = self._reading.rules(url, recipe)
         how: dict[str, Any] = {"media_root": self._reading.root_of(url, rules), "rules": rules}
+        how["files"] = self._reading.files
         with begun(url, most, limits=recipe.limits, cache=self._cache, **how) as (shard, beginning):
             costs = cost_shard(beginning.facts, lambda: shard, recipe, self._probes)
             if isinstance(shard, JsonLinesShard) and shard.folder is not None:
@@ -214,8 +216,8 @@ def _failures(url: str, costs: ShardCosts) -> list[DataError]:
     ]
 
 
-def _estimate(paths: Sequence[str], looks: Sequence[_Look], workers: int) -> Estimate:
-    sizes = _sizes(paths)
+def _estimate(paths: Sequence[str], looks: Sequence[_Look], workers: int, files: Files) -> Estimate:
+    sizes = _sizes(paths, files)
     num_bytes = sum(sizes)
     is_all = len(looks) == len(paths)
     scale = 1.0 if is_all else num_bytes / max(1, sum(look.size for look in looks))
@@ -242,7 +244,7 @@ def _scaled(totals: Totals, factor: float, as_number: Callable[[float], float] =
     return {name: scaled(name, value) for name, value in totals.items()}
 
 
-def _sizes(paths: Sequence[str]) -> list[int]:
+def _sizes(paths: Sequence[str], files: Files) -> list[int]:
     """Return the size of each shard; 0 for one that does not exist now."""
     with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="orchdata-sizes") as pool:
-        return list(pool.map(size_of, paths, chunksize=100))
+        return list(pool.map(files.size_of, paths, chunksize=100))

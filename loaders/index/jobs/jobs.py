@@ -27,7 +27,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.local import size_of
+from orchdata.loaders.storage.remote.files import Files
 
 _POLL_SECONDS: Final = 0.1
 
@@ -40,16 +40,19 @@ class Jobs:
         open_builder: makes the builder of a child, which measures there what `urls` names; it must pickle.
         recipe: of the builder.
         urls: all shards of the build.
+        files: where they are.
 
     Raises:
         ValueError: something of the recipe, or of how shards are read, cannot be sent to a process.
     """
 
-    def __init__(self, count: int, open_builder: Callable[[], Builds], recipe: Recipe, urls: Sequence[str]) -> None:
+    def __init__(
+        self, count: int, open_builder: Callable[[], Builds], recipe: Recipe, urls: Sequence[str], files: Files
+    ) -> None:
         check_may_have_children()
         self._count = count
         self._given = _pickled(open_builder, recipe, count)
-        self._large = _larger_than_a_share(urls, count)
+        self._large = _larger_than_a_share(urls, count, files)
         self._changed = threading.Condition()
         self._idle: list[ChildProcess] = []
         self._all: set[ChildProcess] = set()
@@ -184,7 +187,7 @@ def _pickled(open_builder: Callable[[], Builds], recipe: Recipe, count: int) -> 
         ) from error
 
 
-def _larger_than_a_share(urls: Sequence[str], count: int) -> set[str]:
-    sizes = {url: size_of(url) for url in urls}
+def _larger_than_a_share(urls: Sequence[str], count: int, files: Files) -> set[str]:
+    sizes = {url: files.size_of(url) for url in urls}
     share = sum(sizes.values()) / count
     return {url for url, size in sizes.items() if size > share}

@@ -125,6 +125,7 @@ class ArrowShard:
     """A file of an Arrow stream. `read` and `read_many` are safe from many threads."""
 
     is_new = False
+    packed = False
 
     def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
@@ -201,6 +202,9 @@ class ArrowShard:
             columns = read_columns(reader, scan(reader, self._limits)[0])
             self._file.check_unchanged()
             return columns
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
+        """What of the file a cell takes is known when it is decoded."""
 
     def close(self) -> None:
         self._file.close()

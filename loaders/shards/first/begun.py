@@ -17,8 +17,8 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.own.shard import OpenContext
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.paths import is_compressed
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.storage import Storage
 
 _FIRST_BYTES: Final = 4 << 20
@@ -36,13 +36,14 @@ def begun(
     cache: CacheFolder,
     media_root: str | None = None,
     rules: FieldRules = NO_RULES,
+    files: Files = PLAIN_FILES,
 ) -> Iterator[tuple[Shard, Beginning]]:
     """Open a shard for the block, with its first `most` samples: only these can be read from it.
 
     A compressed shard may have fewer of them, if so many would take more than `MOST_BYTES`: `is_short` says so.
 
     Args:
-        limits, cache, media_root, rules: as of `open_shard`; nothing is kept in the cache.
+        limits, cache, media_root, rules, files: as of `open_shard`; nothing is kept in the cache.
 
     Raises:
         ValueError, ShardError: as `open_shard`.
@@ -50,12 +51,12 @@ def begun(
     """
     builtin = None if rules.container is not None else builtin_of(url)
     if isinstance(builtin, TarContainer) or (isinstance(builtin, RecordContainer) and is_compressed(url)):
-        with closing(LOCAL.open(url)) as file:
+        with closing(files.open(url)) as file:
             if compression(file.read(0, 4)) is not None:
                 context = OpenContext(limits=limits, cache=cache, media_root=media_root)
                 yield _unpacked(builtin, file, most, context, rules)
                 return
-    with closing(open_shard(url, limits=limits, cache=cache, media_root=media_root, rules=rules)) as shard:
+    with closing(open_shard(url, limits=limits, cache=cache, media_root=media_root, rules=rules, files=files)) as shard:
         yield shard, shard.begin(most)
 
 

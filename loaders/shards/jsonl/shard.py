@@ -46,6 +46,7 @@ class JsonLinesShard:
         reads: its `storage` counts the bytes read from other files.
         size, version: of the file as stored, if `file` is its decompressed content.
         is_new: whether that content was decompressed now, so that no one has compared it with an index.
+        packed: whether the file is compressed.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class JsonLinesShard:
         size: int | None = None,
         version: str | None = None,
         is_new: bool = False,
+        packed: bool = False,
     ) -> None:
         self.url = url
         self.size = file.size if size is None else size
         self.version = file.version if version is None else version
         self.is_new = is_new
+        self.packed = packed
         self._file = file
         self._limits = limits
         self._reads = reads
@@ -172,6 +175,9 @@ class JsonLinesShard:
         value = self._reader.value(data)
         self._file.check_unchanged()
         return value
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
+        return self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != NAMED])
 
     def close(self) -> None:
         self._file.close()

@@ -56,6 +56,7 @@ class OpenedShard:
     """
 
     is_new = False
+    packed = False
 
     def __init__(self, container: Container, source: ShardSource, context: OpenContext, rules: FieldRules) -> None:
         self.url, self.size, self.version = source.url, source.size, source.version
@@ -117,6 +118,9 @@ class OpenedShard:
     def is_json(self, field: str, encoding: int) -> bool:
         """Return whether a field was a number, list or dict, which became JSON."""
         return encoding == OWN_JSON
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
+        """The container decides what it reads."""
 
     def close(self) -> None:
         with self._lock:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LocalFolder
+from orchdata.loaders.storage.remote.file import RemoteFile
 from orchdata.loaders.storage.storage import Storage
 
 _BUFFER_BYTES = 1 << 16
@@ -29,7 +31,8 @@ class ShardSource:
         self.version = storage.version
         self._folder = storage if isinstance(storage, LocalFolder) else None
         self._reads = reads
-        counted = storage if reads is None or self._folder is not None else CountedFile(storage, reads.storage)
+        is_counted = reads is None or self._folder is not None or isinstance(storage, CountedFile | RemoteFile)
+        counted = storage if is_counted or reads is None else CountedFile(storage, reads.storage)
         self._storage: Storage = counted
 
     @property
@@ -79,6 +82,10 @@ class ShardSource:
         if self._folder is None:
             return ContentDigest(self._storage).hexdigest()
         return self._folder.checksum()
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
+        """Begin to read ranges (offset, size) that are read soon. Keep the result until they were read."""
+        return self._storage.expect(extents)
 
     def check_unchanged(self) -> None:
         """Raise StaleIndexError if the content may have changed since it was opened."""

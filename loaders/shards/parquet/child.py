@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -153,6 +154,9 @@ class _ParentFile:
         data = self.read(offset, len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: the parent reads."""
 
     def check_unchanged(self) -> None:
         """Do nothing: the parent checks it."""

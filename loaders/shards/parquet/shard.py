@@ -96,6 +96,7 @@ class ParquetShard:
     """
 
     is_new = False
+    packed = False
 
     def __init__(
         self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, reach: int = 0
@@ -176,6 +177,9 @@ class ParquetShard:
             columns = read_columns(reader, measured.table)
             self._file.check_unchanged()
             return columns
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
+        """What of the file a cell takes is known when it is decoded."""
 
     def close(self) -> None:
         with self._lock:

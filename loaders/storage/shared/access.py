@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import opened, status_of
 
@@ -65,7 +66,11 @@ class Accesses:
         self._folders: dict[str, list[os.stat_result]] = {}
 
     def of(self, path: str) -> Access:
-        """Return the access for copies of a file. Raises StorageError if it is missing, or cannot be checked now."""
+        """Return the access for copies of a file: of an object of storage, of this user alone. Raises StorageError if a
+        file is missing, or cannot be checked now.
+        """
+        if is_remote(path):
+            return Access(0o400, os.getegid())
         return tried(path, "cannot be opened", lambda: self._of(path))
 
     def _of(self, path: str) -> Access:

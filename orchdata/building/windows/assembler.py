@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from orchdata.building.shard_content import located
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.windows.pages import WindowPages
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.index.ahead import Wanted, read_ahead
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
@@ -50,6 +51,9 @@ class WindowAssembler:
     def begin(self, share: Share) -> WindowAssembly:
         return WindowAssembly(self, share)
 
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
+
     def load_alone(self, row: int) -> None:
         index = self.source.index
         self.watch.load(row, shard_loader(index, self.shards, self.source.recipe_of), shard_refusal(index))
@@ -76,6 +80,14 @@ class WindowAssembly:
         self._kept: dict[int, dict[str, KeptValue]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
+
+    def wanted(self) -> Iterator[Wanted]:
+        source, texts = self._assembler.source, self._assembler.shards.texts
+        for number, row in enumerate(self._rows.tolist()):
+            keeps = bool(source.recipe_of(row).keep)
+            is_known = self._is_cut(number) and texts.get(self._name(row)) is not None
+            if keeps or not is_known:
+                yield Wanted(row, not is_known, (), keeps)
 
     def fill(self, memory: Memory) -> list[Task]:
         """Lay the window out in memory; a task for each piece. Raises MemoryError, naming the largest documents."""

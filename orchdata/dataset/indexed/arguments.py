@@ -6,20 +6,33 @@ import itertools
 import keyword
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
+from typing import Any
 
 from orchdata.dataset.selection import names_of_counts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import Reading
-from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.paths import is_folder
+from orchdata.loaders.storage.paths import expand_paths, is_folder
+from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, scheme_of
 
 
 def reading_of(
-    media_root: str | PathLike[str] | None, columns: Mapping[str, str] | None, containers: Iterable[Container] = ()
+    media_root: str | PathLike[str] | None,
+    columns: Mapping[str, str] | None,
+    containers: Iterable[Container] = (),
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    store: Any = None,
+    paths: Sequence[str | PathLike[str]] = (),
 ) -> Reading:
-    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents."""
+    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents.
+
+    Args:
+        paths: the first argument of `ShardDataset`, of which URLs may have secrets.
+    """
+    files = Files(_checked_options(storage_options), store, _given_urls(paths))
     root, pairs = _checked_media_root(media_root), _checked_columns(columns)
     checked = checked_containers(containers)
     if checked:
@@ -27,7 +40,33 @@ def reading_of(
 
         for each in checked:
             pickle_container(each)  # worker processes get one: find out now
-    return Reading(media_root=root, columns=pairs, containers=checked)
+    return Reading(media_root=root, columns=pairs, containers=checked, files=files)
+
+
+def _checked_options(options: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return storage_options as strings. Raises TypeError and ValueError, without their values, which may be secret."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise TypeError("storage_options is a dict of option -> value, such as {'region': 'eu-1'}")
+    for name, value in options.items():
+        if not isinstance(value, str | int | float):
+            raise TypeError(f"storage_options {name!r} is a string, a number or a bool, got {type(value).__name__}")
+    checked = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    if "retry_seconds" in checked:
+        try:
+            seconds = float(checked["retry_seconds"])
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"storage_options retry_seconds is a number of seconds, got {checked['retry_seconds']!r}")
+    return checked
+
+
+def _given_urls(paths: Sequence[str | PathLike[str]]) -> dict[str, str]:
+    """Return URL without secrets -> the URL as given, of all URLs that have a query or a password."""
+    secret = [each for each in paths if isinstance(each, str) and scheme_of(each) in HTTP and each != identity(each)]
+    return {identity(url): url for url in expand_paths(secret, check=False)} if secret else {}
 
 
 def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
@@ -49,7 +88,9 @@ def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
     """Return it as an absolute path. Raises ValueError if it is not a folder, StorageError if it cannot be read now."""
     if media_root is None:
         return None
-    root = LOCAL.identity(fspath(media_root))
+    root = identity(fspath(media_root))
+    if is_remote(root):
+        raise ValueError(f"media_root {root!r}: files that records name must lie on this machine")
     if not is_folder(root):
         raise ValueError(f"media_root {root!r} is not a folder")
     return root

@@ -10,7 +10,7 @@ from typing import Final
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.build import BuildProgress
 from orchdata.loaders.slow import under_way_by_shard
-from orchdata.loaders.storage.local import size_of
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.progress import in_words
 
 SHORT_SECONDS: Final = 10.0
@@ -26,6 +26,7 @@ class Forecast:
         urls: absolute paths of the shards.
         advice: what the line says besides the time.
         processes: number of processes that build it together.
+        files: where the shards are.
         clock: returns seconds.
     """
 
@@ -35,11 +36,13 @@ class Forecast:
         advice: str,
         *,
         processes: int = 1,
+        files: Files = PLAIN_FILES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._urls = urls
         self._advice = advice
         self._processes = processes
+        self._files = files
         self._clock = clock
         self._began: float | None = None
         self._measured = 0  # bytes of shards that were measured now
@@ -52,10 +55,10 @@ class Forecast:
         if self._is_said:
             return
         if shard.measured:
-            self._measured += _size(shard.url)
+            self._measured += self._size(shard.url)
             self._begin()
         else:
-            self._known += _size(shard.url)
+            self._known += self._size(shard.url)
 
     def look(self) -> None:
         """Say how long it takes as soon as that is known; call it about twice a second."""
@@ -69,23 +72,22 @@ class Forecast:
 
     def seconds_left(self) -> float | None:
         """Return the seconds that the build takes from now; None if that cannot be said yet."""
-        begun = sum(fraction * _size(url) for url, fraction in under_way_by_shard())
+        begun = sum(fraction * self._size(url) for url, fraction in under_way_by_shard())
         if begun:
             self._begin()
         if self._began is None or self._clock() - self._began < _AFTER_SECONDS or not self._measured + begun:
             return None
         if self._all is None:
             chosen = self._urls[:: -(-len(self._urls) // _MOST_SIZES)]
-            self._all = sum(map(_size, chosen)) * len(self._urls) / len(chosen)
+            self._all = sum(map(self._size, chosen)) * len(self._urls) / len(chosen)
         left = max(0.0, self._all - self._measured - self._known - begun) / self._processes
         return left * (self._clock() - self._began) / (self._measured + begun)
 
     def _begin(self) -> None:
         self._began = self._clock() if self._began is None else self._began
 
-
-def _size(url: str) -> int:
-    try:
-        return size_of(url, retries=False)
-    except StorageError:
-        return 0
+    def _size(self, url: str) -> int:
+        try:
+            return self._files.size_of(url, retries=False)
+        except StorageError:
+            return 0

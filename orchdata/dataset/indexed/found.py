@@ -60,11 +60,12 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
     if first is not None and not is_full:
         return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
+    reading = reading.looked_up(urls)
     advice = (
         f"to build it ahead, `orchdata index {wanted.arguments}`; for a first look in seconds, the same with --limit "
         "1000, or dataset.take(1000)"
     )
-    forecast = Forecast(urls, advice, processes=num_ranks)
+    forecast = Forecast(urls, advice, processes=num_ranks, files=reading.files)
 
     def under_way(done: float, total: int) -> None:
         if not rank:

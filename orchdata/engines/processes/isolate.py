@@ -80,6 +80,9 @@ class Trial:
         stuck = [each for each in self.processes if not each.has_begun and now - each.started >= FORK_SECONDS]
         if not self._timeout:
             return stuck
+        self._begun |= {
+            process: now for process in self.processes if process in self._begun and process.waits_for_storage
+        }
         return stuck + [
             process
             for process in self.processes

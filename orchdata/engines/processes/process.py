@@ -20,7 +20,7 @@ from orchdata.engines.processes.message import Unit, pack_rows, read_value
 from orchdata.engines.processes.slabs import MappedSlabs
 from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, WorkerSpec, run_worker
 from orchdata.loaders.interrupts import interrupts_deferred
-from orchdata.loaders.watch import IDLE
+from orchdata.loaders.watch import IDLE, WAITING
 from orchdata.order.steps import StepTask
 
 _END_SECONDS = 5.0
@@ -97,7 +97,13 @@ class Process:
     @property
     def rows(self) -> list[int]:
         """Rows of the samples that it is loading."""
-        return [row for row in self._rows.tolist() if row != IDLE]
+        return [row for row in self._rows.tolist() if row not in (IDLE, WAITING)]
+
+    @property
+    def waits_for_storage(self) -> bool:
+        """Whether all threads that load a sample wait for storage, which gives up before this process is to blame."""
+        rows = set(self._rows.tolist())
+        return WAITING in rows and rows <= {IDLE, WAITING}
 
     @property
     def has_unsent(self) -> bool:

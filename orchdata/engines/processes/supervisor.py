@@ -291,7 +291,7 @@ class Supervisor(threading.Thread):
             job.future.set_exception(error_of(message))
 
     def _on_ready(self, process: Process) -> None:
-        """A worker has started: the timeout of its steps begins now."""
+        """A worker has started, or waits for storage: the timeout of its steps begins now."""
         for job in map(self._jobs.get, process.jobs):
             if job is not None and job.awaited is not None:
                 job.awaited = time.monotonic()
@@ -309,6 +309,7 @@ class Supervisor(threading.Thread):
             counts = (self._reads.storage, self._reads.cache, self._reads.used)
             for count, new in zip(counts, message["reads"], strict=True):
                 count.add(int(new))
+            self._reads.requests.merge(message["requests"])
         if message["kind"] == "failed":
             job.future.set_exception(error_of(message))
             return
@@ -434,6 +435,9 @@ class Supervisor(threading.Thread):
             if worker is None:
                 continue
             patience = self._timeout if worker.is_ready else max(self._timeout, START_SECONDS)
+            if worker.waits_for_storage:
+                self._on_ready(worker)
+                continue
             awaited = (job.awaited for job in map(self._jobs.get, worker.jobs) if job is not None)
             if any(since is not None and now - since >= patience for since in awaited):
                 self._on_exit(worker, "hung")

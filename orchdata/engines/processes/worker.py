@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.errors import OrchdataError, StorageError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
@@ -160,6 +162,7 @@ class WorkerLoop:
         self._memory: dict[int, StepMemory] = {}  # by the id of a task: the same step may come twice
         self._lock = threading.Lock()
         self._reads = [0, 0, 0]
+        self._requests: Counter[str] = Counter()
         self._random = RandomStates() if worker.options.as_torch and not worker.options.num_threads else None
         self._builder: Builder | None = None
 
@@ -168,6 +171,7 @@ class WorkerLoop:
         worker = self._worker
         os.environ.update(worker.environ)
         share_cores(worker.options.num_workers)
+        requests.HERE.share(worker.options.num_workers)
         torch.set_num_threads(1)
         with contextlib.suppress(Exception):  # a failure is reported when a kernel is called
             load_numba()  # before memory is limited, and by one thread
@@ -264,14 +268,17 @@ class WorkerLoop:
             pass
         self._send({"kind": "survived"})
 
-    def _new_reads(self) -> list[int]:
+    def _new_reads(self) -> tuple[list[int], dict[str, int]]:
+        """Return the bytes read, and the requests made, since the last call."""
         reads = None if self._builder is None else self._builder.reads
         if reads is None:
-            return []
+            return [], {}
         total = [reads.storage.value, reads.cache.value, reads.used.value]
         new = [now - before for now, before in zip(total, self._reads, strict=True)]
-        self._reads = total
-        return new
+        requests = Counter(reads.requests.as_dict())
+        made = requests - self._requests
+        self._reads, self._requests = total, requests
+        return new, dict(made)
 
     def _send_error(self, message: dict[str, Any], error: Exception) -> None:
         self._send(message, [_described(error, self._worker)], StepMemory(self._slabs))
@@ -284,7 +291,7 @@ class WorkerLoop:
             message["slabs"] = list(zip((slab.number for slab in memory.slabs), memory.used, strict=True))
         with self._lock:
             if memory is not None:
-                message["reads"] = self._new_reads()
+                message["reads"], message["requests"] = self._new_reads()
                 new = [slab for slab in memory.slabs if slab.file is not None]
                 message["new"] = [(slab.number, len(slab.array)) for slab in new]
                 message["dropped"] = self._slabs.take_dropped()

@@ -1,0 +1,77 @@
+"""Clients: one attempt of each request to a bucket, container or host. Errors are `Trouble`, without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from orchdata.loaders.storage.storage import FileVersion
+
+Buffer = bytes | memoryview
+
+
+class Answer(NamedTuple):
+    """Bytes of an object, and what it was when they were read.
+
+    Attributes:
+        data: the bytes.
+        start: where they begin in the object.
+        file: size and version of the object.
+    """
+
+    data: Buffer
+    start: int
+    file: FileVersion
+
+
+class Listed(NamedTuple):
+    """An object of a listing."""
+
+    key: str
+    file: FileVersion
+
+
+class Client(Protocol):
+    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt.
+
+    Attributes:
+        name: "s3://bucket", for messages.
+        is_conditional: whether the server refuses a read of an object that has changed. Otherwise the version in each
+            answer is compared.
+    """
+
+    name: str
+    is_conditional: bool
+
+    def get(self, key: str, start: int, stop: int, version: str) -> Answer:
+        """Read bytes of an object.
+
+        Args:
+            version: the one that it must have; "" if any will do.
+        """
+        ...
+
+    def head(self, key: str) -> FileVersion:
+        """Return size and version of an object."""
+        ...
+
+    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+        """Yield the objects whose keys begin with `folder`, by key, about 1,000 at a time.
+
+        Args:
+            folder: ends in "/", or is empty for all.
+            after: begin after this key; "" for the first.
+        """
+        ...
+
+    def put(self, key: str, data: Buffer, *, create: bool) -> None:
+        """Write an object; with `create`, only if there is none (Trouble "exists" otherwise)."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        ...
+
+    def refresh(self) -> bool:
+        """Read credentials again; return False if that cannot help."""
+        ...

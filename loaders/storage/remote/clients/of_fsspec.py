@@ -1,0 +1,169 @@
+"""Other storage, through fsspec: `hf://`, `msc://`, and every scheme that a package has registered.
+
+fsspec cannot read on a condition. Size and version of an object are looked at when it is first read in a process, and
+again after `_LOOK_SECONDS`: bytes of an object that is replaced in between are not noticed until then.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+from orchdata.loaders.environment import way_out
+from orchdata.loaders.errors import PackageError, pass_trouble
+from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.urls import ObjectUrl, without_secrets
+from orchdata.loaders.storage.storage import FileVersion
+
+T = TypeVar("T")
+
+_LOOK_SECONDS: Final = 60.0
+_PAGE: Final = 1000
+_MARKS: Final = ("ETag", "etag", "e_tag", "blob_id", "sha", "md5Hash", "generation", "version_aware_id", "mtime")
+_OWN: Final = ("retry_seconds",)
+
+
+class FsspecClient:
+    """Requests through a filesystem of fsspec.
+
+    Args:
+        url: of an object in it.
+        options: `storage_options`, as the filesystem names them.
+        store: a filesystem of the user's, used as it is.
+    """
+
+    is_conditional = False
+
+    def __init__(self, url: ObjectUrl, options: Mapping[str, str], store: Any = None) -> None:
+        self.name = url.root
+        self._scheme = url.scheme
+        self._place = url.place
+        self._secrets = [value for value in map(str, options.values()) if len(value) > 3]
+        self._seen: dict[str, tuple[float, FileVersion]] = {}
+        self._lock = threading.Lock()
+        if store is not None:
+            self._files = store
+            return
+        try:
+            import fsspec
+        except ImportError as error:
+            raise PackageError("fsspec", str(error), way_out("fsspec", error), f"{url.scheme}://") from error
+        given = {name: value for name, value in options.items() if name not in _OWN}
+        try:
+            self._files = fsspec.filesystem(url.scheme, **given)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name}: no package knows the scheme {url.scheme}:// ({error}): install the one that registers "
+                "it with fsspec, or pass store="
+            ) from None
+        except ImportError as error:
+            raise PackageError(
+                url.scheme, str(error), f"install the package that fsspec names for {url.scheme}://", self.name
+            ) from error
+
+    def get(self, key: str, start: int, stop: int, version: str) -> Answer:
+        def answer() -> Answer:
+            now = self._looked(key)
+            if version and now.version != version:
+                return Answer(b"", start, now)  # whoever asked compares the versions
+            return Answer(memoryview(self._files.cat_file(self._path(key), start=start, end=stop)), start, now)
+
+        return self._called(answer)
+
+    def head(self, key: str) -> FileVersion:
+        return self._called(lambda: self._look(key))
+
+    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+        def find() -> dict[str, dict[str, Any]]:
+            self._files.invalidate_cache()
+            try:
+                found: dict[str, dict[str, Any]] = self._files.find(self._path(folder.rstrip("/")), detail=True)
+                return found
+            except FileNotFoundError:
+                return {}
+
+        found, start = self._called(find), len(self._path(""))
+        listed = [Listed(name[start:].lstrip("/"), self._version_of(info)) for name, info in sorted(found.items())]
+        listed = [each for each in listed if each.key > after]
+        for begin in range(0, len(listed), _PAGE):
+            yield listed[begin : begin + _PAGE]
+
+    def put(self, key: str, data: Buffer, *, create: bool) -> None:
+        path = self._path(key)
+
+        def write() -> None:
+            if create and self._files.exists(path):
+                raise Trouble("exists", "there is an object of this name")
+            self._files.makedirs(self._files._parent(path), exist_ok=True)
+            self._files.pipe_file(path, bytes(data))
+
+        self._called(write)
+
+    def delete(self, key: str) -> None:
+        self._called(lambda: self._files.rm_file(self._path(key)))
+
+    def refresh(self) -> bool:
+        return False
+
+    def _path(self, key: str) -> str:
+        return str(self._files._strip_protocol(f"{self._scheme}://{self._place}/{key}"))
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return `call()`. Raises Trouble, which does not refer to the exception: that may have secrets."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = self._trouble(error)
+        raise trouble
+
+    def _looked(self, key: str) -> FileVersion:
+        with self._lock:
+            seen = self._seen.get(key)
+        if seen is not None and time.monotonic() - seen[0] < _LOOK_SECONDS:
+            return seen[1]
+        return self._look(key)
+
+    def _look(self, key: str) -> FileVersion:
+        path = self._path(key)
+        self._files.invalidate_cache(self._files._parent(path))
+        version = self._version_of(self._files.info(path))
+        with self._lock:
+            self._seen[key] = time.monotonic(), version
+        return version
+
+    def _version_of(self, info: Mapping[str, Any]) -> FileVersion:
+        if info.get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, "a folder", "")
+        mark = next((info[name] for name in _MARKS if info.get(name)), None)
+        if mark is None and info.get("last_modified") is not None:
+            mark = info["last_modified"]
+        if mark is None and hasattr(self._files, "ukey"):
+            mark = self._files.ukey(info["name"])
+        return FileVersion(int(info["size"]), str(mark))
+
+    def _trouble(self, error: Exception) -> Trouble:
+        if isinstance(error, Trouble):
+            return error
+        words = without_secrets(" ".join(f"{type(error).__name__}: {error}".split())[:300], self._secrets)
+        if isinstance(error, FileNotFoundError):
+            return Trouble("absent", "no such object")
+        if isinstance(error, PermissionError):
+            return Trouble("credentials", f"may not be read with these credentials ({words})")
+        if isinstance(error, (OSError, TimeoutError)) or type(error).__module__.split(".")[0] in _OF_NETWORK:
+            return Trouble("passing", words)
+        pass_trouble(error)
+        return Trouble("final", words)
+
+
+_OF_NETWORK: Final = frozenset(
+    {"aiohttp", "botocore", "requests", "httpx", "httpcore", "urllib3", "huggingface_hub", "gcsfs"}
+)
+
+
+def is_filesystem(store: Any) -> bool:
+    """Return whether a store of the user's is a filesystem of fsspec."""
+    return hasattr(store, "cat_file") and hasattr(store, "_strip_protocol")

@@ -1,0 +1,222 @@
+"""S3, Google Cloud Storage, Azure and HTTP through obstore.
+
+obstore's own retries are off: all retries have one budget, in `trying`. Its exceptions are mapped one by one. Some have
+no class of their own, so the HTTP status and the kind of error are taken from their text.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
+
+from orchdata.loaders.environment import way_out
+from orchdata.loaders.errors import PackageError
+from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
+from orchdata.loaders.storage.remote.clients.obstore_errors import trouble_of
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.urls import HTTP, ObjectUrl, without_secrets
+from orchdata.loaders.storage.storage import FileVersion
+
+T = TypeVar("T")
+
+SCHEMES: Final = ("s3", "gs", "az", *HTTP)
+"""Schemes of URLs that obstore reads."""
+
+_CLIENT: Final = {
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "pool_idle_timeout"),
+    *("pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses"),
+    *("read_timeout", "root_certificate", "timeout", "user_agent"),
+}
+_FLAGS: Final = {"allow_http", "allow_invalid_certificates", "randomize_addresses"}
+_READ_TIMEOUT: Final = "30s"
+_TIMEOUT: Final = "1h"  # for a whole answer, however slowly it comes: `read_timeout` ends one that stalls
+_PUBLIC: Final = {
+    *("anonymous", "endpoint", "region", "profile", "retry_seconds", "skip_signature", "request_payer", "s3_express"),
+    *("virtual_hosted_style_request", "unsigned_payload", "disable_tagging", "imdsv1_fallback", "container_name"),
+    *("account_name", "use_emulator", "azure_storage_use_emulator", *_CLIENT),
+}
+"""Options with values that may be shown."""
+
+
+class ObstoreClient:
+    """Requests to a bucket, container or host through obstore.
+
+    Args:
+        url: of an object in it.
+        options: `storage_options`.
+        store: a store of the user's, used as it is.
+    """
+
+    def __init__(self, url: ObjectUrl, options: Mapping[str, str], store: Any = None) -> None:
+        self.name = url.root
+        self.is_conditional = True
+        self._url = url
+        self._options = dict(options)
+        self._is_given = store is not None
+        self._obstore = library()
+        self._secrets = [value for name, value in options.items() if name not in _PUBLIC and len(value) > 3]
+        self._store = self._opened() if store is None else store
+
+    def get(self, key: str, start: int, stop: int, version: str) -> Answer:
+        # A weak etag never fits a condition: what the answer says is compared.
+        match = {"if_match": version} if version.startswith('"') else {}
+
+        def answer() -> Answer:
+            result = self._obstore.get(self._store, key, options={"range": (start, stop), **match})
+            file, begin = _version_of(result.meta), result.range[0]
+            return Answer(memoryview(result.bytes()), begin, file)
+
+        return self._called(answer)
+
+    def head(self, key: str) -> FileVersion:
+        if self._url.query:  # a signature is for one method
+            first = {"range": (0, 1)}
+            return self._called(lambda: _version_of(self._obstore.get(self._store, key, options=first).meta))
+        return self._called(lambda: _version_of(self._obstore.head(self._store, key)))
+
+    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+        where, offset = folder.rstrip("/") or None, after or None
+        listing = self._called(lambda: self._obstore.list(self._store, where, offset=offset, chunk_size=1000))
+        while (page := self._called(lambda: next(listing, None))) is not None:
+            yield [Listed(each["path"], _version_of(each)) for each in page]
+
+    def put(self, key: str, data: Buffer, *, create: bool) -> None:
+        mode = "create" if create else "overwrite"
+        self._called(lambda: self._obstore.put(self._store, key, bytes(data), mode=mode))
+
+    def delete(self, key: str) -> None:
+        self._called(lambda: self._obstore.delete(self._store, key))
+
+    def refresh(self) -> bool:
+        if self._is_given:
+            return False
+        self._store = self._opened()
+        return True
+
+    def _opened(self) -> Any:
+        from obstore.store import HTTPStore, from_url
+
+        client: dict[str, Any] = {"read_timeout": _READ_TIMEOUT, "timeout": _TIMEOUT}
+        config: dict[str, Any] = {}
+        for name, value in self._options.items():
+            if name in _CLIENT:
+                client[name] = is_true(value, name) if name in _FLAGS else value
+            elif name not in ("anonymous", "profile", "retry_seconds"):
+                config[name] = value
+        if "anonymous" in self._options:
+            config["skip_signature"] = is_true(self._options["anonymous"], "anonymous")
+        settings: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
+        url = self._url
+        try:
+            if url.scheme in HTTP:
+                if url.user:
+                    word = base64.b64encode(unquote(url.user).encode()).decode()
+                    client["default_headers"] = {"authorization": f"Basic {word}"}
+                if url.scheme == "http":
+                    client["allow_http"] = True
+                config.pop("skip_signature", None)
+                if config:
+                    raise ValueError(
+                        f"storage_options has {', '.join(sorted(config))}, which {url.scheme}:// does not take"
+                    )
+                return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
+            if url.scheme == "s3":
+                config |= _aws_settings(self._options, config)
+            return from_url(f"{url.root}/", **config, **settings)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - obstore panics for some values, which is no Exception
+            refused = self._refused(error, sorted(config))
+        raise refused
+
+    def _refused(self, error: BaseException, given: Sequence[str]) -> BaseException:
+        """Return the error to raise when obstore refuses options."""
+        exceptions = self._obstore.exceptions
+        if isinstance(error, exceptions.UnknownConfigurationKeyError):
+            return ValueError(
+                f"storage_options of {self.name} has an unknown name (given: {', '.join(given)}): its "
+                "names are those of obstore's S3Config, GCSConfig, AzureConfig and ClientConfig"
+            )
+        if isinstance(error, exceptions.BaseError) or type(error).__name__ == "PanicException":
+            return ValueError(f"{self.name} cannot be opened with these storage_options: {self._words(error)}")
+        return error
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return `call()`. Raises Trouble, which does not refer to an exception of obstore: these have secrets."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = self._trouble(error)
+        raise trouble
+
+    def _words(self, error: BaseException) -> str:
+        first = str(error).split("\n\nDebug source", 1)[0]
+        return without_secrets(" ".join(first.split())[:300], self._secrets)
+
+    def _trouble(self, error: Exception) -> Trouble:
+        """Return what an exception of obstore means."""
+        if isinstance(error, (MemoryError, Trouble)):
+            raise error
+        return trouble_of(error, self.name, self._words(error))
+
+
+def library() -> Any:
+    """Return the package obstore. Raises PackageError."""
+    try:
+        import obstore
+        import obstore.exceptions
+    except ImportError as error:
+        raise PackageError("obstore", str(error), way_out("obstore", error), "object storage") from error
+    return obstore
+
+
+def is_true(value: str, name: str) -> bool:
+    """Return an option that is yes or no. Raises ValueError for any other value."""
+    word = str(value).lower()
+    if word not in ("true", "false", "1", "0", "yes", "no"):
+        raise ValueError(f"storage_options {name} is true or false, got {value!r}")
+    return word in ("true", "1", "yes")
+
+
+def _version_of(meta: Any) -> FileVersion:
+    """Return size and version: the etag, or the time of change where the server has no etags."""
+    if meta["e_tag"]:
+        return FileVersion(meta["size"], meta["e_tag"])
+    changed = meta["last_modified"]
+    return FileVersion(meta["size"], f"of {changed:%Y-%m-%dT%H:%M:%SZ}" if changed and changed.year > 1970 else "")
+
+
+def _aws_settings(options: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return credentials, region and endpoint of an AWS profile, if these are where the user has them."""
+    given = {name.removeprefix("aws_") for name in config}
+    if given & {"access_key_id", "skip_signature", "role_arn", "web_identity_token_file"}:
+        return {}
+    of_environment = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+    files = [
+        Path(os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{folder}").expanduser()
+        for name, folder in (("SHARED_CREDENTIALS", "credentials"), ("CONFIG", "config"))
+    ]
+    profile = options.get("profile")
+    if profile is None and (any(map(os.environ.get, of_environment)) or not any(file.exists() for file in files)):
+        return {}
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise PackageError("boto3", str(error), way_out("boto3", error), "a profile of AWS") from error
+    session = boto3.Session(profile_name=profile)
+    if session.get_credentials() is None:
+        return {}
+    found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}
+    if session.region_name and not given & {"region", "default_region"} and "AWS_REGION" not in os.environ:
+        found["region"] = session.region_name
+    if not given & {"endpoint", "endpoint_url"} and not os.environ.get("AWS_ENDPOINT_URL"):
+        scoped = session._session.get_scoped_config()
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or (scoped.get("s3") or {}).get("endpoint_url")
+        if endpoint := endpoint or scoped.get("endpoint_url"):
+            found["endpoint"] = endpoint
+    return found

@@ -1,0 +1,181 @@
+"""Files: every file of a data set, on this machine or in object storage, by its path or URL. A value that pickles.
+
+path or URL --scheme--> LOCAL, or objects of a store --> identity, version, names, open files
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final
+
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.counted import CountedFile, ReadBytes
+from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote import urls
+from orchdata.loaders.storage.remote.file import RemoteFile
+from orchdata.loaders.storage.remote.listing import matches, versions_of
+from orchdata.loaders.storage.remote.objects import Objects
+from orchdata.loaders.storage.remote.trying import RETRY_SECONDS
+from orchdata.loaders.storage.storage import FileVersion, Storage
+
+_OF_TIMEOUT: Final = 0.6
+"""The part of a loader's timeout that an outage may last."""
+_LISTED_SECONDS: Final = 60.0
+"""How long a listing is taken for the present."""
+
+
+class Files:
+    """Names, versions, listings and bytes of files, as `storage.FileSystem`.
+
+    Two are equal if they read the same way. What is open is kept with the object, in each process.
+
+    Args:
+        options: `storage_options` of object storage; strings.
+        store: a store of the user's for all URLs: of obstore, or a filesystem of fsspec. None: one that is made for
+            each bucket.
+        given: URL without secrets -> the URL as it was given, if it has a query or a password.
+
+    Attributes:
+        others: URL -> the files that have it, of data sets with other options in one mixture.
+    """
+
+    def __init__(
+        self, options: Mapping[str, str] | None = None, store: Any = None, given: Mapping[str, str] | None = None
+    ) -> None:
+        self.options: Final = dict(options or {})
+        self.store: Final = store
+        self.given: Final = dict(given or {})
+        self.others: Mapping[str, Files] = {}
+        self._known: dict[str, FileVersion] = {}
+        self._known_at = 0.0
+        self._objects: Objects | None = None
+        self._lock = threading.Lock()
+
+    def with_given(self, paths: Mapping[str, str]) -> Files:
+        """Return files that know these URLs as they were given."""
+        more = {name: url for name, url in paths.items() if name != url}
+        return Files(self.options, self.store, self.given | more) if more else self
+
+    def limited(self, timeout: float) -> Files:
+        """Return files that give an outage less time than a step may take, in seconds; 0: as much as by default."""
+        given = float(self.options.get("retry_seconds", RETRY_SECONDS))
+        if not timeout or given <= _OF_TIMEOUT * timeout:
+            return self
+        files = Files(self.options | {"retry_seconds": str(_OF_TIMEOUT * timeout)}, self.store, self.given)
+        files.others = {url: other.limited(timeout) for url, other in self.others.items()}
+        return files
+
+    def identity(self, path: str) -> str:
+        return urls.identity(path)
+
+    def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
+        if not urls.is_remote(path):
+            return LOCAL.version(path, retries=retries)
+        if (other := self.others.get(path)) is not None:
+            return other.version(path)
+        return self._known.get(path) or self.objects.version(path)
+
+    def size_of(self, path: str, *, retries: bool = True) -> int:
+        """Return the bytes of a file, or of the files of a folder; 0 if it does not exist. Raises as `version`."""
+        version = self.version(path, retries=retries)
+        return 0 if version is None else version.size
+
+    def is_folder(self, path: str) -> bool:
+        return not urls.is_remote(path) and LOCAL.is_folder(path)
+
+    def names(self, folder: str) -> list[str]:
+        if not urls.is_remote(folder):
+            return LOCAL.names(folder)
+        root = f"{folder.rstrip('/')}/"
+        start = len(urls.parsed(root).key)
+        keys = [each.key[start:] for page in self.objects.pages(root) for each in page]
+        return sorted(key for key in keys if not any(part.startswith(".") for part in key.split("/")))
+
+    def open(self, path: str, known: FileVersion | None = None, reads: ReadBytes | None = None) -> Storage:
+        """Open a file. Raises StorageError, and ShardError if it is not a regular file.
+
+        Args:
+            known: size and version that it must have; then no request is made to open an object.
+            reads: counts what is read.
+        """
+        if not urls.is_remote(path):
+            file = LOCAL.open(path)
+            return file if reads is None else CountedFile(file, reads.storage)
+        if (other := self.others.get(path)) is not None:
+            return other.open(path, known, reads)
+        if known is None:
+            known = self.version(path)
+        if known is None:
+            raise StorageError(path, "cannot be opened: no such object", errno.ENOENT)
+        return RemoteFile(self.objects, path, known, reads)
+
+    def file_number(self, path: str) -> Hashable | None:
+        return None if urls.is_remote(path) else LOCAL.file_number(path)
+
+    def why_same(self, path: str, other: str) -> str | None:
+        return None if urls.is_remote(path) or urls.is_remote(other) else LOCAL.why_same(path, other)
+
+    @property
+    def objects(self) -> Objects:
+        """What this process has open of object storage."""
+        with self._lock:
+            if self._objects is None:
+                self._objects = Objects(self.options, self.store, self.given)
+            return self._objects
+
+    def knowing(self, versions: Mapping[str, FileVersion]) -> Files:
+        """Return files that take sizes and versions of objects from a listing that was just made."""
+        files = Files(self.options, self.store, self.given)
+        files._known, files._objects, files._known_at = dict(versions), self.objects, time.monotonic()
+        return files
+
+    def matches(self, pattern: str) -> dict[str, FileVersion]:
+        """Return the objects that a pattern matches, as `listing.matches`."""
+        return matches(self.objects, pattern)
+
+    def looked_up(self, paths: Sequence[str]) -> Files:
+        """Return files that know sizes and versions of these objects, from few requests. Raises StorageError."""
+        if time.monotonic() - self._known_at < _LISTED_SECONDS and self._known.keys() >= set(paths):
+            return self.knowing(self._known)
+        return self.knowing(versions_of(self.objects, paths))
+
+    def forget(self, path: str) -> None:
+        """Look at an object again, in place of what a listing said."""
+        self._known.pop(path, None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Files):
+            return NotImplemented
+        return (self.options, self.given) == (other.options, other.given) and self.store is other.store
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.options.items())), id(self.store)))
+
+    def __repr__(self) -> str:
+        """Options and URLs as given are secret."""
+        return "Files()"
+
+    def __reduce__(self) -> tuple[Callable[..., Files], tuple[Any, ...]]:
+        return _restored, (self.options, self.store, self.given, dict(self.others))
+
+
+def _restored(options: Mapping[str, str], store: Any, given: Mapping[str, str], others: Mapping[str, Files]) -> Files:
+    files = Files(options, store, given)
+    files.others = others
+    return files
+
+
+def joined_files(parts: Sequence[tuple[Sequence[str], Files]]) -> Files:
+    """Return the files of several data sets: each URL is read by the files of the first that has it."""
+    if all(files == parts[0][1] for _, files in parts):
+        return parts[0][1]
+    joined = Files()
+    joined.others = {url: files for paths, files in reversed(parts) for url in paths if urls.is_remote(url)}
+    return joined
+
+
+PLAIN_FILES: Final = Files()
+"""Files with the credentials of the environment."""

@@ -1,0 +1,76 @@
+"""Listings: a pattern -> the objects that match it; many URLs -> their sizes and versions, from few requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Final
+
+from orchdata.loaders.storage.remote.objects import Objects
+from orchdata.loaders.storage.remote.patterns import MAGIC, expression
+from orchdata.loaders.storage.remote.urls import HTTP, parsed, scheme_of
+from orchdata.loaders.storage.storage import FileVersion
+
+_THREADS: Final = 32
+
+
+def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
+    """Return the objects that a pattern matches, sorted by URL, with sizes and versions.
+
+    `*`, `?` and `[...]` match within a folder; `**` matches any number of folders. Names that begin with a dot are left
+    out, unless the pattern has the dot. A key that is equal to the pattern is the only match.
+
+    Raises StorageError.
+    """
+    url = parsed(pattern)
+    folder = url.key[: MAGIC.search(url.key).start()].rpartition("/")[0]  # type: ignore[union-attr]
+    folder += "/" if folder else ""
+    fits = re.compile(expression(url.key))
+    found: dict[str, FileVersion] = {}
+    for page in objects.pages(f"{url.root}/{folder}"):
+        for key, file in page:
+            if key == url.key:
+                return {f"{url.root}/{key}": file}
+            if fits.fullmatch(key):
+                found[f"{url.root}/{key}"] = file
+    return dict(sorted(found.items()))
+
+
+def versions_of(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]:
+    """Return size and version of each object that exists: from a listing of its folder, if that takes fewer requests
+    than to look at each. Raises StorageError.
+    """
+    found: dict[str, FileVersion] = {}
+    for folder, wanted in _by_folder(urls).items():
+        if len(wanted) > 1 and scheme_of(folder) not in HTTP:
+            found |= _listed(objects, folder, wanted)
+    left = [url for url in urls if url not in found]
+    if left:
+        with ThreadPoolExecutor(min(_THREADS, len(left)), thread_name_prefix="orchdata-heads") as pool:
+            looked = zip(left, pool.map(objects.version, left), strict=True)
+            found |= {url: file for url, file in looked if file is not None}
+    return found
+
+
+def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str, FileVersion]:
+    """List a folder, for at most as many pages as there are objects that are wanted."""
+    root = parsed(folder).root
+    left = set(wanted)
+    found: dict[str, FileVersion] = {}
+    for page in islice(objects.pages(folder), len(wanted)):
+        for key, file in page:
+            if (url := f"{root}/{key}") in left:
+                found[url] = file
+                left.discard(url)
+        if not left:
+            break
+    return found
+
+
+def _by_folder(urls: Iterable[str]) -> dict[str, list[str]]:
+    folders: dict[str, list[str]] = {}
+    for url in urls:
+        folders.setdefault(url.rpartition("/")[0] + "/", []).append(url)
+    return folders

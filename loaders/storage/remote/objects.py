@@ -1,0 +1,340 @@
+"""Objects of storage: reads by range, looks, listings and writes, with their retries; and ranges that are read ahead.
+
+expect(ranges) --merged--> fetches under way --read--> a sample's bytes, out of the fetch that has them
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+from orchdata.loaders.storage.coalesce import Extent, runs_of
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote import requests, urls
+from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Client, Listed
+from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreClient
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.counts import RequestCounts
+from orchdata.loaders.storage.remote.requests import Pending
+from orchdata.loaders.storage.remote.trying import RETRY_SECONDS, keep_trying
+from orchdata.loaders.storage.storage import FileVersion
+
+T = TypeVar("T")
+
+GAP_BYTES: Final = 32 << 10
+"""A gap that is read, rather than making another request: about what a connection carries in a millisecond."""
+PIECE_BYTES: Final = 8 << 20
+"""Most bytes of a request; larger ranges are read in pieces, at the same time."""
+_SIGNED_CLIENTS: Final = 32
+"""Clients that stay open for URLs with queries: each of them has its own."""
+_MAGIC: Final = re.compile(r"[*?[]")
+
+
+class ObjectRange(NamedTuple):
+    """Bytes of one object.
+
+    Attributes:
+        url: without secrets.
+        file: size and version that it must have.
+    """
+
+    url: str
+    file: FileVersion
+    start: int
+    stop: int
+
+
+class Ahead:
+    """Ranges that are fetched before they are read; they are dropped with this object."""
+
+    def __init__(self, objects: Objects, fetches: Sequence[_Fetch]) -> None:
+        self.num_bytes = sum(fetch.range.stop - fetch.range.start for fetch in fetches)
+        self._drop = weakref.finalize(self, objects._forget, fetches)
+
+    def close(self) -> None:
+        self._drop()
+
+
+class _Fetch(NamedTuple):
+    """A range on its way."""
+
+    range: ObjectRange
+    pending: Pending[Buffer]
+
+
+class Objects:
+    """What a process has open of object storage. Safe from many threads; does not pickle.
+
+    Args:
+        options: `storage_options`.
+        store: of the user's, for all URLs.
+        given: URL without secrets -> the URL as it was given, if that differs.
+    """
+
+    def __init__(self, options: Mapping[str, str], store: Any, given: Mapping[str, str]) -> None:
+        self._options = options
+        self._store = store
+        self._given = given
+        self._budget = float(options.get("retry_seconds", RETRY_SECONDS))
+        self._clients: OrderedDict[tuple[str, str, str], Client] = OrderedDict()
+        self._lock = threading.Lock()
+        self._ahead: dict[tuple[str, str], list[_Fetch]] = {}
+
+    def version(self, url: str) -> FileVersion | None:
+        """Return size and version of an object; None if there is none. Raises StorageError."""
+        try:
+            client, key = self._client_of(url)
+            if not key or key.endswith("/"):
+                return None
+            return self._called(url, "cannot be looked at", "head", client, partial(client.head, key))
+        except _Absent:
+            return None
+
+    def read(self, wanted: ObjectRange, reads: ReadBytes | None = None) -> Buffer:
+        """Return the bytes of a range. Raises StorageError, and StaleIndexError for another object than is wanted."""
+        fetches = self._found(wanted)
+        if fetches is None:
+            fetches = self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
+        read = requests.HERE
+        parts: list[Buffer] = []
+        for (url, _, start, stop), pending in fetches:
+            data = memoryview(read.wait(pending, url, num_bytes=stop - start, is_read=True))
+            parts.append(data[max(0, wanted.start - start) : wanted.stop - start])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def expect(self, ranges: Sequence[ObjectRange], reads: ReadBytes | None = None) -> Ahead:
+        """Ask for ranges before they are read, as few requests. Those that are near each other are read together."""
+        fetches: list[_Fetch] = []
+        by_object: dict[tuple[str, FileVersion], list[Extent]] = {}
+        for url, file, start, stop in dict.fromkeys(ranges):
+            by_object.setdefault((url, file), []).append((start, stop - start))
+        for (url, file), extents in by_object.items():
+            runs = runs_of(_apart(extents), gap_bytes=GAP_BYTES)
+            fetches += self._begin([(run.start, run.stop) for run in runs], url, file, reads)
+        with self._lock:
+            for fetch in fetches:
+                self._ahead.setdefault((fetch.range.url, fetch.range.file.version), []).append(fetch)
+        return Ahead(self, fetches)
+
+    def pages(self, folder: str) -> Iterator[list[Listed]]:
+        """Yield the objects whose URLs begin with that of a folder, by key, some at a time. Raises StorageError.
+
+        Args:
+            folder: URL that ends in "/".
+        """
+        client, key = self._client_of(folder)
+        after = ""
+        listing = client.pages(key, after)
+
+        def next_page() -> list[Listed] | None:
+            # A page that fails is asked for again, from where the one before ended.
+            nonlocal listing
+            try:
+                return next(listing, None)
+            except Trouble:
+                listing = client.pages(key, after)
+                raise
+
+        try:
+            while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:
+                if page:
+                    after = page[-1].key
+                    yield page
+        except _Absent as absent:
+            raise absent.trouble.as_error(folder, "cannot be listed", 1) from None
+
+    def put(self, url: str, data: Buffer, *, create: bool = False) -> bool:
+        """Write an object; with `create` only if there is none. Return whether it was written. Raises StorageError."""
+        client, key = self._client_of(url)
+        try:
+            self._called(url, "cannot be written", "put", client, partial(client.put, key, data, create=create))
+        except _Absent as absent:
+            raise absent.trouble.as_error(url, "cannot be written", 1) from None
+        except _Exists:
+            return False
+        return True
+
+    def delete(self, url: str) -> None:
+        """Remove an object, if it is there. Raises StorageError."""
+        client, key = self._client_of(url)
+        with suppress(_Absent):
+            self._called(url, "cannot be removed", "put", client, partial(client.delete, key))
+
+    def whole(self, url: str) -> tuple[Buffer, FileVersion] | None:
+        """Return a small object and its version; None if there is none. Raises StorageError."""
+        file = self.version(url)
+        if file is None:
+            return None
+        return (self.read(ObjectRange(url, file, 0, file.size)) if file.size else b""), file
+
+    def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
+        """Have a thread of the pool make a request, with retries, and wait for it."""
+        counts = requests.HERE.counts
+
+        def request() -> T:
+            counts.add(kind)
+            try:
+                return call()
+            except Trouble as trouble:
+                if trouble.kind == "absent":
+                    raise _Absent(trouble) from None
+                if trouble.kind == "exists":
+                    raise _Exists from None
+                raise
+
+        pending = requests.HERE.submit(partial(self._try, request, url, doing, client, counts))
+        return requests.HERE.wait(pending, url)
+
+    def _try(
+        self,
+        request: Callable[[], T],
+        url: str,
+        doing: str,
+        client: Client,
+        counts: RequestCounts,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> T:
+        return keep_trying(
+            request,
+            url=url,
+            doing=doing,
+            budget=self._budget,
+            counts=counts,
+            outage=requests.HERE.outage,
+            refresh=client.refresh,
+            ended=ended,
+        )
+
+    def _begin(
+        self, extents: Sequence[tuple[int, int]], url: str, file: FileVersion, reads: ReadBytes | None
+    ) -> list[_Fetch]:
+        """Begin to read ranges of an object, in pieces."""
+        client, key = self._client_of(url)
+        fetches = []
+        for start, stop in extents:
+            for begin in range(start, stop, PIECE_BYTES):
+                wanted = ObjectRange(url, file, begin, min(stop, begin + PIECE_BYTES))
+                pending: Pending[Buffer] = Pending(partial(self._fetch, client, key, wanted, reads))
+                fetches.append(_Fetch(wanted, pending))
+        for fetch in fetches:
+            requests.HERE.begin(fetch.pending)
+        return fetches
+
+    def _fetch(self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None) -> Buffer:
+        """Read a range, with retries; a thread of the pool calls this."""
+        counts = requests.HERE.counts if reads is None else reads.requests
+
+        def request() -> Buffer:
+            began = time.monotonic()
+            counts.add("get")
+            answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
+            if reads is not None:
+                reads.storage.add(len(answer.data))
+            check(answer, wanted)
+            requests.HERE.timed(time.monotonic() - began, wanted.stop - wanted.start)
+            return answer.data
+
+        return self._try(request, wanted.url, f"cannot be read at {wanted.start}", client, counts)
+
+    def _found(self, wanted: ObjectRange) -> list[_Fetch] | None:
+        """Return the fetches under way that have a range, in order; None if they do not have all of it."""
+        if not self._ahead:
+            return None
+        with self._lock:
+            fetches = self._ahead.get((wanted.url, wanted.file.version), ())
+            found: list[_Fetch] = []
+            at = wanted.start
+            for fetch in sorted(fetches, key=lambda fetch: fetch.range.start):
+                if fetch.range.start <= at < fetch.range.stop:
+                    found.append(fetch)
+                    at = fetch.range.stop
+                    if at >= wanted.stop:
+                        for each in found:
+                            each.pending.is_awaited = True
+                        return found
+        return None
+
+    def _forget(self, fetches: Sequence[_Fetch]) -> None:
+        with self._lock:
+            for fetch in fetches:
+                key = fetch.range.url, fetch.range.file.version
+                left = [each for each in self._ahead.get(key, ()) if each is not fetch]
+                if left:
+                    self._ahead[key] = left
+                else:
+                    self._ahead.pop(key, None)
+                if not fetch.pending.is_awaited:
+                    fetch.pending.drop()
+
+    def _client_of(self, url: str) -> tuple[Client, str]:
+        """Return the client of an object, and its key."""
+        parts = urls.parsed(self._given.get(url, url))
+        name = parts.root, parts.query, parts.user
+        with self._lock:
+            client = self._clients.get(name)
+            if client is None:
+                client = self._clients[name] = self._opened(parts)
+                signed = [each for each in self._clients if each[1]]
+                for each in signed[: max(0, len(signed) - _SIGNED_CLIENTS)]:
+                    del self._clients[each]
+            elif parts.query:
+                self._clients.move_to_end(name)
+        return client, parts.key
+
+    def _opened(self, parts: urls.ObjectUrl) -> Client:
+        from orchdata.loaders.storage.remote.clients.of_fsspec import FsspecClient, is_filesystem
+
+        if self._store is None and parts.scheme in SCHEMES:
+            return ObstoreClient(parts, self._options)
+        if self._store is None or is_filesystem(self._store):
+            return FsspecClient(parts, self._options, self._store)
+        return ObstoreClient(parts, self._options, self._store)
+
+
+class _Absent(Exception):
+    """There is no such object."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble.reason)
+        self.trouble = trouble
+
+
+class _Exists(Exception):
+    """There is an object of this name."""
+
+
+def check(answer: Answer, wanted: ObjectRange) -> None:
+    """Raise Trouble if an answer is of another object, or has other bytes, than what was asked for."""
+    then, now = wanted.file, answer.file
+    if now.size != then.size:
+        raise Trouble("changed", f"has {now.size} bytes, {then.size} when it was indexed")
+    if then.version and now.version != then.version:
+        raise Trouble(
+            "changed", f"was replaced since it was indexed ({then.version} then, {now.version or 'none'} now)"
+        )
+    if answer.start != wanted.start or len(answer.data) != wanted.stop - wanted.start:
+        raise Trouble(
+            "passing",
+            f"the answer has {len(answer.data)} bytes from {answer.start} on, in place of {wanted.stop - wanted.start} "
+            f"from {wanted.start} on",
+            is_odd=True,
+        )
+
+
+def _apart(extents: Sequence[Extent]) -> list[Extent]:
+    """Return ranges without overlaps, that have the same bytes."""
+    apart: list[Extent] = []
+    for start, size in sorted(extents):
+        if apart and start < sum(apart[-1]):
+            begin, before = apart[-1]
+            apart[-1] = begin, max(before, start + size - begin)
+        else:
+            apart.append((start, size))
+    return apart

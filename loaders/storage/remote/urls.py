@@ -1,0 +1,91 @@
+"""URLs of objects: their parts, the name under which an object is known, and messages without secrets.
+
+    https://user:password@host/a%20b.tar?signature=x --identity--> https://host/a%20b.tar
+
+The query of an HTTP URL is a signature, and changes each time it is made: it is no part of the identity. It is kept
+apart, in `files.Files`, and appears in no message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+HTTP: Final = ("http", "https")
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_IN_TEXT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/@\"'?]*@)?([^\s?\"']*)(\?[^\s\"',)]*)?")
+
+
+class ObjectUrl(NamedTuple):
+    """The parts of an object's URL.
+
+    Attributes:
+        scheme: in lower case.
+        place: the bucket, container or host (with its port).
+        key: of the object, decoded for HTTP.
+        query: with its "?", or empty; of HTTP alone.
+        user: "name:password" of an HTTP URL, or empty.
+    """
+
+    scheme: str
+    place: str
+    key: str
+    query: str = ""
+    user: str = ""
+
+    @property
+    def root(self) -> str:
+        """The URL of its bucket or host."""
+        return f"{self.scheme}://{self.place}"
+
+
+def scheme_of(path: str) -> str:
+    """Return the scheme of a URL in lower case; "" for a path."""
+    match = _SCHEME.match(path)
+    return "" if match is None else match[1].lower()
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is the URL of an object: it has a scheme other than `file`."""
+    return scheme_of(path) not in ("", "file")
+
+
+def parsed(url: str) -> ObjectUrl:
+    """Split the URL of an object. Raises ValueError for a URL without a bucket or host."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in HTTP:
+        parts = urlsplit(f"{scheme}://{rest}")
+        user, _, place = parts.netloc.rpartition("@")
+        query = f"?{parts.query}" if parts.query else ""
+        split = ObjectUrl(scheme, place, unquote(parts.path.lstrip("/")), query, user)
+    else:
+        place, _, key = rest.partition("/")
+        split = ObjectUrl(scheme, place, key)
+    if not split.place:
+        raise ValueError(f"{without_secrets(url)!r} names no {'host' if scheme in HTTP else 'bucket'}")
+    return split
+
+
+def identity(path: str) -> str:
+    """Return the name under which what is kept of a file is stored: an absolute path, or a URL without secrets."""
+    scheme = scheme_of(path)
+    if scheme in ("", "file"):
+        return path if scheme else os.path.abspath(path)
+    rest = path[len(scheme) + 3 :]
+    if scheme in HTTP:
+        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+        place, slash, key = rest.partition("/")
+        rest = place.rpartition("@")[2] + slash + key
+    return f"{scheme}://{rest}"
+
+
+def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return a message without queries and passwords of URLs, and without these values."""
+    text = _IN_TEXT.sub(lambda found: f"{found[1]}{found[3]}{'?...' if found[4] else ''}", text)
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "...")
+    return text
