@@ -117,6 +117,16 @@ class StorageError(OrchdataError):
         self.reason = reason
         self.errno = number
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is no such file."""
+        return self.errno == errno.ENOENT
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether this user may not read it."""
+        return self.errno in (errno.EACCES, errno.EPERM)
+
     def __str__(self) -> str:
         return f"{self.url}: {self.reason}"
 

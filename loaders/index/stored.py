@@ -2,19 +2,21 @@
 
 A piece of a split sample is tokenized alone if the index allows it. Otherwise the whole text is tokenized, and cached
 with the open shards, so that later pieces need not read and tokenize it again.
+
+What the samples of a step need of objects of storage is asked for before any of them is decoded: `read_ahead`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import FieldError, ShardError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
@@ -31,7 +33,8 @@ from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 Spec = tuple[int, int, int, str]
@@ -336,3 +339,41 @@ def _decoded(field: str, data: bytes | memoryview) -> str:
         return bytes(data).decode()
     except UnicodeDecodeError as error:
         raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
+
+
+class Wanted(NamedTuple):
+    """What a step reads of a row, as the arguments of `StoredSample.read`."""
+
+    row: int
+    text: bool = True
+    parts: Sequence[int] | None = None
+    kept: bool = False
+    whole: bool = False
+
+
+def read_ahead(
+    index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe], wanted: Iterable[Wanted]
+) -> list[object]:
+    """Begin to read what is wanted of objects of storage. Keep the result until it was read.
+
+    What fails here fails again when the sample is read, and is raised there.
+    """
+    if not shards.any_remote:
+        return []
+    by_shard: dict[tuple[str, str], tuple[ShardInfo, Recipe, list[Spec]]] = {}
+    for row, text, parts, kept, whole in wanted:
+        info = index.shard_of(row)
+        # A compressed shard is fetched whole when it is opened.
+        if info.packed or not (is_remote(info.url) or is_remote(info.media_root)):
+            continue
+        recipe = recipe_of(row)
+        key = info.url, "" if recipe.record is None else recipe.record.id
+        ranges = StoredSample(index, shards, row, whole=whole).ranges(recipe, text=text, parts=parts, kept=kept)
+        by_shard.setdefault(key, (info, recipe, []))[2].extend(ranges)
+    ahead: list[object] = []
+    for info, recipe, ranges in by_shard.values():
+        try:
+            ahead.append(shards.get(info.url, info, recipe.record).expect(ranges))
+        except ShardError:
+            continue
+    return ahead

@@ -128,6 +128,7 @@ class RecordContainer(_BySuffix):
             media_root=media_root_of(source.url, context.media_root),
             rules=rules,
             reads=context.reads,
+            files=context.files,
             **stored,
         )
 

@@ -64,7 +64,7 @@ def open_shard(
         ValueError: unknown suffix.
         ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
-    context = OpenContext(limits=limits, cache=cache, media_root=media_root, reads=reads)
+    context = OpenContext(limits=limits, cache=cache, media_root=media_root, reads=reads, files=files)
     if rules.container is not None:
         storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
         return OpenedShard(rules.container, ShardSource(storage, reads), context, rules)

@@ -124,7 +124,7 @@ def is_media_table(path: str) -> bool:
 def media_root_of(path: str, media_root: str | None) -> str | None:
     """Return the folder for names in a file of records: `media_root`, or by default a media table's own folder."""
     if media_root is None and is_media_table(path):
-        return os.path.dirname(os.path.abspath(path))
+        return os.path.dirname(identity(path))
     return media_root if path.lower().endswith(RECORD_SUFFIXES) else None
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.ahead import Wanted
+from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 

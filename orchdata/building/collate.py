@@ -22,9 +22,8 @@ from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.ahead import Wanted
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.index.stored import StoredSample, Wanted
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample

@@ -20,8 +20,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.ahead import Wanted, read_ahead
-from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards

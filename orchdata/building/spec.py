@@ -32,8 +32,8 @@ from orchdata.building.step import Builder
 from orchdata.building.windows.assembler import WindowAssembler
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.first_calls import settle_first_calls
-from orchdata.loaders.index.ahead import read_ahead
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.stored import read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards
@@ -123,7 +123,7 @@ class IndexedShards:
             cache=CacheFolder(),
             containers=self.containers,
             files=self.files,
-            any_remote=any(is_remote(shard.url) for shard in self.index.shards),
+            any_remote=any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards),
         )
 
     def name_of(self, row: int) -> str:

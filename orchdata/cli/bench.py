@@ -80,12 +80,23 @@ def throughput(
     consumer_ms: Annotated[float, typer.Option(help="How long that takes where nothing else runs.")] = 50.0,
     batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16,
     workers: Annotated[int, typer.Option(help="Threads, or worker processes, of each loader.")] = 2,
+    remote: Annotated[bool, typer.Option("--remote", help="From a server of HTTP, compared with files.")] = False,
+    latency_ms: Annotated[float, typer.Option(help="With --remote: delay before each answer of the server.")] = 20.0,
     repeats: RepeatsOption = 3,
     seed: SeedOption = 0,
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load a made-up data set or yours, in threads and in worker processes, compared with what the decoder allows."""
+    if remote:
+        if paths or recipe or media_root or consumer != "none":
+            raise ValueError("--remote serves a made-up data set: leave out paths, recipe, media root and consumer")
+        from orchdata.bench.remote import RemoteBench
+        from orchdata.bench.remote import run as run_remote
+
+        sizes = {"samples": samples, "batch_size": batch_size, "workers": workers, "repeats": repeats, "seed": seed}
+        _measure("throughput", RemoteBench(latency_ms=latency_ms, folder=folder, **sizes), run_remote, as_json)
+        return
     from orchdata.bench.throughput import ThroughputBench, run
 
     config = ThroughputBench(

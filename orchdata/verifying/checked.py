@@ -15,7 +15,7 @@ from orchdata.building.shortage import sample_bytes
 from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
 from orchdata.engines.threads import passed_on
 from orchdata.loaders.errors import DataError, as_field_error
-from orchdata.loaders.index.ahead import Wanted
+from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask

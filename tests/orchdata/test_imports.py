@@ -34,7 +34,7 @@ balancers: moves
 balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
-loaders: memory
+loaders: memory waits
 loaders: errors versions amounts locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
 loaders: records

@@ -53,7 +53,7 @@ def begun(
     if isinstance(builtin, TarContainer) or (isinstance(builtin, RecordContainer) and is_compressed(url)):
         with closing(files.open(url)) as file:
             if compression(file.read(0, 4)) is not None:
-                context = OpenContext(limits=limits, cache=cache, media_root=media_root)
+                context = OpenContext(limits=limits, cache=cache, media_root=media_root, files=files)
                 yield _unpacked(builtin, file, most, context, rules)
                 return
     with closing(open_shard(url, limits=limits, cache=cache, media_root=media_root, rules=rules, files=files)) as shard:

@@ -24,6 +24,7 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.urls import is_remote
 
 MOST_FILES: Final = 1024
 """Most files that are checked, of the missing ones and of the others."""
@@ -51,7 +52,7 @@ def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = 
 
     Raises StorageError if a file cannot be checked now.
     """
-    numbers = [number for number, shard in enumerate(index.shards) if shard.media_root and not shard.container]
+    numbers = [number for number, shard in enumerate(index.shards) if _is_checked(shard)]
     if not numbers:
         return []
     missing = {url: names for url, names in _missing(index, numbers) if names}
@@ -60,6 +61,11 @@ def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = 
     if any(_has_changed(index, number, limits, record) for number in numbers[: max(1, MOST_FILES // _ROWS_PER_SHARD)]):
         changed = [index.shards[number].url for number in numbers]
     return changed
+
+
+def _is_checked(shard: ShardInfo) -> bool:
+    """Return whether a shard and what its records name are files: each read of an object is of the indexed version."""
+    return bool(shard.media_root) and not (shard.container or is_remote(shard.url) or is_remote(shard.media_root))
 
 
 def _missing(index: Indexed, numbers: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 from orchdata.loaders.errors import DecodeError, StorageError
 from orchdata.loaders.storage.local import read_at
+from orchdata.loaders.storage.remote.stamps import stamp_of_version
 from orchdata.loaders.storage.retries import tried
 
-STAMP_BITS: Final = 23
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//)?")
 MISSING: Final = "no such file"
 # The texts of these errors are part of `state`, and so of the digest in kept facts: a change measures shards again.
@@ -26,11 +25,11 @@ _NAME_ERRORS: Final = {
     errno.ELOOP: "its links go round in a circle",
     errno.ENAMETOOLONG: "too long for the name of a file; base64 is read where its first bytes are those of its media",
 }
-_EMPTY: Final = (
+EMPTY_ROOT: Final = (
     "media_root is an empty folder, so none of the files that records name exists: mount the file system that belongs "
     "there, or pass the folder of the files as media_root="
 )
-_MISSING_NAMES: Final = 10
+MISSING_NAMES: Final = 10
 """Number of names of missing files that are kept for an error."""
 
 
@@ -86,13 +85,19 @@ class MediaFolder:
     Attributes:
         missing: some of the names without a file.
         has_files: whether any name had a file.
+        is_counted: whether it counts what is read.
     """
+
+    is_counted: Final = False
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.missing: list[str] = []
         self.has_files = False
         self._real: str | None = None
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Each file is looked at when it is opened."""
 
     @contextmanager
     def open(self, name: str) -> Iterator[MediaFile]:
@@ -144,7 +149,7 @@ class MediaFolder:
             if reason is None:
                 raise
             self._check_root()
-            if len(self.missing) < _MISSING_NAMES and error.errno != errno.ENAMETOOLONG:
+            if len(self.missing) < MISSING_NAMES and error.errno != errno.ENAMETOOLONG:
                 self.missing.append(name)
             raise DecodeError(f"{shown_name(name)}: {reason}") from None
         self.has_files = True
@@ -161,11 +166,19 @@ class MediaFolder:
         real = tried(self.root, "media_root cannot be looked into", lambda: os.path.realpath(self.root, strict=True))
         self._real = real.rstrip("/") + "/"
         if not tried(self.root, "media_root cannot be looked into", self._has_entries):
-            raise StorageError(self.root, _EMPTY, errno.ENODATA)
+            raise StorageError(self.root, EMPTY_ROOT, errno.ENODATA)
 
     def _has_entries(self) -> bool:
         with os.scandir(self.root) as entries:
             return next(entries, None) is not None
+
+
+class Looked(Protocol):
+    """The part of a folder that says which names were found."""
+
+    root: str
+    missing: list[str]
+    has_files: bool
 
 
 Found = tuple[dict[str, list[str]], set[str]]
@@ -180,7 +193,7 @@ class MissingMedia:
         self._has_files: set[str] = set()
         self._lock = threading.Lock()
 
-    def add(self, folder: MediaFolder) -> None:
+    def add(self, folder: Looked) -> None:
         """Add the missing files of one shard."""
         with self._lock:
             self._missing.setdefault(folder.root, []).extend(folder.missing)
@@ -204,7 +217,7 @@ class MissingMedia:
     def check(self) -> None:
         """Raise StorageError if records name many files below a folder, and none of them exists."""
         for root, names in self._missing.items():
-            if root not in self._has_files and len(names) >= _MISSING_NAMES:
+            if root not in self._has_files and len(names) >= MISSING_NAMES:
                 shown = ", ".join(map(shown_name, names[:3]))
                 reason = (
                     f"media_root has none of the files that records name ({shown}, ...): pass the folder where their "
@@ -239,15 +252,10 @@ def shown_name(name: str) -> str:
 
 
 def stamp_of(status: os.stat_result) -> int:
-    """Return STAMP_BITS bits of the modification time: one change in 8 million keeps the stamp."""
-    return _digest(str(status.st_mtime_ns))
+    """Return STAMP_BITS bits of the modification time."""
+    return stamp_of_version(str(status.st_mtime_ns))
 
 
 def joined_stamp(stamps: Sequence[int]) -> int:
     """Return the joint stamp of listed files, STAMP_BITS bits; the stamp itself if there is one file."""
-    return stamps[0] if len(stamps) == 1 else _digest(" ".join(map(str, stamps)))
-
-
-def _digest(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> (32 - STAMP_BITS)
+    return stamps[0] if len(stamps) == 1 else stamp_of_version(" ".join(map(str, stamps)))

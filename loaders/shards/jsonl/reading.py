@@ -14,8 +14,8 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import RECORD_FIELD, LeftOut, Media, check_function, made_record
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import Met
-from orchdata.loaders.shards.jsonl.media_files import MediaFolder
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia, media_of
+from orchdata.loaders.shards.jsonl.object_media import Folder
 from orchdata.loaders.shards.jsonl.records import Record, records_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import Storage
@@ -38,7 +38,7 @@ class RecordReader:
     """
 
     def __init__(
-        self, url: str, file: Storage, limits: Limits, media_root: str | None, rules: FieldRules = NO_RULES
+        self, url: str, file: Storage, limits: Limits, folder: Folder | None, rules: FieldRules = NO_RULES
     ) -> None:
         self.url = url
         self.size = file.size
@@ -49,7 +49,7 @@ class RecordReader:
         self._function = rules.record
         self.encoding = self._records.encoding
         self.field = _JSON_FIELD if rules.record is None else RECORD_FIELD
-        self.folder = None if media_root is None else MediaFolder(media_root)
+        self.folder = folder
 
     def all(self) -> Iterator[Record]:
         return self._records.all()

@@ -22,11 +22,13 @@ from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.records import LeftOut
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import NAMED, printable
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
+from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
+from orchdata.loaders.shards.jsonl.object_media import Folder
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
 from orchdata.loaders.slow import SCANNING, here
+from orchdata.loaders.storage.remote.stamps import STAMP_BITS
 
 _THREADS: Final = 8
 _CHUNK: Final = 256
@@ -89,6 +91,7 @@ def media_state(reader: RecordReader, limits: Limits) -> str:
     named = (file.path for one in media for file in one.parts())
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
         for some in _batches(named, _CHUNK):
+            _prepare(reader.folder, some)
             states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
     return states.digest()
 
@@ -191,7 +194,13 @@ def _probed(
             current.key = None
             first = number - len(read)
             media = [(each.key or f"record {first + at}", one) for at, each in enumerate(read) for one in each.media]
+            _prepare(reader.folder, [each.path for _, one in media for each in one.parts()])
             yield read, mapped(pool, probe, media)
+
+
+def _prepare(folder: Folder | None, paths: Sequence[str | None]) -> None:
+    if folder is not None:
+        folder.prepare([path for path in paths if path is not None])
 
 
 def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -203,11 +212,11 @@ def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[I
     return [*results, *(pool.map if is_waiting else map)(function, items[_TIMED:])]
 
 
-def _state(path: str | None, folder: MediaFolder | None) -> str:
+def _state(path: str | None, folder: Folder | None) -> str:
     return "" if path is None or folder is None else f"{path}\0{folder.state(path)}"
 
 
-def _probe(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _Probed:
+def _probe(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
     if not media.files:
         return _probe_one(media, folder, limits)
     files = [_probe_one(one, folder, limits) for one in media.files]
@@ -218,7 +227,7 @@ def _probe(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _Pr
     return _Probed(size, stamp, error=error, state=state, short=next((one.short for one in files if one.short), None))
 
 
-def _probe_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _Probed:
+def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
     modality = None if media.kind == OTHER else BUILTINS[KINDS[media.kind]]
     size = stamp = 0
     header = NO_HEADER

@@ -20,13 +20,17 @@ from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.first.beginning import Beginning
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
+from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
+from orchdata.loaders.shards.jsonl.named_ahead import NamedAhead, TakenRecords
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
+from orchdata.loaders.shards.jsonl.object_media import Folder, ObjectFolder, folder_of
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan, scan_first
 from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.stamps import STAMP_BITS
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.conversation import parse_json
 
@@ -58,6 +62,7 @@ class JsonLinesShard:
         media_root: str | None,
         rules: FieldRules = NO_RULES,
         reads: ReadBytes | None = None,
+        files: Files = PLAIN_FILES,
         size: int | None = None,
         version: str | None = None,
         is_new: bool = False,
@@ -71,7 +76,8 @@ class JsonLinesShard:
         self._file = file
         self._limits = limits
         self._reads = reads
-        self._reader = RecordReader(url, file, limits, media_root, rules)
+        self._reader = RecordReader(url, file, limits, folder_of(media_root, files, reads), rules)
+        self._taken = TakenRecords()
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
 
     def checksum(self) -> str:
@@ -83,7 +89,7 @@ class JsonLinesShard:
         return media_state(self._reader, self._limits)
 
     @property
-    def folder(self) -> MediaFolder | None:
+    def folder(self) -> Folder | None:
         """The folder of the files that its records name."""
         return self._reader.folder
 
@@ -94,6 +100,7 @@ class JsonLinesShard:
             for offset, size, encoding, field in members:
                 if encoding != NAMED:
                     continue
+                self._taken.take(offset >> STAMP_BITS)
                 named, stamp = self._named_at(offset, field, media)
                 if named is None or not self._is_same(named, size, stamp):
                     return False
@@ -177,7 +184,11 @@ class JsonLinesShard:
         return value
 
     def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
-        return self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != NAMED])
+        ahead = self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != NAMED])
+        folder = self._reader.folder
+        if not isinstance(folder, ObjectFolder) or all(encoding != NAMED for _, _, encoding, _ in members):
+            return ahead
+        return ahead, NamedAhead(folder, members, self._media_at, self._taken)
 
     def close(self) -> None:
         self._file.close()
@@ -196,6 +207,7 @@ class JsonLinesShard:
             raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
         try:
             if encoding == NAMED:
+                self._taken.take(offset >> STAMP_BITS)
                 named, stamp = self._named_at(offset, field, media)
                 return self._content(named, size, stamp)
             known = {} if records is None else records
@@ -221,6 +233,12 @@ class JsonLinesShard:
             media[record_offset] = self._media(data, field)
         return media[record_offset].get(field), offset & _STAMP
 
+    def _media_at(self, offset: int, size: int, field: str) -> dict[str, NamedMedia]:
+        """Return the media that the record at an offset names, by field. Its size may be 0 if it is not known."""
+        if not size:
+            return self._media(self._reader.at(offset), field)
+        return self._media(self._reader.as_json(self._file.read(offset, size)), field)
+
     def _media(self, data: bytes, field: str) -> dict[str, NamedMedia]:
         """Return the media that a record names, by field."""
         try:
@@ -232,6 +250,9 @@ class JsonLinesShard:
         """Read the content of a member. Raises DecodeError if it changed since it was indexed."""
         if media is None or media.error is not None:
             raise DecodeError("its record no longer names this file: run `orchdata index` again")
+        folder = self._reader.folder
+        if isinstance(folder, ObjectFolder) and media.path is not None:
+            return folder.indexed(media.path, size, stamp)
         name = "its list of files" if media.files else shown_name(media.path or media.field)
         contents, stamps, left = [], [], size
         for one in media.parts():
@@ -257,7 +278,7 @@ class JsonLinesShard:
         else:
             with self._reader.folder.open(media.path) as file:
                 data, stamp = file.read(min(file.size, most + 1)), file.stamp
-            if self._reads is not None:
+            if self._reads is not None and not self._reader.folder.is_counted:
                 self._reads.storage.add(len(data))
         if len(data) > most:
             raise _changed(name, f"above {most}", most)

@@ -18,6 +18,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import dataclass_values, qualified
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 
 if TYPE_CHECKING:
     from orchdata.loaders.shards.own.source import ShardSource
@@ -40,12 +41,14 @@ class OpenContext:
         cache: folder for files that can be made again.
         media_root: folder of files that shards name; None for none.
         reads: counts bytes; what is read from the shard's source is counted already. None: nothing is counted.
+        files: opens other files, and objects of storage.
     """
 
     limits: Limits
     cache: CacheFolder
     media_root: str | None = None
     reads: ReadBytes | None = None
+    files: Files = PLAIN_FILES
 
 
 class Shard:

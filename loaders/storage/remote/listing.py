@@ -46,12 +46,16 @@ def versions_of(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]
     for folder, wanted in _by_folder(urls).items():
         if len(wanted) > 1 and scheme_of(folder) not in HTTP:
             found |= _listed(objects, folder, wanted)
-    left = [url for url in urls if url not in found]
-    if left:
-        with ThreadPoolExecutor(min(_THREADS, len(left)), thread_name_prefix="orchdata-heads") as pool:
-            looked = zip(left, pool.map(objects.version, left), strict=True)
-            found |= {url: file for url, file in looked if file is not None}
-    return found
+    return found | looked_at(objects, [url for url in urls if url not in found])
+
+
+def looked_at(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]:
+    """Return size and version of each object that exists, with a request for each. Raises StorageError."""
+    if not urls:
+        return {}
+    with ThreadPoolExecutor(min(_THREADS, len(urls)), thread_name_prefix="orchdata-heads") as pool:
+        looked = zip(urls, pool.map(objects.version, urls), strict=True)
+        return {url: file for url, file in looked if file is not None}
 
 
 def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str, FileVersion]:

@@ -23,6 +23,7 @@ from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreC
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
 from orchdata.loaders.storage.remote.counts import RequestCounts
 from orchdata.loaders.storage.remote.requests import Pending
+from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.remote.trying import RETRY_SECONDS, keep_trying
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -315,7 +316,7 @@ def check(answer: Answer, wanted: ObjectRange) -> None:
     then, now = wanted.file, answer.file
     if now.size != then.size:
         raise Trouble("changed", f"has {now.size} bytes, {then.size} when it was indexed")
-    if then.version and now.version != then.version:
+    if not fits(then.version, now.version):
         raise Trouble(
             "changed", f"was replaced since it was indexed ({then.version} then, {now.version or 'none'} now)"
         )

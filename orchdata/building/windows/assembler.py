@@ -23,8 +23,7 @@ from orchdata.building.shard_content import located
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.windows.pages import WindowPages
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.ahead import Wanted, read_ahead
-from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards

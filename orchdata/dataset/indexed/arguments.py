@@ -90,7 +90,9 @@ def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
         return None
     root = identity(fspath(media_root))
     if is_remote(root):
-        raise ValueError(f"media_root {root!r}: files that records name must lie on this machine")
+        if root != fspath(media_root):
+            raise ValueError(f"media_root {root!r} was given with a query or a password: use storage_options")
+        return root.rstrip("/")
     if not is_folder(root):
         raise ValueError(f"media_root {root!r} is not a folder")
     return root
