@@ -212,6 +212,8 @@ def _locality_notes(profile: Profile) -> list[str]:
         parts.append(f"{reads.by_range:.2f} by range, in any scope")
     if reads.whole_shards is not None:
         parts.append(f"{reads.whole_shards:.2f} where every shard is read whole, once")
+    if reads.by_chunk is not None:
+        parts.append(f"{reads.by_chunk:.2f} for Parquet, if each sample reads the column chunks of its row group")
     notes = [f"bytes read for each byte used: {'; '.join(parts)}"] if parts else []
     alone = [f"{scale.ranks:,}" for scale in profile.scales if scale.groups == 1]
     if alone:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
+from orchdata.dataset.indexed.column_reads import warn_of_column_reads
 from orchdata.dataset.indexed.first import chosen_shards, content_of, is_partial, num_first_rows
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
@@ -148,6 +149,7 @@ def prepare_shards(
         warn_of_windows(batches, recipes, options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
+    warn_of_column_reads(dataset, index, order, options.rank.size)
     spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
+from orchdata.dataset.indexed.column_reads import chunks_of
 from orchdata.dataset.mixed import mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
@@ -89,10 +90,13 @@ class ReadAmplification:
         whole_shards: every shard read once from end to end, as a compressed tar is when it is decompressed: below 1 if
             compression saves more than the unused bytes. Multiply by `groups_per_shard` if each group reads on its own.
             None if records name media in other files.
+        by_chunk: samples of Parquet, if each is read with the column chunks of its whole row group: where the order
+            jumps between more row groups than fit in memory. From the footers of a few files; None without Parquet.
     """
 
     by_range: float | None
     whole_shards: float | None
+    by_chunk: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +310,7 @@ def profile(
         bytes=totals["bytes"],
         loss_tokens=totals["loss_tokens"],
         overflow=Overflow(**overflow) if any(overflow.values()) else None,
-        read_amplification=_read_amplification(index, good, totals["bytes"]),
+        read_amplification=_read_amplification(index, good, totals["bytes"], dataset),
         modalities={name: _modality(counts, samples) for name, counts in totals["modalities"].items()},
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
@@ -377,7 +381,9 @@ def split_failures(index: Index, bad: NDArray[np.int64] | None = None) -> tuple[
     return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
 
 
-def _read_amplification(index: Index, good: NDArray[np.int64], num_bytes: int) -> ReadAmplification:
+def _read_amplification(
+    index: Index, good: NDArray[np.int64], num_bytes: int, dataset: ShardDataset | Mixture | None
+) -> ReadAmplification:
     chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
     read = used = 0
     for row in chosen.tolist():
@@ -386,10 +392,12 @@ def _read_amplification(index: Index, good: NDArray[np.int64], num_bytes: int) -
             members = index.read_spec(row)
             read += bytes_read_together(members)
             used += sum(size for _, size, _, _ in members)
+    chunks = None if dataset is None else chunks_of(index, dataset)
     names_files = any(shard.container or suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
     return ReadAmplification(
         by_range=read / used if used else None,
         whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
+        by_chunk=None if chunks is None else chunks.alone,
     )
 
 

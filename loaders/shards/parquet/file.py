@@ -134,6 +134,14 @@ class ParquetReader:
             f"Limits.decompression_ratio={limits.decompression_ratio:g}: write smaller row groups, or raise one"
         )
 
+    def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the rows of each row group, and the stored bytes of the chunks of these columns in it."""
+        leaves = [leaf for name in names for leaf in self._leaves.get(name, ())]
+        return [
+            (group.num_rows, sum(max(0, group.column(leaf).total_compressed_size) for leaf in leaves))
+            for group in map(self._metadata.row_group, range(self._metadata.num_row_groups))
+        ]
+
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a row group, in batches of bounded size.
 

@@ -21,7 +21,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.first.beginning import Beginning
-from orchdata.loaders.shards.parquet.cells import is_json_field, is_text_field, locate_cell, read_cell
+from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import ParquetReader
@@ -163,6 +163,15 @@ class ParquetShard:
     def is_json(self, field: str, encoding: int) -> bool:
         """Return whether the cells of a field are JSON."""
         return is_json_field(self._open().columns, field)
+
+    def chunk_bytes(self, fields: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it.
+
+        Raises ShardError.
+        """
+        reader = self._open()
+        found = [column_of(reader.columns, field) for field in fields]
+        return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
 
     def columns(self, names: Sequence[str]) -> ColumnValues:
         """Read whole columns. A child process measures them first. Raises ShardError, and as `facts`."""
