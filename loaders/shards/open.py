@@ -29,6 +29,9 @@ from orchdata.loaders.storage.storage import FileVersion
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
+_FILES: Final = 64
+_OBJECTS: Final = 1024
+"""Open shards: an object that is opened again costs no request, but the footer of a Parquet file does."""
 
 _Key = tuple[str, tuple[tuple[str, str], ...], str, int, str]
 """A shard's path, its renamed fields, its container, its reach, and the id of the function that makes its records."""
@@ -143,7 +146,7 @@ class OpenShards:
         containers: of the user's, by identity: a class of the main program has another name in worker processes.
         files: where the shards are.
         any_remote: whether any of them is an object of storage, which is read ahead.
-        capacity: the number of shards that stay open.
+        capacity: the number of shards that stay open; default: few files, and more objects, which take no descriptor.
 
     Attributes:
         reads: bytes read from all of them; callers that read members add to its `used`.
@@ -158,8 +161,9 @@ class OpenShards:
         containers: Mapping[str, Container] = NO_CONTAINERS,
         files: Files = PLAIN_FILES,
         any_remote: bool = False,
-        capacity: int = 64,
+        capacity: int | None = None,
     ) -> None:
+        capacity = (_OBJECTS if any_remote else _FILES) if capacity is None else capacity
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.reads = ReadBytes()
