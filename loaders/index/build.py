@@ -39,6 +39,7 @@ from orchdata.loaders.index.locations import (
 from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
+from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
@@ -108,6 +109,7 @@ def build_index(
     under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
     share: tuple[int, int] = (0, 1),
+    parts: Parts | None = None,
     retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
     """Build or refresh the index of shards under a recipe, and open it.
@@ -130,6 +132,7 @@ def build_index(
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
             that are being measured count in part, and the number of all.
         share: (number, number of processes): each of the processes that build it begins at another shard.
+        parts: what builders with other cache folders have measured.
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
@@ -143,6 +146,7 @@ def build_index(
         PackageError: a package that the recipe or a shard needs is missing or broken.
         FunctionError: a function of the recipe is not deterministic, or its id was of another function.
         StaleIndexError: a shard keeps changing while it is read.
+        PublishedMeanwhile: another builder has published the index, with `parts`.
     """
     if not urls:
         raise ValueError("no shards to index")
@@ -174,9 +178,10 @@ def build_index(
         builder.jobs = Jobs(jobs, open_builder, recipe, paths, reading.files)
 
     # Measure the shards, then merge their tables in the given order.
-    first = len(paths) * share[0] // share[1]
+    builder.parts = parts
     with closing(builder), building(cache) as build:
-        measured = in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
+        order = _begun_at(paths, share, apart=parts is not None)
+        measured = in_parallel(builder, order, workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
         if reading.columns:
@@ -186,6 +191,23 @@ def build_index(
         keep_within(cache, build, [table.path for table in tables])
     remove_leftovers(cache)
     return index
+
+
+def _begun_at(paths: list[str], share: tuple[int, int], *, apart: bool) -> list[str]:
+    """Return the shards in the order in which one of several processes takes them: its own first.
+
+    Args:
+        apart: whether the processes cannot see which shard another one is at. Then the others' are taken from the end,
+            where these are last.
+    """
+    number, processes = share
+    bounds = [len(paths) * each // processes for each in range(processes + 1)]
+    if not apart:
+        return paths[bounds[number] :] + paths[: bounds[number]]
+    order = paths[bounds[number] : bounds[number + 1]]
+    for other in (*range(number + 1, processes), *range(number)):
+        order += reversed(paths[bounds[other] : bounds[other + 1]])
+    return order
 
 
 def warn_of_retries(error: Exception, seconds: float) -> None:
@@ -382,6 +404,7 @@ class Builder:
         self.missing_media = MissingMedia()
         self.claims = Claims(cache.file("locks", "index"))
         self.jobs: Jobs | None = None
+        self.parts: Parts | None = None
 
     def close(self) -> None:
         if self.jobs is not None:
@@ -428,9 +451,13 @@ class Builder:
                     return None
                 if (table := cached()) is not None:  # another process has measured it
                     return self._kept_in_memory(table), False
+                if self.parts is not None and self.parts.take(path) and (table := cached()) is not None:
+                    return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
                     self.missing_media.add_found(self.jobs.measure(url))
-                    return self._kept_in_memory(named(self._stored(path, url, root, access), rules)), True
+                    table = self._stored(path, url, root, access)
+                    self._give(table)
+                    return self._kept_in_memory(named(table, rules)), True
                 facts = load_facts(
                     url,
                     opened,
@@ -444,7 +471,12 @@ class Builder:
                 )
                 costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules), access)
                 table = costs.write(path, url, facts.meta, root, access)
+                self._give(table)
                 return self._kept_in_memory(named(table, rules)), True
+
+    def _give(self, table: CostTable) -> None:
+        if self.parts is not None and table.meta.checksum:  # without one it is not taken, see `_cached`
+            self.parts.give(table.path)
 
     def _cached(
         self,

@@ -8,20 +8,20 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import shlex
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.arguments import checked_fields, reading_of
+from orchdata.dataset.indexed.arguments import checked_fields, checked_store, command_arguments, reading_of
 from orchdata.dataset.indexed.first import num_first_samples
-from orchdata.dataset.indexed.found import Wanted, found_or_built
+from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
+from orchdata.dataset.indexed.opened import Chosen, Opened
+from orchdata.dataset.indexed.published import Generation, StoredIndex
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -35,21 +35,17 @@ from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.index.fields.build import open_fields
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute, digest
+from orchdata.loaders.index.published.manifest import IndexStore, Manifest
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
-from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
-from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
-from orchdata.loaders.shards.jsonl.media_changes import changed_media
-from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
-from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import Matching, needs_listing
 from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
-from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
 if TYPE_CHECKING:
@@ -83,6 +79,9 @@ class ShardDataset:
             `allow_http`, `read_timeout`, ...), and `retry_seconds`, `profile`, `anonymous`. Credentials that are not
             here are found as usual.
         store: an obstore store or an fsspec filesystem, which is used as it is for all URLs.
+        index_store: URL or shared folder in which the index is published, as by `orchdata index --to`: every node
+            fetches it from there, and shards are neither listed nor opened before the first step. If it is not there
+            yet, it is built and published. A final "/@3" asks for generation 3; default: the newest.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
@@ -93,7 +92,9 @@ class ShardDataset:
 
     selections: tuple[Selection | Taken, ...] = ()
     reading: Reading = PLAIN
+    index_store: IndexStore | None = None
     _urls: tuple[str, ...] | None = None
+    _manifest: Manifest | None = None
 
     def __init__(
         self,
@@ -106,28 +107,39 @@ class ShardDataset:
         index_fields: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         store: Any = None,
+        index_store: str | PathLike[str] | None = None,
     ) -> None:
         given = listed_paths(paths)
         how: dict[str, Any] = {"storage_options": storage_options, "store": store, "paths": given}
         self.reading = reading_of(media_root, columns, containers, **how)
         self._given = tuple(absolute(fspath(path)) for path in given)
+        self.index_store = checked_store(index_store, given, store)
         if not needs_listing(given):
             self._urls = self._expanded(given)
         self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
-        self._opened = _Opened()
+        self._opened = Opened()
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The shards: absolute paths, and URLs without secrets. Objects that a pattern matches are listed once."""
+        """The shards: absolute paths, and URLs without secrets. Those of a published index are taken from it; without
+        one, objects that a pattern matches are listed once.
+        """
         if self._urls is None:
             with self._opened.lock:
-                self._list()
+                if self._published() is None:
+                    self._list()
         assert self._urls is not None
         return self._urls
 
-    def _list(self) -> None:
-        """List the objects of patterns, on one rank for all."""
+    def _list(self, *, again: bool = False) -> None:
+        """Find the shards that the paths name, if that was not done: one rank lists the objects of patterns for all.
+
+        Args:
+            again: also if it was done.
+        """
+        if self._urls is not None and not again:
+            return
         files = self.reading.files
         listed: dict[str, list[Any]] = {}
 
@@ -139,9 +151,31 @@ class ShardDataset:
         def find() -> list[Any]:
             return [list(self._expanded(self._given, matching)), listed]
 
-        urls, versions = done_by_first(f"listing/{digest(list(self._given))}", find)
+        key = digest([*self._given, *([self.generation] if again else [])])
+        urls, versions = done_by_first(f"listing/{key}", find)
         known = files.knowing({url: FileVersion(*file) for url, file in versions.items()})
         self._urls, self.reading = tuple(urls), replace(self.reading, files=known)
+
+    def listed(self) -> tuple[str, ...]:
+        """Return the shards that the paths name now, whatever the index has. Raises as the constructor."""
+        return self._expanded(self._given)
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of the index that is open; None without `index_store`, or before it is opened."""
+        return None if self._manifest is None else self._manifest.generation
+
+    @property
+    def stored_index(self) -> StoredIndex | None:
+        """Where the index is published; None without `index_store`."""
+        if self.index_store is None:
+            return None
+        how: dict[str, Any] = {
+            "recipe": self.recipe,
+            "reading": self.reading,
+            "command": f"orchdata index {self._as_arguments()}",
+        }
+        return StoredIndex(store=self.index_store, patterns=self._given, **how)
 
     def _expanded(self, given: Sequence[Any], matching: Matching | None = None) -> tuple[str, ...]:
         return tuple(absolute(url) for url in self.reading.expand(given, matching))
@@ -235,9 +269,10 @@ class ShardDataset:
         Args:
             num_ranks: number of ranks that will use it.
             rank: number of this rank; None for a rank that must not build.
-            rebuild: check every shard again, and index those that changed, and those with files that changed.
+            rebuild: check every shard again, and index those that changed, and those with files that changed. With
+                `index_store` the shards are listed again, and the next generation is published if any changed.
             check: compare the size and time of change of every local shard (0.3 seconds for 100,000), once, on one rank
-                of a job. Ignored if several ranks must not build.
+                of a job; not with `index_store`. Ignored if several ranks must not build.
             progress: called about twice a second with the shards that are done, in which those that are being indexed
                 count in part, and the number of all shards.
 
@@ -246,7 +281,8 @@ class ShardDataset:
         """
         builds = num_ranks == 1 or rank is not None
         index = self._index(num_ranks, rank, rebuild, progress)
-        if not rebuild and check and builds and self._has_changed(index, warns=not rank):
+        looks = check and builds and not rebuild and self.index_store is None
+        if looks and has_changed(index, self.recipe, self.containers, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
         self._opened.note(index)
         if self.index_fields:
@@ -290,35 +326,40 @@ class ShardDataset:
             self._opened.fields = index.build_id, fields
         return self._opened.fields[1]
 
-    def _has_changed(self, index: Index, *, warns: bool) -> bool:
-        """Return whether local shards must be measured again, and warn about them."""
-
-        def find() -> list[Any]:
-            limits = self.recipe.limits
-            changed, unsure = find_changes(
-                index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(self.containers)
-            )
-            changed = list(dict.fromkeys([*changed, *changed_media(index, limits, self.recipe.record)]))
-            return [len(changed), *changed[:1], unsure]
-
-        number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
-        if number and warns:
-            others = f" and {number - 1} others" if number > 1 else ""
-            warn_user(f"{first[0]}{others} changed since the index was built: measured again")
-        if unsure and warns:
-            warn_user(
-                f"{unsure} shards have the same size as when they were indexed, but another time of change, like "
-                "copies. Each is compared when it is opened; `orchdata index` compares all of them now"
-            )
-        return bool(number)
-
     def _index(
         self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[float, int], None] | None
     ) -> Index:
-        wanted = Wanted(
+        stored = self.stored_index
+        if stored is not None:
+            index = None if rebuild else self._published()
+            if index is not None:
+                return index
+            if rebuild and stored.store.generation is not None:
+                raise ValueError(f"index_store asks for generation {stored.store.generation}, which is never rebuilt")
+            if rebuild or self._first is None:
+                wanted = partial(self._wanted, progress, again=rebuild)
+                return self._use(stored.built(wanted, num_ranks, rank, rebuild=rebuild))
+        return found_or_built(self._wanted(progress), num_ranks, rank, rebuild=rebuild)
+
+    def _wanted(self, progress: Callable[[float, int], None] | None, *, again: bool = False) -> Wanted:
+        self._list(again=again)
+        return Wanted(
             self.urls, self.recipe, self.reading, self._first, self._how_to_index(), self._as_arguments(), progress
         )
-        return found_or_built(wanted, num_ranks, rank, rebuild=rebuild)
+
+    def _published(self) -> Index | None:
+        """Return the index that is published; None if there is none, or no `index_store`."""
+        stored = self.stored_index
+        if stored is None:
+            return None
+        manifest = self._manifest or stored.found()
+        return None if manifest is None else self._use(Generation(stored.opened(manifest), manifest))
+
+    def _use(self, generation: Generation) -> Index:
+        """Take index and shards of a generation: this data set keeps it."""
+        index, self._manifest = generation
+        self._urls = tuple(shard.url for shard in index.shards)
+        return index
 
     @property
     def _first(self) -> int | None:
@@ -405,7 +446,7 @@ class ShardDataset:
             )
         return int(np.searchsorted(rows, matches[0])) if len(matches) else None
 
-    def _chosen(self) -> _Chosen:
+    def _chosen(self) -> Chosen:
         """Return the rows of the samples."""
         opened = self._opened
         with opened.lock:
@@ -413,27 +454,24 @@ class ShardDataset:
             if opened.chosen is None:
                 without = np.union1d(index.bad_rows(), self.left_out(index))
                 rows = np.setdiff1d(np.arange(index.num_rows), without, assume_unique=True)
-                opened.chosen = _Chosen(rows, rows[index.piece[rows] == 0] if index.is_split else rows)
+                opened.chosen = Chosen(rows, rows[index.piece[rows] == 0] if index.is_split else rows)
             return opened.chosen
 
     def _with(self, selection: Selection | Taken) -> ShardDataset:
         chosen = copy.copy(self)
         chosen.selections = (*self.selections, selection)
-        chosen._opened = _Opened(self._opened.index)
+        chosen._opened = Opened(self._opened.index)
         return chosen
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _opened=_Opened())
+        vars(self).update(state, _opened=Opened())
 
     def _as_arguments(self) -> str:
-        shown = " ".join(shlex.quote(path) for path in self._given[:3])
-        shown = shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
-        shown += "" if self.media_root is None else f" --media-root {shlex.quote(self.media_root)}"
-        shown += " --container MODULE:NAME" * len(self.containers)
-        return shown + "".join(f" --index-field {name}" for name in self.index_fields)
+        options = self.files.options if any(map(is_remote, self._given)) or self.index_store else ()
+        return command_arguments(self._given, self.reading, self.index_fields, tuple(options), self.index_store)
 
     def _how_to_index(self) -> str:
         return (
@@ -453,41 +491,3 @@ class ShardDataset:
         pieces = f" in {len(rows):,} rows" if len(rows) > len(first_rows) else ""
         tokens = int(index.llm_tokens[rows].sum())
         return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"
-
-
-class _Chosen(NamedTuple):
-    """Rows of samples, and the first of each sample, ascending, int64."""
-
-    rows: NDArray[np.int64]
-    first_rows: NDArray[np.int64]
-
-
-class _Opened:
-    """The open files of a data set in this process.
-
-    Attributes:
-        index: the index, once it was requested.
-        chosen: the rows of its samples.
-        fields: the user's own columns, and the build id of their index.
-    """
-
-    def __init__(self, index: Index | None = None) -> None:
-        self.lock = threading.RLock()
-        self.index = index
-        self.chosen: _Chosen | None = None
-        self.fields: tuple[str, IndexFields] | None = None
-        self._shards: OpenShards | None = None
-
-    def note(self, index: Index) -> None:
-        """Use this index from now on."""
-        with self.lock:
-            if self.index is None or self.index.build_id != index.build_id:
-                self.index, self.chosen, self._shards = index, None, None
-
-    def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
-        with self.lock:
-            if self._shards is None:
-                load_required(recipe)
-                how: dict[str, Any] = {"containers": by_identity(containers), "files": files}
-                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), **how)
-            return self._shards

@@ -6,7 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchdata.ranks.posting import JobStore
 
 PATIENCE_SECONDS = 120.0
 """After this time a rank does the work itself: the first one may be lost."""
@@ -25,18 +28,9 @@ def done_by_first(name: str, work: Callable[[], Any]) -> Any:
 
     Raises RuntimeError if the store of the job does not answer.
     """
-    if "torch.distributed" not in sys.modules:  # then there is no group; importing it takes a second
+    job, key = _job(), f"first/{name}/result"
+    if job is None:
         return work()
-    import torch.distributed as dist
-
-    from orchdata.ranks.parallel import group_timeout
-    from orchdata.ranks.posting import JobStore, job_store
-
-    store = job_store() if dist.is_available() and dist.is_initialized() else None
-    if store is None or dist.get_world_size() == 1:
-        return work()
-    timeout = group_timeout(dist.group.WORLD).total_seconds()
-    job, key = JobStore(store, timeout), f"first/{name}/result"
     if job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1:
         try:
             result = work()
@@ -45,7 +39,9 @@ def done_by_first(name: str, work: Callable[[], Any]) -> Any:
             raise
         job.ask(lambda store: store.set(key, json.dumps([result])))
         return result
-    until, pause = time.monotonic() + min(timeout, PATIENCE_SECONDS), 0.002
+    import torch.distributed as dist
+
+    until, pause = time.monotonic() + min(job.timeout, PATIENCE_SECONDS), 0.002
     while not job.ask(lambda store: store.check([key])):
         if time.monotonic() >= until:
             return work()
@@ -53,3 +49,40 @@ def done_by_first(name: str, work: Callable[[], Any]) -> Any:
         pause = min(2 * pause, max(0.1, dist.get_world_size() / 5000))  # one server answers all ranks
     results = json.loads(job.ask(lambda store: store.get(key)))
     return results[0] if results else work()
+
+
+def is_first(name: str) -> bool:
+    """Return whether this rank is the first of the job that asks for this name. Raises RuntimeError as `done_by_first`.
+
+    Without torch.distributed, or a store, every process is.
+    """
+    job = _job()
+    return job is None or job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1
+
+
+def tell(name: str) -> None:
+    """Tell all ranks of the job that something has happened. Raises RuntimeError as `done_by_first`."""
+    job = _job()
+    if job is not None:
+        job.ask(lambda store: store.set(f"told/{name}", "yes"))
+
+
+def is_told(name: str) -> bool:
+    """Return whether a rank of the job has called `tell`. Raises RuntimeError as `done_by_first`."""
+    job = _job()
+    return job is not None and bool(job.ask(lambda store: store.check([f"told/{name}"])))
+
+
+def _job() -> JobStore | None:
+    """Return the store of the job; None if there are no other ranks."""
+    if "torch.distributed" not in sys.modules:  # then there is no group; importing it takes a second
+        return None
+    import torch.distributed as dist
+
+    from orchdata.ranks.parallel import group_timeout
+    from orchdata.ranks.posting import JobStore, job_store
+
+    store = job_store() if dist.is_available() and dist.is_initialized() else None
+    if store is None or dist.get_world_size() == 1:
+        return None
+    return JobStore(store, group_timeout(dist.group.WORLD).total_seconds())

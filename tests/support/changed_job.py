@@ -10,12 +10,12 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.dataset import shard_dataset
+from orchdata.dataset.indexed import found
 
 
 def work(folder: str) -> dict[str, Any]:
     with (
-        mock.patch.object(shard_dataset, "find_changes", wraps=shard_dataset.find_changes) as looks,
+        mock.patch.object(found, "find_changes", wraps=found.find_changes) as looks,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 from orchdata.dataset.selection import names_of_counts
+from orchdata.loaders.index.published.manifest import IndexStore
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.own.checks import checked_containers
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.paths import expand_paths, is_folder
+from orchdata.loaders.storage.remote.clients.of_fsspec import is_filesystem
 from orchdata.loaders.storage.remote.files import Files
-from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, scheme_of
+from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
 
 
 def reading_of(
@@ -116,3 +119,44 @@ def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
                 f"columns={{{name!r}: 'my_{name}'}}"
             )
     return tuple(sorted(set(names)))
+
+
+def checked_store(
+    given: str | PathLike[str] | None, paths: Sequence[str | PathLike[str]], store: Any
+) -> IndexStore | None:
+    """Return `index_store=`. Raises TypeError and ValueError for what is none, without secrets.
+
+    Args:
+        paths, store: as given to `ShardDataset`.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | PathLike):
+        raise TypeError(f"index_store is a URL or a folder, got {type(given).__name__}")
+    checked = IndexStore.of(fspath(given))
+    if store is not None and is_remote(checked.url) and not is_filesystem(store):
+        root = parsed(checked.url).root
+        others = {parsed(identity(path)).root for path in map(str, paths) if is_remote(path)} - {root}
+        if others:
+            raise ValueError(
+                f"store is of one bucket, and the shards are in {min(others)}, the index in {root}: give "
+                "storage_options in place of store, or an index_store in the same bucket"
+            )
+    return checked
+
+
+def command_arguments(
+    given: Sequence[str],
+    reading: Reading,
+    index_fields: Sequence[str],
+    options: Sequence[str],
+    store: IndexStore | None,
+) -> str:
+    """Return the arguments of `orchdata index` for a data set, to be shown: values of options are secret."""
+    shown = " ".join(shlex.quote(path) for path in given[:3])
+    shown = shown if len(given) <= 3 else f"{shown} ... ({len(given)} paths)"
+    shown += "" if reading.media_root is None else f" --media-root {shlex.quote(reading.media_root)}"
+    shown += " --container MODULE:NAME" * len(reading.containers)
+    shown += "".join(f" --index-field {name}" for name in index_fields)
+    shown += "".join(f" --storage-options {name}=..." for name in options)
+    return shown + ("" if store is None else f" --to {shlex.quote(store.url)}")

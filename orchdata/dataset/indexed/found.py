@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.forecast import Forecast
+from orchdata.dataset.indexed.nodes import Apart
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first.build import build_first_index, open_first
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import is_outdated, open_index
+from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.changes import find_changes
+from orchdata.loaders.shards.jsonl.media_changes import changed_media
+from orchdata.loaders.shards.open import by_identity
+from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.notices import warn_user
+from orchdata.ranks.first_comer import done_by_first
 
 
 class Wanted(NamedTuple):
@@ -60,18 +70,63 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
     if first is not None and not is_full:
         return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
-    reading = reading.looked_up(urls)
+    return built(wanted, num_ranks, rank)
+
+
+def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | None = None) -> Index:
+    """Build the full index, or bring it up to date. Raises as `build_index`; MissingIndexError as `check_one_folder`.
+
+    Args:
+        parts: what builders with other cache folders have measured; None: there are none.
+    """
+    urls, recipe = wanted.urls, wanted.recipe
+    reading = wanted.reading.looked_up(urls)
     advice = (
         f"to build it ahead, `orchdata index {wanted.arguments}`; for a first look in seconds, the same with --limit "
         "1000, or dataset.take(1000)"
     )
     forecast = Forecast(urls, advice, processes=num_ranks, files=reading.files)
+    apart = Apart(wanted.how_to_index) if parts is None and num_ranks > 1 and any(map(is_remote, urls)) else None
+    if apart is not None:
+        apart.check()
 
     def under_way(done: float, total: int) -> None:
         if not rank:
             forecast.look()
+        if apart is not None:
+            apart.check_others()
         if wanted.progress is not None:
             wanted.progress(done, total)
 
-    share = rank or 0, num_ranks
-    return build_index(urls, recipe, reading=reading, share=share, progress=forecast.shard_done, under_way=under_way)
+    return build_index(
+        urls,
+        recipe,
+        reading=reading,
+        share=(rank or 0, num_ranks),
+        parts=parts,
+        progress=forecast.shard_done,
+        under_way=under_way,
+    )
+
+
+def has_changed(index: Index, recipe: Recipe, containers: Sequence[Container], *, warns: bool) -> bool:
+    """Return whether local shards must be measured again, and warn about them. One rank looks for all."""
+
+    def find() -> list[Any]:
+        limits = recipe.limits
+        changed, unsure = find_changes(
+            index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(containers)
+        )
+        changed = list(dict.fromkeys([*changed, *changed_media(index, limits, recipe.record)]))
+        return [len(changed), *changed[:1], unsure]
+
+    number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
+    if number and warns:
+        others = f" and {number - 1} others" if number > 1 else ""
+        warn_user(f"{first[0]}{others} changed since the index was built: measured again")
+    if unsure and warns:
+        warn_user(
+            f"{unsure} shards have the same size as when they were indexed, but another time of change, like "
+            "copies. Each is compared when it is opened; `orchdata index` compares all of them now"
+        )
+    return bool(number)

@@ -1,0 +1,51 @@
+"""A rank of a job with `index_store`, with a cache folder for its "node". Tells what it saw before the first step.
+
+Arguments: JSON of paths, storage_options, index_store, ranks of a node, a folder for cache folders, and whether all
+steps are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from rank_jobs import run_rank
+from shard_factory import RECIPE
+
+import orchdata as od
+from orchdata.loaders.index import build
+
+
+def work(text: str) -> dict[str, Any]:
+    given = json.loads(text)
+    node = dist.get_rank() // given["ranks_per_node"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(given["ranks_per_node"])
+    os.environ["ORCHDATA_CACHE"] = str(Path(given["folder"]) / f"node-{node}")
+    measured: list[str] = []
+    real = build.cost_shard
+
+    def noted(facts: Any, *arguments: Any) -> Any:
+        measured.append(facts.meta.url.rpartition("/")[2])
+        return real(facts, *arguments)
+
+    options, store = given.get("options"), given.get("index_store")
+    with mock.patch.object(build, "cost_shard", noted):
+        dataset = od.ShardDataset(given["paths"], RECIPE, storage_options=options, index_store=store)
+        try:
+            loader = od.DataLoader(dataset, batch_size=1, num_threads=0)
+        except od.MissingIndexError as error:
+            return {"error": str(error)}
+    dist.barrier()
+    keys = []
+    if given.get("steps", True):
+        keys = [key for batch in loader for _, key in batch.sample_ids]
+    state = loader.state_dict()
+    return {"measured": measured, "keys": keys, "generation": dataset.generation, "state": state}
+
+
+if __name__ == "__main__":
+    run_rank(work)
