@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from fractions import Fraction
 from math import ceil
@@ -21,31 +21,41 @@ from orchdata.cli.options import (
     DataOptions,
     FilterOption,
     IndexFieldsOption,
+    IndexStoreOption,
     JsonOption,
     MaxFailuresOption,
     MediaRootOption,
     Paths,
     RecipeOption,
+    StorageOptionsOption,
     caps_of,
     columns_of,
     containers_of,
     load_object,
     ranks_list,
+    storage_options_of,
 )
-from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_table
+from orchdata.cli.output import (
+    FIRST_FAILURES,
+    one_line_errors,
+    print_index,
+    print_json,
+    print_table,
+    print_unit,
+    print_verified,
+)
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
+    from orchdata.dataset.indexed.published import StoredIndex
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
+    from orchdata.loaders.index.published.parts import Parts
     from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.shards.reading import Reading
     from orchdata.verifying.verify import Verification
-
-FIRST_FAILURES = 10
-MOST_IGNORED = 20
 
 
 @one_line_errors
@@ -56,6 +66,11 @@ def index(
     column: ColumnsOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
+    storage_options: StorageOptionsOption = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URL", help="Publish the index there, for ShardDataset(index_store=)."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that measure shards; 1 for threads of this one.")] = 1,
     limit: Annotated[
@@ -75,21 +90,37 @@ def index(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     start = time.perf_counter()
-    given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
+    given = DataOptions(
+        media_root,
+        columns_of(column),
+        containers_of(container),
+        tuple(index_field or ()),
+        storage_options_of(storage_options),
+        to,
+    )
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
+    if dataset.index_store is not None and dataset.index_store.generation is not None:
+        raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
     if limit is not None:
         if jobs != 1:
             raise ValueError("--limit measures in this process, in seconds: leave --jobs out")
+        if to is not None:
+            raise ValueError("--limit keeps nothing, so nothing is published: leave --to out")
         _look(dataset, limit, force=force, max_failures=max_failures, as_json=as_json)
         return
-    built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)
+    stored = dataset.stored_index
+    where: dict[str, Any] = {}
+    if stored is None:
+        built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)
+    else:
+        built, scanned, where = _publish(dataset, stored, force=force, jobs=jobs)
     own = _open_fields(dataset, built, force=force)
-    report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {})
+    report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {}) | where
     if as_json:
         print_json(report)
     else:
-        _print_index(report)
-        _print_unit(dataset)
+        print_index(report)
+        print_unit(dataset)
     if code := _exit_code(report, max_failures):
         raise typer.Exit(code)
 
@@ -102,6 +133,8 @@ def profile(
     column: ColumnsOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
+    storage_options: StorageOptionsOption = None,
+    index_store: IndexStoreOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
@@ -146,7 +179,14 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
+    given = DataOptions(
+        media_root,
+        columns_of(column),
+        containers_of(container),
+        tuple(index_field or ()),
+        storage_options_of(storage_options),
+        index_store,
+    )
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -168,7 +208,7 @@ def profile(
     from orchdata.cli.tables import profile_table
 
     print_table(profile_table(result))
-    _print_unit(dataset)
+    print_unit(dataset)
 
 
 @one_line_errors
@@ -178,6 +218,8 @@ def verify(
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
     container: ContainersOption = None,
+    storage_options: StorageOptionsOption = None,
+    index_store: IndexStoreOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
@@ -190,7 +232,7 @@ def verify(
     Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
     command fails if any sample is bad.
     """
-    from orchdata.dataset.indexed.arguments import reading_of
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
 
@@ -198,13 +240,15 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    reading = reading_of(media_root, columns_of(column), containers_of(container))
-    built, _ = _build(reading.expand(paths), chosen, reading, force=False)
+    given = DataOptions(
+        media_root, columns_of(column), containers_of(container), (), storage_options_of(storage_options), index_store
+    )
+    dataset = ShardDataset(paths, chosen, **given.arguments)
+    built = _build_of(dataset)
+    how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}
     try:
         with progress_bar("decoding samples") as advance:
-            verification = verify_index(
-                built, chosen, jobs=jobs, timeout=timeout, containers=reading.containers, progress=advance
-            )
+            verification = verify_index(built, chosen, **how, progress=advance)
     except TypeError as error:  # what does not pickle, named
         raise ValueError(str(error)) from error
     if out is not None:
@@ -213,7 +257,7 @@ def verify(
     if as_json:
         print_json(report)
     else:
-        _print_verified(report)
+        print_verified(report)
     if verification.failures:
         raise typer.Exit(1)
 
@@ -259,6 +303,12 @@ def indexed(
         raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
     if options.index_fields:
         raise ValueError(f"--index-field is of one data set: give the sources in {paths[0]} `index_fields:` each")
+    if options.storage_options:
+        raise ValueError(
+            f"--storage-options is of one data set: give the sources in {paths[0]} `storage_options:` each"
+        )
+    if options.index_store is not None:
+        raise ValueError(f"--index-store is of one data set: give the sources in {paths[0]} `index_store:` each")
     mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options.containers)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [_build_of(dataset) for dataset in leaves]
@@ -266,7 +316,11 @@ def indexed(
 
 
 def _build_of(dataset: ShardDataset) -> Index:
-    index = _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
+    if dataset.index_store is None:
+        index = _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
+    else:
+        with progress_bar("indexing shards") as advance:
+            index = dataset.index(progress=advance)
     _open_fields(dataset, index, force=False)
     return index
 
@@ -280,7 +334,34 @@ def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[st
     return {name: {"type": kind, "nulls": nulls} for name, (kind, nulls) in fields.items()}
 
 
-def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool, jobs: int = 1) -> tuple[Index, int]:
+def _publish(
+    dataset: ShardDataset, stored: StoredIndex, *, force: bool, jobs: int
+) -> tuple[Index, int, dict[str, Any]]:
+    """Publish the index if that of the store is of other shards. Return also how many were scanned, and what the report
+    says of the store.
+    """
+    scanned = 0
+
+    def build(reading: Reading, parts: Parts) -> Index:
+        nonlocal scanned
+        index, scanned = _build(dataset.urls, dataset.recipe, reading, force=force, jobs=jobs, parts=parts)
+        return index
+
+    dataset.find_shards()
+    (index, manifest), is_new = stored.kept_up(dataset.urls, dataset.reading, build, force=force)
+    where = {"store": stored.store.url, "generation": manifest.generation, "published": is_new}
+    return index, scanned, {"index_store": where}
+
+
+def _build(
+    urls: Sequence[str],
+    recipe: Recipe,
+    reading: Reading,
+    *,
+    force: bool,
+    jobs: int = 1,
+    parts: Parts | None = None,
+) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.dataset.indexed.forecast import Forecast
     from orchdata.loaders.index.build import BuildProgress, build_index
@@ -300,9 +381,8 @@ def _build(urls: Sequence[str], recipe: Recipe, reading: Reading, *, force: bool
             forecast.look()
             advance(done, total)
 
-        index = build_index(
-            urls, recipe, reading=reading, force=force, jobs=jobs, progress=shard_done, under_way=under_way
-        )
+        how: dict[str, Any] = {"reading": reading, "force": force, "jobs": jobs, "parts": parts}
+        index = build_index(urls, recipe, **how, progress=shard_done, under_way=under_way)
         return index, scanned
 
 
@@ -324,11 +404,11 @@ def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fract
         print_json(report)
     elif built is not None:
         typer.echo("these shards are indexed already: the figures are exact")
-        _print_index(report)
+        print_index(report)
     else:
         print_estimate(report)
     if not as_json:
-        _print_unit(dataset)
+        print_unit(dataset)
     if code := _exit_code(report, max_failures):
         raise typer.Exit(code)
 
@@ -395,70 +475,3 @@ def verify_report(index: Index, verification: Verification, out: Path | None, se
 
 def _as_dict(failure: DataError) -> dict[str, str]:
     return {"shard": failure.shard, "key": failure.key, "field": failure.field, "reason": failure.reason}
-
-
-def _print_index(report: dict[str, Any]) -> None:
-    size = human_bytes(report["totals"]["bytes"])
-    typer.echo(
-        f"{report['samples']:,} samples in {report['shards']:,} shards, {size}; "
-        f"{report['scanned']:,} shards scanned in {report['seconds']:.1f} s"
-    )
-    for name, modality in report["totals"]["modalities"].items():
-        typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
-    from orchdata.cli.tables import overflow_words
-    from orchdata.loaders.records import LEFT_OUT
-
-    for line in overflow_words(report["totals"]["overflow"]):
-        typer.echo(f"  above max_tokens: {line}")
-    without_loss = report["totals"]["without_loss"]
-    if without_loss:
-        typer.echo(f"  without a token to learn: {without_loss:,} samples")
-    ignored = dict(report["totals"]["ignored_fields"])
-    if left_out := ignored.pop(LEFT_OUT, 0):
-        typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
-    if ignored:
-        typer.echo(f"  not read: {ignored_words(ignored)}")
-    for name, field in report.get("index_fields", {}).items():
-        typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
-    _print_bad(report)
-    for failure in report["failed_shards"]:
-        typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
-    typer.echo(f"index: {report['path']}")
-
-
-def _print_unit(dataset: ShardDataset | Mixture) -> None:
-    """Say what LLM tokens are where a recipe has no tokenizer."""
-    from orchdata.dataset.mixture import Mixture
-
-    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
-    if any(leaf.recipe.text.tokenizer is None for leaf in leaves):
-        typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
-
-
-def ignored_words(ignored: Mapping[str, int]) -> str:
-    """Names of fields that are not read, with how many there are."""
-    from orchdata.loaders.records import LEFT_OUT
-    from orchdata.loaders.text.words import WORDS_SUFFIX
-
-    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
-    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
-    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"
-
-
-def _print_verified(report: dict[str, Any]) -> None:
-    typer.echo(f"{report['samples']:,} good samples in {report['shards']:,} shards, in {report['seconds']:.1f} s")
-    _print_bad(report)
-    if report["quarantine"] is not None:
-        typer.echo(f"quarantine: {report['quarantine']}")
-
-
-def _print_bad(report: dict[str, Any]) -> None:
-    if report["bad"]:
-        typer.echo(f"{report['bad']:,} bad samples, by reason:", err=True)
-        for reason, count in report["bad_by_reason"].items():
-            typer.echo(f"  {count:,} x {reason}", err=True)
-        typer.echo("the first of them:", err=True)
-        for failure in report["failures"][:FIRST_FAILURES]:
-            typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
-    if report["lost"]:
-        typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)

@@ -32,7 +32,11 @@ from orchdata.yaml_file import read_yaml
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", "weight", "loss_weight")
+_OF_STORAGE = ("storage_options", "index_store")
+_LEAF = (
+    *("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", "weight", "loss_weight"),
+    *_OF_STORAGE,
+)
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -127,12 +131,24 @@ def _source(content: Any, field: str, described: _Described) -> Source:
         raise ValueError(f"{field}.index_fields must be a list of names, got {own!r}")
     urls = [_relative_to(folder, each) for each in listed]
     containers = described.containers_named(fields.pop("containers", None), f"{field}.containers", urls)
-    dataset = ShardDataset(urls, recipe, media_root=root, columns=columns, containers=containers, index_fields=own)
+    how: dict[str, Any] = {"media_root": root, "columns": columns, "containers": containers, "index_fields": own}
+    how |= _storage(fields, field, folder)
+    dataset = ShardDataset(urls, recipe, **how)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')
         dataset = dataset.filter(expression)
     return _made(field, dataset, fields)
+
+
+def _storage(fields: dict[str, Any], field: str, folder: Path) -> dict[str, Any]:
+    """Take what a source says of object storage from its fields. Values of options are secret, and in no error."""
+    options, store = (fields.pop(name, None) for name in _OF_STORAGE)
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"{field}.storage_options must map names of options to values")
+    if store is not None and not isinstance(store, str):
+        raise ValueError(f"{field}.index_store must be a URL or a folder, got {store!r:.80}")
+    return {"storage_options": options, "index_store": None if store is None else _relative_to(folder, store)}
 
 
 def _made(field: str, dataset: ShardDataset | Mixture, fields: Mapping[str, Any]) -> Source:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Paths = Annotated[
     list[str],
-    typer.Argument(metavar="PATHS...", help="Shards: files, globs or braces, e.g. 'train-{000..127}.tar'."),
+    typer.Argument(metavar="PATHS...", help="Shards: files, URLs, globs or braces, e.g. 'train-{000..127}.tar'."),
 ]
 RecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")
@@ -43,6 +43,18 @@ ContainersOption = Annotated[
 IndexFieldsOption = Annotated[
     list[str] | None,
     typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
+]
+StorageOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-options",
+        metavar="NAME=VALUE",
+        help="How objects of storage are read, as of ShardDataset(storage_options=); repeatable. Never shown.",
+    ),
+]
+IndexStoreOption = Annotated[
+    str | None,
+    typer.Option("--index-store", metavar="URL", help="Where the index is published: ShardDataset(index_store=)."),
 ]
 FilterOption = Annotated[
     str | None,
@@ -90,6 +102,8 @@ class DataOptions(NamedTuple):
     columns: Mapping[str, str]
     containers: tuple[Container, ...]
     index_fields: tuple[str, ...]
+    storage_options: Mapping[str, str] | None = None
+    index_store: str | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -107,6 +121,19 @@ def columns_of(given: Sequence[str] | None) -> dict[str, str]:
     if len(columns) < len(pairs):
         raise ValueError("--column renames one field twice")
     return columns
+
+
+def storage_options_of(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Return name -> value; None for nothing. Raises ValueError for text without `=`, without the text: it may be
+    secret.
+    """
+    pairs = [text.partition("=") for text in given or ()]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError("--storage-options takes NAME=VALUE, such as region=eu-1")
+    options = {name: value for name, _, value in pairs}
+    if len(options) < len(pairs):
+        raise ValueError("--storage-options gives one option twice")
+    return options or None
 
 
 def containers_of(given: Sequence[str] | None) -> tuple[Container, ...]:

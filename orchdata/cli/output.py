@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
+
+FIRST_FAILURES = 10
+MOST_IGNORED = 20
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -94,3 +100,75 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def print_index(report: dict[str, Any]) -> None:
+    """Print what `index` found."""
+    size = human_bytes(report["totals"]["bytes"])
+    typer.echo(
+        f"{report['samples']:,} samples in {report['shards']:,} shards, {size}; "
+        f"{report['scanned']:,} shards scanned in {report['seconds']:.1f} s"
+    )
+    for name, modality in report["totals"]["modalities"].items():
+        typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
+    from orchdata.cli.tables import overflow_words
+    from orchdata.loaders.records import LEFT_OUT
+
+    for line in overflow_words(report["totals"]["overflow"]):
+        typer.echo(f"  above max_tokens: {line}")
+    without_loss = report["totals"]["without_loss"]
+    if without_loss:
+        typer.echo(f"  without a token to learn: {without_loss:,} samples")
+    ignored = dict(report["totals"]["ignored_fields"])
+    if left_out := ignored.pop(LEFT_OUT, 0):
+        typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
+    if ignored:
+        typer.echo(f"  not read: {ignored_words(ignored)}")
+    for name, field in report.get("index_fields", {}).items():
+        typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
+    _print_bad(report)
+    for failure in report["failed_shards"]:
+        typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
+    typer.echo(f"index: {report['path']}")
+    if (store := report.get("index_store")) is not None:
+        how = "published" if store["published"] else "nothing changed"
+        typer.echo(f"{how}: generation {store['generation']} in {store['store']}")
+
+
+def print_unit(dataset: ShardDataset | Mixture) -> None:
+    """Say what LLM tokens are where a recipe has no tokenizer."""
+    from orchdata.dataset.mixture import Mixture
+
+    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
+    if any(leaf.recipe.text.tokenizer is None for leaf in leaves):
+        typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
+
+
+def ignored_words(ignored: Mapping[str, int]) -> str:
+    """Names of fields that are not read, with how many there are."""
+    from orchdata.loaders.records import LEFT_OUT
+    from orchdata.loaders.text.words import WORDS_SUFFIX
+
+    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
+    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
+    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"
+
+
+def print_verified(report: dict[str, Any]) -> None:
+    """Print what `verify` found."""
+    typer.echo(f"{report['samples']:,} good samples in {report['shards']:,} shards, in {report['seconds']:.1f} s")
+    _print_bad(report)
+    if report["quarantine"] is not None:
+        typer.echo(f"quarantine: {report['quarantine']}")
+
+
+def _print_bad(report: dict[str, Any]) -> None:
+    if report["bad"]:
+        typer.echo(f"{report['bad']:,} bad samples, by reason:", err=True)
+        for reason, count in report["bad_by_reason"].items():
+            typer.echo(f"  {count:,} x {reason}", err=True)
+        typer.echo("the first of them:", err=True)
+        for failure in report["failures"][:FIRST_FAILURES]:
+            typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
+    if report["lost"]:
+        typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)

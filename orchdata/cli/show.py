@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from orchdata.cli.data import ignored_words, indexed, recipe_named
+from orchdata.cli.data import indexed, recipe_named
 from orchdata.cli.options import (
     AllowRecipesOption,
     ColumnsOption,
@@ -19,15 +19,18 @@ from orchdata.cli.options import (
     DataOptions,
     FilterOption,
     IndexFieldsOption,
+    IndexStoreOption,
     JsonOption,
     MediaRootOption,
     RecipeOption,
+    StorageOptionsOption,
     caps_of,
     columns_of,
     containers_of,
     load_object,
+    storage_options_of,
 )
-from orchdata.cli.output import one_line_errors, print_json
+from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,6 +59,8 @@ _OF_THE_DATA: Final = (
     "column",
     "container",
     "index_field",
+    "storage_options",
+    "index_store",
     "expression",
     "cost",
 )
@@ -115,6 +120,8 @@ def show(
     column: ColumnsOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
+    storage_options: StorageOptionsOption = None,
+    index_store: IndexStoreOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
@@ -137,7 +144,14 @@ def show(
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            given = DataOptions(media_root, columns_of(column), containers_of(container), tuple(index_field or ()))
+            given = DataOptions(
+                media_root,
+                columns_of(column),
+                containers_of(container),
+                tuple(index_field or ()),
+                storage_options_of(storage_options),
+                index_store,
+            )
             dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)

@@ -128,11 +128,11 @@ class ShardDataset:
         if self._urls is None:
             with self._opened.lock:
                 if self._published() is None:
-                    self._list()
+                    self.find_shards()
         assert self._urls is not None
         return self._urls
 
-    def _list(self, *, again: bool = False) -> None:
+    def find_shards(self, *, again: bool = False) -> None:
         """Find the shards that the paths name, if that was not done: one rank lists the objects of patterns for all.
 
         Args:
@@ -157,7 +157,7 @@ class ShardDataset:
         self._urls, self.reading = tuple(urls), replace(self.reading, files=known)
 
     def listed(self) -> tuple[str, ...]:
-        """Return the shards that the paths name now, whatever the index has. Raises as the constructor."""
+        """Return the shards that the paths name now, also those that the index lacks. Raises as the constructor."""
         return self._expanded(self._given)
 
     @property
@@ -342,7 +342,7 @@ class ShardDataset:
         return found_or_built(self._wanted(progress), num_ranks, rank, rebuild=rebuild)
 
     def _wanted(self, progress: Callable[[float, int], None] | None, *, again: bool = False) -> Wanted:
-        self._list(again=again)
+        self.find_shards(again=again)
         return Wanted(
             self.urls, self.recipe, self.reading, self._first, self._how_to_index(), self._as_arguments(), progress
         )

@@ -60,17 +60,17 @@ def is_first(name: str) -> bool:
     return job is None or job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1
 
 
-def tell(name: str) -> None:
+def say(name: str) -> None:
     """Tell all ranks of the job that something has happened. Raises RuntimeError as `done_by_first`."""
     job = _job()
     if job is not None:
-        job.ask(lambda store: store.set(f"told/{name}", "yes"))
+        job.ask(lambda store: store.set(f"said/{name}", "yes"))
 
 
-def is_told(name: str) -> bool:
-    """Return whether a rank of the job has called `tell`. Raises RuntimeError as `done_by_first`."""
+def is_said(name: str) -> bool:
+    """Return whether a rank of the job has said so by `say`. Raises RuntimeError as `done_by_first`."""
     job = _job()
-    return job is not None and bool(job.ask(lambda store: store.check([f"told/{name}"])))
+    return job is not None and bool(job.ask(lambda store: store.check([f"said/{name}"])))
 
 
 def _job() -> JobStore | None:

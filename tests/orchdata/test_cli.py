@@ -280,7 +280,8 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
 def test_bench_options_are_the_fields_of_its_configuration(name: str, module: str) -> None:
     # A default written twice must not drift apart.
     command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
-    options = {option.name: option.default for option in command.params if option.name != "as_json"}
+    not_shown = ("as_json", "storage_options")
+    options = {option.name: option.default for option in command.params if option.name not in not_shown}
     config = getattr(import_module(f"orchdata.bench.{module}"), f"{name.capitalize()}Bench")()
     assert options == {option: getattr(config, option) for option in options}
 

@@ -74,18 +74,21 @@ def check_sizes(config: ThroughputBench) -> None:
         raise ValueError(f"consumer_ms must be above 0, got {config.consumer_ms}")
 
 
-def run(config: ThroughputBench, recipe: Recipe | None = None) -> list[Result | WideTable]:
+def run(
+    config: ThroughputBench, recipe: Recipe | None = None, storage_options: Mapping[str, str] | None = None
+) -> list[Result | WideTable]:
     """Measure. A lane that fails is a row that says why.
 
     Args:
         recipe: that `config.recipe` names.
+        storage_options: of `config.paths`; no part of the configuration, which reports show.
 
     Raises ValueError for too few samples for batches of this size.
     """
     from orchdata.bench.throughput.lanes import LANES
 
     with work_folder(config.folder) as folder:
-        return compare(config, _job(config, folder, recipe), LANES)
+        return compare(config, _job(config, folder, recipe, storage_options), LANES)
 
 
 def compare(config: ThroughputBench, job: Job, lanes: Mapping[str, Lane]) -> list[Result | WideTable]:
@@ -119,7 +122,12 @@ def made_up_shards(config: ThroughputBench, folder: Path) -> list[str]:
     return corpus.write(folder / "shards")
 
 
-def _job(config: ThroughputBench, folder: Path, recipe: Recipe | None = None) -> Job:
+def _job(
+    config: ThroughputBench,
+    folder: Path,
+    recipe: Recipe | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Job:
     """The data, indexed."""
     from orchdata.bench.throughput.job import Job, Shards, StoredSamples
     from orchdata.loaders.index.build import build_index
@@ -128,7 +136,7 @@ def _job(config: ThroughputBench, folder: Path, recipe: Recipe | None = None) ->
 
     if config.paths:
         cache = None
-        shards = Shards(config.paths, recipe or Recipe(), config.media_root)
+        shards = Shards(config.paths, recipe or Recipe(), config.media_root, storage_options)
         index = shards.open().index()
     else:
         cache = folder / "cache"

@@ -1,4 +1,4 @@
-"""`python -m orchdata.bench.throughput.child FILE DESCRIPTOR`: call what a pickle holds, and send what comes of it."""
+"""`python -m orchdata.bench.throughput.child DESCRIPTOR`: call what a pickle on stdin says, and send the result."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import pickle
 import sys
 
 
-def main(path: str, descriptor: int) -> None:
+def main(descriptor: int) -> None:
     answer: tuple[object, str]
     try:
-        with open(path, "rb") as file:
-            function, arguments = pickle.load(file)  # noqa: S301 - of this process's parent
+        function, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of this process's parent
         answer = function(*arguments), ""
     except Exception as error:  # noqa: BLE001 - a loader that fails is a row of the table, with any error
         text = " ".join(str(error).split())
@@ -21,4 +20,4 @@ def main(path: str, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,17 +44,20 @@ class Shards:
         urls: its shards, of any kind.
         recipe: that they are seen through.
         media_root: of records that name files.
+        storage_options: how objects of storage are read.
     """
 
     urls: tuple[str, ...]
     recipe: Recipe
     media_root: str | None = None
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
 
     def open(self) -> ShardDataset:
         """The data set."""
         from orchdata.dataset.shard_dataset import ShardDataset
 
-        return ShardDataset(list(self.urls), self.recipe, media_root=self.media_root)
+        how: dict[str, Any] = {"media_root": self.media_root, "storage_options": self.storage_options}
+        return ShardDataset(list(self.urls), self.recipe, **how)
 
 
 class StoredSamples:
@@ -84,7 +87,9 @@ class StoredSamples:
         from orchdata.loaders.storage.cache import CacheFolder
 
         load_required(self._shards.recipe)
-        return self._shards.open().index(), OpenShards(limits=self._shards.recipe.limits, cache=CacheFolder())
+        dataset = self._shards.open()
+        limits = self._shards.recipe.limits
+        return dataset.index(), OpenShards(limits=limits, cache=CacheFolder(), files=dataset.files)
 
     def read(self, number: int) -> StoredRow:
         from orchdata.loaders.index.stored import StoredSample

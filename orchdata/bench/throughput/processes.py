@@ -51,20 +51,19 @@ def run_in_child(
     """What `function(*arguments)` returns in a fresh process, and with `watch` the peaks of its process tree's memory.
 
     Args:
-        folder: where its log is written, and what it is given.
+        folder: where its log is written.
         python: the interpreter, which may be of another virtual environment.
 
     Raises:
         LaneError: it raised, died, or took longer than the limit.
     """
-    call = folder / "call"
-    call.write_bytes(pickle.dumps((function, arguments)))
+    call = pickle.dumps((function, arguments))  # by a pipe: it may have credentials
     receiver, sender = os.pipe()
-    command = [python, "-m", "orchdata.bench.throughput.child", str(call), str(sender)]
+    command = [python, "-m", "orchdata.bench.throughput.child", str(sender)]
     try:
         with (folder / "log").open("ab", buffering=0) as log:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[sender], start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[sender], start_new_session=True
             )
     except OSError as error:
         os.close(receiver)
@@ -73,6 +72,9 @@ def run_in_child(
         os.close(sender)
     with os.fdopen(receiver, "rb") as answers:
         try:
+            with contextlib.suppress(BrokenPipeError), child.stdin or contextlib.nullcontext() as to_child:
+                if to_child is not None:
+                    to_child.write(call)
             peak = _wait(child.pid, answers, limit_seconds, watch=watch)
             result, reason = pickle.load(answers)  # noqa: S301 - of this process's own child
         except EOFError:

@@ -15,7 +15,7 @@ from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import read_small
-from orchdata.ranks.first_comer import done_by_first, is_told, tell
+from orchdata.ranks.first_comer import done_by_first, is_said, say
 from orchdata.ranks.parallel import ranks_per_node
 
 _KEY: Final = "cache folders differ"
@@ -41,14 +41,14 @@ class Apart:
             return
         mine = _name_of(CacheFolder())
         if done_by_first("cache folder", lambda: mine) != mine:
-            tell(_KEY)
+            say(_KEY)
             raise self._error()
 
     def check_others(self) -> None:
         """Raise MissingIndexError if another rank has found so; it is often called."""
         if not self._is_one_node and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
-            if is_told(_KEY):
+            if is_said(_KEY):
                 raise self._error()
 
     def _error(self) -> MissingIndexError:

@@ -6,13 +6,13 @@ index_store=, patterns, recipe --one rank: a listing, a manifest--> all ranks --
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.found import Wanted, built
-from orchdata.loaders.errors import MissingIndexError
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
 from orchdata.loaders.index.published.copies import opened_copy
@@ -96,6 +96,40 @@ class StoredIndex:
         parts.remove()
         return manifest
 
+    def kept_up(
+        self, urls: Sequence[str], reading: Reading, build: Callable[[Reading, Parts], Index], *, force: bool
+    ) -> tuple[Generation, bool]:
+        """Return the newest generation, and whether it was published now: if there is none, or other shards.
+
+        Args:
+            urls: the shards as they are named now.
+            build: builds the index, or brings it up to date.
+            force: build and publish the file again in any case.
+        """
+        reading = reading.looked_up(urls)
+        newest = self.newest()
+        parts = self.parts(newest, gives=False)
+        if newest and not force:
+            try:
+                manifest = self._manifest(newest)
+                index = self.opened(manifest)
+                if _is_current(index, urls, reading):
+                    parts.remove()  # of a build that was killed
+                    return Generation(index, manifest), False
+            except DamagedIndexError:
+                force = True  # its file is written again
+        try:
+            index = build(reading, parts)
+        except PublishedMeanwhile:
+            manifest = self._manifest(self.newest())
+            return Generation(self.opened(manifest), manifest), False
+        manifest = self.published(index, parts, force=force)
+        return Generation(self.opened(manifest, index), manifest), manifest.generation > newest
+
+    def _manifest(self, generation: int) -> Manifest:
+        folder, known = self.folder, generations(self.folder, self.name)
+        return read_manifest(folder, self.name, generation, known[generation])
+
     def parts(self, newest: int, *, gives: bool) -> Parts:
         return Parts(self.folder, self.name, newest=newest, gives=gives)
 
@@ -132,11 +166,19 @@ class StoredIndex:
         try:
             index = built(wanted(), num_ranks, rank, parts=parts)
         except PublishedMeanwhile:
-            folder, known = self.folder, generations(self.folder, self.name)
-            manifest = read_manifest(folder, self.name, max(known), known[max(known)])
+            manifest = self._manifest(self.newest())
             parts.remove(only_given=True)
             return Generation(self.opened(manifest), manifest)
         key = self._key(newest, index.build_id)
         values = done_by_first(f"publish/{key}", lambda: self.published(index, parts).as_dict())
         manifest = Manifest.of_dict(values)
         return Generation(self.opened(manifest, index), manifest)
+
+
+def _is_current(index: Index, urls: Sequence[str], reading: Reading) -> bool:
+    """Return whether an index is of these shards as they are now, as far as their sizes and versions say."""
+    if [shard.url for shard in index.shards] != list(urls):
+        return False
+    if any(shard.media_root or not shard.checksum for shard in index.shards):
+        return False  # media may have changed, and a shard that could not be read may be there again
+    return all(reading.files.version(shard.url) == (shard.size, shard.version) for shard in index.shards)
