@@ -14,6 +14,7 @@ from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
+from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.options import (
     LoaderOptions,
     PreparedDataset,
@@ -134,6 +135,7 @@ class Runtime:
             self._iterable = IterableSource(
                 self.prepared.spec.content, choice.workers, in_order=arguments.in_order, pin_memory=pin_memory
             )
+        self._new_shards = NewShards([rows.dataset for rows in self.prepared.rows], rank)
         self._is_inline = choice.is_inline
         self._pin_memory = pin_memory
         self._in_shards = arguments.in_shards
@@ -167,6 +169,7 @@ class Runtime:
             self._open_stream,
             keep_dataset_state=self.keep_dataset_state,
             stores_seed=self.is_single_rank,
+            on_first_step=self._new_shards.begin,
         )
         # The base seed of the workers. An iteration that continues from a state may use the state's.
         if self.is_single_rank:

@@ -1,7 +1,7 @@
 """A rank of a job with `index_store`, with a cache folder for its "node". Tells what it saw before the first step.
 
 Arguments: JSON of paths, storage_options, index_store, ranks of a node, a folder for cache folders, and whether all
-steps are taken.
+steps are taken, and whether nodes have one cache folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchdata.loaders.index import build
 
 def work(text: str) -> dict[str, Any]:
     given = json.loads(text)
-    node = dist.get_rank() // given["ranks_per_node"]
+    node = 0 if given.get("common") else dist.get_rank() // given["ranks_per_node"]
     os.environ["LOCAL_WORLD_SIZE"] = str(given["ranks_per_node"])
     os.environ["ORCHDATA_CACHE"] = str(Path(given["folder"]) / f"node-{node}")
     measured: list[str] = []

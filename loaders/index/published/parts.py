@@ -94,6 +94,8 @@ class Parts:
         Args:
             only_given: only those that this builder has uploaded: another one removes the rest.
         """
+        if only_given and not self._given:
+            return
         try:
             names = self._folder.names(f"parts/{self._name}")
             chosen = names.keys() & set(self._given) if only_given else names.keys()

@@ -86,7 +86,7 @@ def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | No
         "1000, or dataset.take(1000)"
     )
     forecast = Forecast(urls, advice, processes=num_ranks, files=reading.files)
-    apart = Apart(wanted.how_to_index) if parts is None and num_ranks > 1 and any(map(is_remote, urls)) else None
+    apart = Apart(wanted.arguments) if parts is None and num_ranks > 1 and any(map(is_remote, urls)) else None
     if apart is not None:
         apart.check()
 

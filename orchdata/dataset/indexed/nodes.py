@@ -27,11 +27,11 @@ class Apart:
     """Finds out whether ranks that build an index together have one cache folder.
 
     Args:
-        how_to_index: how the index is built ahead, for the error.
+        arguments: of the command that publishes the index, for the error.
     """
 
-    def __init__(self, how_to_index: str) -> None:
-        self._how = how_to_index
+    def __init__(self, arguments: str) -> None:
+        self._arguments = arguments
         self._is_one_node = _is_one_node()
         self._look_at = 0.0
 
@@ -54,7 +54,8 @@ class Apart:
     def _error(self) -> MissingIndexError:
         return MissingIndexError(
             "no index of these shards, and the ranks run on several nodes without a common cache folder: each node "
-            f"would read all shards. {self._how}. Or set ORCHDATA_CACHE to a folder that all nodes share"
+            f"would read all shards. Publish it once, `orchdata index {self._arguments} --to URL`, and pass "
+            "index_store=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
         )
 
 

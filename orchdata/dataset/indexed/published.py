@@ -172,6 +172,7 @@ class StoredIndex:
         key = self._key(newest, index.build_id)
         values = done_by_first(f"publish/{key}", lambda: self.published(index, parts).as_dict())
         manifest = Manifest.of_dict(values)
+        parts.remove(only_given=True)  # those that came after the others were removed
         return Generation(self.opened(manifest, index), manifest)
 
 
