@@ -111,7 +111,6 @@ def print_index(report: dict[str, Any]) -> None:
     )
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
-    from orchdata.cli.tables import overflow_words
     from orchdata.loaders.records import LEFT_OUT
 
     for line in overflow_words(report["totals"]["overflow"]):
@@ -133,6 +132,16 @@ def print_index(report: dict[str, Any]) -> None:
     if (store := report.get("index_store")) is not None:
         how = "published" if store["published"] else "nothing changed"
         typer.echo(f"{how}: generation {store['generation']} in {store['store']}")
+
+
+def overflow_words(overflow: Mapping[str, int]) -> list[str]:
+    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
+    parts = []
+    if overflow["truncated"]:
+        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
+    if overflow["split"]:
+        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
+    return parts
 
 
 def print_unit(dataset: ShardDataset | Mixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchdata.cli.output import human_bytes, plain_table
+from orchdata.cli.output import human_bytes, overflow_words, plain_table
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -46,16 +45,6 @@ def profile_table(profile: Profile) -> RenderableType:
 def _overflow_line(profile: Profile) -> list[Text]:
     parts = [] if profile.overflow is None else overflow_words(asdict(profile.overflow))
     return [Text(f"above TextPreprocessor.max_tokens: {'; '.join(parts)}")] if parts else []
-
-
-def overflow_words(overflow: Mapping[str, int]) -> list[str]:
-    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
-    parts = []
-    if overflow["truncated"]:
-        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
-    if overflow["split"]:
-        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
-    return parts
 
 
 def _caps_line(profile: Profile) -> list[Text]:
