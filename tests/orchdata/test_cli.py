@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from webdataset import TarWriter
 
+from orchdata.bench.remote import RemoteBench
 from orchdata.cli import app
 
 DESCRIPTION = Path(__file__).resolve().parents[2] / "datasets" / "omni.yaml"
@@ -280,10 +282,30 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
 def test_bench_options_are_the_fields_of_its_configuration(name: str, module: str) -> None:
     # A default written twice must not drift apart.
     command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
-    not_shown = ("as_json", "storage_options")
+    not_shown = ("as_json", "storage_options", "remote", "latency_ms")
     options = {option.name: option.default for option in command.params if option.name not in not_shown}
     config = getattr(import_module(f"orchdata.bench.{module}"), f"{name.capitalize()}Bench")()
     assert options == {option: getattr(config, option) for option in options}
+
+
+def test_bench_of_far_storage_has_the_defaults_of_the_command() -> None:
+    command = get_command(app).commands["bench"].commands["throughput"]  # type: ignore[attr-defined]
+    options = {option.name: option.default for option in command.params}
+    config = RemoteBench()
+    assert all(options[each.name] == getattr(config, each.name) for each in fields(config))
+
+
+@pytest.mark.slow
+def test_bench_remote_measures_both_places(tmp_path: Path) -> None:
+    arguments = ("--remote", "--samples", 32, "--repeats", 1, "--latency-ms", 1, "--folder", tmp_path)
+    report = run_json("bench", "throughput", *arguments)
+    by_name = {result["name"]: result["median"] for result in report["results"]}
+    assert 0 < by_name["requests of a sample"] <= 1.2
+    assert all(0 <= by_name[name] < 100 for name in by_name if name.startswith("waiting"))
+
+
+def test_bench_remote_takes_no_paths() -> None:
+    assert "serves a made-up data set" in error_line("bench", "throughput", "a.tar", "--remote")
 
 
 @pytest.mark.slow
