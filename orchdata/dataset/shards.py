@@ -279,7 +279,8 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
         progress = bar if rank.rank == 0 else None
         check, number = options.index == "build", rank.rank if together else None
         index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
-        if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
+        raises = options.rank.size == 1 and options.policy.action == "raise"
+        if raises and index.totals["bad"] and dataset.index_store is None:
             # It will raise, unless shards were repaired since: check them again.
             index = dataset.index(rebuild=True, progress=progress)
     return index

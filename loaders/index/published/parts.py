@@ -36,7 +36,7 @@ class Parts:
     Args:
         name: of the data set, see `manifest.name_of`.
         newest: the newest generation when the build began; it ends if there is a newer one.
-        gives: whether what is measured here is uploaded: if others build it too.
+        gives: whether others build it too: what is measured here is uploaded, and what they have is looked for again.
         clock: returns seconds.
     """
 
@@ -123,4 +123,4 @@ class Parts:
             raise PublishedMeanwhile
         self._listed = self._folder.names(f"parts/{self._name}")
         now = self._clock()
-        self._list_at = now + max(_LEAST_SECONDS, _TIMES * (now - began))
+        self._list_at = now + max(_LEAST_SECONDS, _TIMES * (now - began)) if self._gives else float("inf")

@@ -73,10 +73,6 @@ class StoredIndex:
         values = done_by_first(f"published/{self._key(self.store.generation)}", self._find)
         return None if values is None else Manifest.of_dict(values)
 
-    def newest(self) -> int:
-        """Return the number of the newest generation; 0 if there is none."""
-        return max(generations(self.folder, self.name), default=0)
-
     def opened(self, manifest: Manifest, local: Index | None = None) -> Index:
         """Return the index of a manifest. Raises as `opened_copy`, and FunctionError as `open_index`.
 
@@ -107,11 +103,12 @@ class StoredIndex:
             force: build and publish the file again in any case.
         """
         reading = reading.looked_up(urls)
-        newest = self.newest()
+        known = generations(self.folder, self.name)
+        newest = max(known, default=0)
         parts = self.parts(newest, gives=False)
         if newest and not force:
             try:
-                manifest = self._manifest(newest)
+                manifest = read_manifest(self.folder, self.name, newest, known[newest])
                 index = self.opened(manifest)
                 if _is_current(index, urls, reading):
                     parts.remove()  # of a build that was killed
@@ -121,14 +118,14 @@ class StoredIndex:
         try:
             index = build(reading, parts)
         except PublishedMeanwhile:
-            manifest = self._manifest(self.newest())
+            manifest = self._newest_manifest()
             return Generation(self.opened(manifest), manifest), False
         manifest = self.published(index, parts, force=force)
         return Generation(self.opened(manifest, index), manifest), manifest.generation > newest
 
-    def _manifest(self, generation: int) -> Manifest:
+    def _newest_manifest(self) -> Manifest:
         folder, known = self.folder, generations(self.folder, self.name)
-        return read_manifest(folder, self.name, generation, known[generation])
+        return read_manifest(folder, self.name, max(known), known[max(known)])
 
     def parts(self, newest: int, *, gives: bool) -> Parts:
         return Parts(self.folder, self.name, newest=newest, gives=gives)
@@ -161,12 +158,12 @@ class StoredIndex:
                 f"no index of these shards under this recipe on {self.store.url}, and {num_ranks} ranks need one; "
                 f"{wanted().how_to_index}"
             )
-        newest = self.newest() if rebuild else 0
+        newest = max(generations(self.folder, self.name), default=0) if rebuild else 0
         parts = self.parts(newest, gives=num_ranks > 1)
         try:
             index = built(wanted(), num_ranks, rank, parts=parts)
         except PublishedMeanwhile:
-            manifest = self._manifest(self.newest())
+            manifest = self._newest_manifest()
             parts.remove(only_given=True)
             return Generation(self.opened(manifest), manifest)
         key = self._key(newest, index.build_id)

@@ -95,6 +95,7 @@ def test_one_process_builds_and_publishes_and_another_node_asks_for_no_shard(
     assert len(third) == len(first)
     assert bucket.asked() == {"LIST index": 1, "GET manifest": 1}, "the node's copy"
     assert second.index().path.read_bytes() == first.index().path.read_bytes()
+    od.DataLoader(bucket.dataset(), dp=(0, 2), index="require")
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 4), (4, 2)])
@@ -159,7 +160,7 @@ class TestNextGeneration:
         before = bucket.keys("index/")
         bucket.asked()
         assert command(bucket)["index_store"]["published"] is False
-        assert bucket.asked() == {"LIST data": 1, "LIST index": 3, "GET manifest": 1}
+        assert bucket.asked() == {"LIST data": 1, "LIST index": 2, "GET manifest": 1}
         new_cache(monkeypatch, tmp_path, "another")
         assert command(bucket)["scanned"] == 0, "a machine that never indexed it"
         assert bucket.keys("index/") == before
@@ -308,3 +309,16 @@ def command(bucket: Bucket, *more: str, to: str | None = None) -> Any:
     if result.exit_code:
         raise ValueError(result.stderr)
     return json.loads(result.stdout)
+
+
+def test_bad_samples_do_not_make_one_rank_build_again(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(bucket.paths[0]).parent
+    bucket.put(write_shard(folder / f"omni-{SHARDS:06d}.tar", [{"__key__": "bad", "jpg": b"no image", "txt": b"x"}]))
+    bucket.dataset().index()
+    new_cache(monkeypatch, tmp_path, "another")
+    bucket.asked()
+    with pytest.raises(od.DataError, match="the first of 1 bad samples"):
+        od.DataLoader(bucket.dataset(), batch_size=1, num_threads=0)
+    assert bucket.asked() == {"LIST index": 1, "GET manifest": 1, "GET files": 1}
