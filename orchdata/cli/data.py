@@ -348,9 +348,9 @@ def _publish(
         return index
 
     dataset.find_shards()
-    (index, manifest), is_new = stored.kept_up(dataset.urls, dataset.reading, build, force=force)
-    where = {"store": stored.store.url, "generation": manifest.generation, "published": is_new}
-    return index, scanned, {"index_store": where}
+    generation, is_new = stored.kept_up(dataset.urls, dataset.reading, build, force=force)
+    where = {"store": stored.store.url, "generation": generation.manifest.generation, "published": is_new}
+    return dataset.use(generation), scanned, {"index_store": where}
 
 
 def _build(

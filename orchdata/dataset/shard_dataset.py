@@ -308,19 +308,12 @@ class ShardDataset:
         if self._opened.fields is None or self._opened.fields[0] != index.build_id or force:
             share = rank or 0, num_ranks
             may_build = num_ranks == 1 or rank is not None
-            names, recipe = self.index_fields, self.recipe
+            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force, "share": share}
+            how |= {"may_build": may_build, "progress": progress}
+            open_ = partial(open_fields, index, self.index_fields, self.recipe, **how)
+            stored = None if self.generation is None else self.stored_index
             try:
-                fields = open_fields(
-                    index,
-                    names,
-                    recipe,
-                    containers=self.containers,
-                    may_build=may_build,
-                    force=force,
-                    share=share,
-                    progress=progress,
-                    files=self.files,
-                )
+                fields = open_() if stored is None else stored.fields(index, self.index_fields, open_, force=force)
             except MissingIndexError as error:
                 raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
             self._opened.fields = index.build_id, fields
@@ -338,7 +331,7 @@ class ShardDataset:
                 raise ValueError(f"index_store asks for generation {stored.store.generation}, which is never rebuilt")
             if rebuild or self._first is None:
                 wanted = partial(self._wanted, progress, again=rebuild)
-                return self._use(stored.built(wanted, num_ranks, rank, rebuild=rebuild))
+                return self.use(stored.built(wanted, num_ranks, rank, rebuild=rebuild))
         return found_or_built(self._wanted(progress), num_ranks, rank, rebuild=rebuild)
 
     def _wanted(self, progress: Callable[[float, int], None] | None, *, again: bool = False) -> Wanted:
@@ -353,9 +346,9 @@ class ShardDataset:
         if stored is None:
             return None
         manifest = self._manifest or stored.found()
-        return None if manifest is None else self._use(Generation(stored.opened(manifest), manifest))
+        return None if manifest is None else self.use(Generation(stored.opened(manifest), manifest))
 
-    def _use(self, generation: Generation) -> Index:
+    def use(self, generation: Generation) -> Index:
         """Take index and shards of a generation: this data set keeps it."""
         index, self._manifest = generation
         self._urls = tuple(shard.url for shard in index.shards)

@@ -49,7 +49,7 @@ def publish(
     manifest = numbered(newest + 1)
     there = folder.version(manifest.file)
     if force or there is None or there.size != size:
-        with _mapped(path) as data:
+        with mapped(path) as data:
             folder.write(manifest.file, data)
     if newest and _is_equal(folder, name, numbered(newest)):
         return numbered(newest)
@@ -72,6 +72,7 @@ def _is_equal(folder: PublishedFolder, name: str, manifest: Manifest) -> bool:
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[Buffer]:
+def mapped(path: Path) -> Iterator[Buffer]:
+    """Yield the content of a file that is not empty. Raises OSError."""
     with opened(path) as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         yield view

@@ -61,7 +61,7 @@ def _called(request: Request) -> str:
         what = listed.removeprefix("prefix=").replace("%2F", "/")
         return f"LIST {what.split('/')[0]}"
     folder, _, rest = request.path.partition("/")[2].partition("/")[2].partition("/")
-    of_index = "files" if rest.startswith("files/") else "parts" if rest.startswith("parts/") else "manifest"
+    of_index = next((name for name in ("files", "parts", "fields") if rest.startswith(f"{name}/")), "manifest")
     return f"{request.method} {of_index if folder == 'index' else folder}"
 
 
@@ -322,3 +322,22 @@ def test_bad_samples_do_not_make_one_rank_build_again(
     with pytest.raises(od.DataError, match="the first of 1 bad samples"):
         od.DataLoader(bucket.dataset(), batch_size=1, num_threads=0)
     assert bucket.asked() == {"LIST index": 1, "GET manifest": 1, "GET files": 1}
+
+
+def test_index_fields_are_published_with_the_index(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        samples = [{"__key__": f"f{number}-{each}", "txt": b"text", "score": str(each).encode()} for each in range(3)]
+        bucket.put(write_shard(tmp_path / f"scored-{number}.tar", samples))
+
+    def dataset() -> od.ShardDataset:
+        how: dict[str, Any] = {"storage_options": bucket.options, "index_store": bucket.store}
+        return od.ShardDataset(f"s3://{bucket.name}/data/scored-*.tar", RECIPE, index_fields=("score",), **how)
+
+    dataset().index()
+    new_cache(monkeypatch, tmp_path, "another")
+    bucket.asked()
+    assert len(dataset().filter("score >= 1")) == 4
+    of_index = {"LIST index": 1, "GET manifest": 1, "GET files": 1}
+    assert bucket.asked() == of_index | {"HEAD fields": 1, "GET fields": 1}
