@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import ShardError, StorageError, pass_trouble
+from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.checks.heads import check_facts
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
@@ -72,6 +72,8 @@ def load_facts(
         return kept
     try:
         facts = opened().facts()
+    except StaleIndexError:
+        raise
     except ShardError as error:
         return _unopened(url, error, files)
     except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard

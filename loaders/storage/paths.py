@@ -16,7 +16,16 @@ import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
 from orchdata.loaders.storage.remote.patterns import has_magic
-from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
+from orchdata.loaders.storage.remote.urls import (
+    HTTP,
+    check_key,
+    identity,
+    is_remote,
+    parsed,
+    same_name,
+    scheme_of,
+    without_secrets,
+)
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import read_given
 
@@ -85,12 +94,14 @@ def expand_paths(
     for entry in given:
         for pattern in _texts(entry):
             for path in _expand(pattern, literal=not isinstance(entry, str), check=check, own=own, matching=matching):
-                name = identity(path) if is_remote(path) else os.path.normpath(path)
+                name = same_name(path) if is_remote(path) else os.path.normpath(path)
+                shown = without_secrets(pattern) if is_remote(path) else pattern
                 if name in source:
                     raise ValueError(
-                        f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
+                        f"shard {identity(path) if is_remote(path) else path} is given twice (by {source[name]!r} and "
+                        f"{shown!r}): it would be read twice"
                     )
-                source[name] = pattern
+                source[name] = shown
                 if own is None or not own.claims(path):
                     suffix_of(identity(path) if is_remote(path) else path, own_too=own is not None)
                 shards.append(path)
@@ -200,12 +211,13 @@ def _expand_remote(pattern: str, matching: Matching | None) -> Iterator[str]:
     path, query = (pattern, "") if cut < 0 else (pattern[:cut], pattern[cut:])
     for url in _in_braces(path) if "{" in path else [path]:
         if not has_magic(url):
+            check_key(url)
             yield url + query
             continue
         assert matching is not None
         found = list(matching(url))
         if not found:
-            named = url if url == pattern else f"{url} (from {pattern!r})"
+            named = without_secrets(url if url == pattern else f"{url} (from {pattern!r})")
             raise FileNotFoundError(f"no object matches {named}")
         yield from found
 
@@ -221,13 +233,13 @@ def _in_braces(pattern: str) -> list[str]:
     count = _num_expanded(pattern)
     if count > _MOST_PATHS or count * len(pattern) > _MOST_CHARACTERS:
         raise ValueError(
-            f"{pattern[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or {_MOST_CHARACTERS:,} "
-            "characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
+            f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or "
+            f"{_MOST_CHARACTERS:,} characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
         )
     try:
         return list(braceexpand.braceexpand(pattern))
     except ValueError as error:
-        raise ValueError(f"{pattern!r}: unbalanced braces") from error
+        raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from error
 
 
 def _num_expanded(pattern: str, levels: int = 0) -> int:
@@ -236,7 +248,7 @@ def _num_expanded(pattern: str, levels: int = 0) -> int:
     Raises ValueError if they are nested too deeply.
     """
     if levels > _MOST_LEVELS:
-        raise ValueError(f"{pattern[:80]!r}: braces are nested deeper than {_MOST_LEVELS} levels")
+        raise ValueError(f"{without_secrets(pattern)[:80]!r}: braces are nested deeper than {_MOST_LEVELS} levels")
     count, start, depth = 1, 0, 0
     for position, character in _outside_escapes(pattern):
         if character == "{":

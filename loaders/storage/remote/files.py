@@ -33,7 +33,7 @@ class Files:
     Two are equal if they read the same way. What is open is kept with the object, in each process.
 
     Args:
-        options: `storage_options` of object storage; strings.
+        options: `storage_options` of object storage.
         store: a store of the user's for all URLs: of obstore, or a filesystem of fsspec. None: one that is made for
             each bucket.
         given: URL without secrets -> the URL as it was given, if it has a query or a password.
@@ -43,7 +43,7 @@ class Files:
     """
 
     def __init__(
-        self, options: Mapping[str, str] | None = None, store: Any = None, given: Mapping[str, str] | None = None
+        self, options: Mapping[str, Any] | None = None, store: Any = None, given: Mapping[str, str] | None = None
     ) -> None:
         self.options: Final = dict(options or {})
         self.store: Final = store
@@ -61,10 +61,11 @@ class Files:
 
     def limited(self, timeout: float) -> Files:
         """Return files that give an outage less time than a step may take, in seconds; 0: as much as by default."""
-        given = float(self.options.get("retry_seconds", RETRY_SECONDS))
-        if not timeout or given <= _OF_TIMEOUT * timeout:
+        if not timeout:
             return self
-        files = Files(self.options | {"retry_seconds": str(_OF_TIMEOUT * timeout)}, self.store, self.given)
+        given = float(self.options.get("retry_seconds", RETRY_SECONDS))
+        options = self.options if given <= _OF_TIMEOUT * timeout else {"retry_seconds": _OF_TIMEOUT * timeout}
+        files = Files(self.options | options, self.store, self.given)
         files.others = {url: other.limited(timeout) for url, other in self.others.items()}
         return files
 
@@ -156,7 +157,7 @@ class Files:
         return (self.options, self.given) == (other.options, other.given) and self.store is other.store
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.options.items())), id(self.store)))
+        return hash((tuple(sorted(self.options)), id(self.store)))
 
     def __repr__(self) -> str:
         """Options and URLs as given are secret."""
@@ -166,7 +167,7 @@ class Files:
         return _restored, (self.options, self.store, self.given, dict(self.others))
 
 
-def _restored(options: Mapping[str, str], store: Any, given: Mapping[str, str], others: Mapping[str, Files]) -> Files:
+def _restored(options: Mapping[str, Any], store: Any, given: Mapping[str, str], others: Mapping[str, Files]) -> Files:
     files = Files(options, store, given)
     files.others = others
     return files

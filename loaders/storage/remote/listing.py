@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final
 
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.remote.objects import Objects
 from orchdata.loaders.storage.remote.patterns import MAGIC, expression
 from orchdata.loaders.storage.remote.urls import HTTP, parsed, scheme_of
@@ -63,13 +65,18 @@ def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str
     root = parsed(folder).root
     left = set(wanted)
     found: dict[str, FileVersion] = {}
-    for page in islice(objects.pages(folder), len(wanted)):
-        for key, file in page:
-            if (url := f"{root}/{key}") in left:
-                found[url] = file
-                left.discard(url)
-        if not left:
-            break
+    try:
+        for page in islice(objects.pages(folder), len(wanted)):
+            for key, file in page:
+                if (url := f"{root}/{key}") in left:
+                    found[url] = file
+                    left.discard(url)
+            if not left:
+                break
+    except StorageError as error:
+        if error.errno != errno.EACCES:
+            raise
+        # These credentials may read, perhaps, and not list.
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.storage.coalesce import Extent, runs_of
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.loaders.storage.remote import requests, urls
+from orchdata.loaders.storage.remote import process, requests, urls
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Client, Listed
 from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreClient
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
@@ -79,7 +79,7 @@ class Objects:
         given: URL without secrets -> the URL as it was given, if that differs.
     """
 
-    def __init__(self, options: Mapping[str, str], store: Any, given: Mapping[str, str]) -> None:
+    def __init__(self, options: Mapping[str, Any], store: Any, given: Mapping[str, str]) -> None:
         self._options = options
         self._store = store
         self._given = given
@@ -103,12 +103,16 @@ class Objects:
         fetches = self._found(wanted)
         if fetches is None:
             fetches = self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
-        read = requests.HERE
         parts: list[Buffer] = []
-        for (url, _, start, stop), pending in fetches:
-            data = memoryview(read.wait(pending, url, num_bytes=stop - start, is_read=True))
-            parts.append(data[max(0, wanted.start - start) : wanted.stop - start])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            for (url, _, start, stop), pending in fetches:
+                data = requests.HERE.wait(pending, url, num_bytes=stop - start, is_read=True)
+                parts.append(memoryview(data)[max(0, wanted.start - start) : wanted.stop - start])
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        except BaseException:
+            data = b""  # the error refers to this frame
+            del fetches, parts
+            raise
 
     def expect(self, ranges: Sequence[ObjectRange], reads: ReadBytes | None = None) -> Ahead:
         """Ask for ranges before they are read, as few requests. Those that are near each other are read together."""
@@ -222,13 +226,20 @@ class Objects:
         for start, stop in extents:
             for begin in range(start, stop, PIECE_BYTES):
                 wanted = ObjectRange(url, file, begin, min(stop, begin + PIECE_BYTES))
-                pending: Pending[Buffer] = Pending(partial(self._fetch, client, key, wanted, reads))
-                fetches.append(_Fetch(wanted, pending))
+                fetches.append(_Fetch(wanted, self._pending(client, key, wanted, reads)))
         for fetch in fetches:
             requests.HERE.begin(fetch.pending)
         return fetches
 
-    def _fetch(self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None) -> Buffer:
+    def _pending(self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None) -> Pending[Buffer]:
+        """Return a read that has not begun. Retries end with the last who may ask for it."""
+        is_ended = lambda: pending.is_done or not pending.is_wanted  # noqa: E731 - the read and its end name each other
+        pending: Pending[Buffer] = Pending(partial(self._fetch, client, key, wanted, reads, is_ended))
+        return pending
+
+    def _fetch(
+        self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None, is_ended: Callable[[], bool]
+    ) -> Buffer:
         """Read a range, with retries; a thread of the pool calls this."""
         counts = requests.HERE.counts if reads is None else reads.requests
 
@@ -242,7 +253,7 @@ class Objects:
             requests.HERE.timed(time.monotonic() - began, wanted.stop - wanted.start)
             return answer.data
 
-        return self._try(request, wanted.url, f"cannot be read at {wanted.start}", client, counts)
+        return self._try(request, wanted.url, f"cannot be read at {wanted.start}", client, counts, is_ended)
 
     def _found(self, wanted: ObjectRange) -> list[_Fetch] | None:
         """Return the fetches under way that have a range, in order; None if they do not have all of it."""
@@ -253,7 +264,8 @@ class Objects:
             found: list[_Fetch] = []
             at = wanted.start
             for fetch in sorted(fetches, key=lambda fetch: fetch.range.start):
-                if fetch.range.start <= at < fetch.range.stop:
+                # One that failed may be kept by the error of its step: it is read again.
+                if fetch.range.start <= at < fetch.range.stop and not fetch.pending.has_failed:
                     found.append(fetch)
                     at = fetch.range.stop
                     if at >= wanted.stop:
@@ -275,7 +287,8 @@ class Objects:
                     fetch.pending.drop()
 
     def _client_of(self, url: str) -> tuple[Client, str]:
-        """Return the client of an object, and its key."""
+        """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
+        process.check(url)  # before any lock: another thread of the parent may have had it
         parts = urls.parsed(self._given.get(url, url))
         name = parts.root, parts.query, parts.user
         with self._lock:

@@ -24,7 +24,7 @@ class _Process:
 
     Attributes:
         used: whether it has made a request.
-        answered: whether a request was answered.
+        answered: whether a request was answered, or failed: clients work in this process.
         is_forked: whether a fork made it.
         parent_used: whether the process that it was forked from had made a request.
     """

@@ -9,6 +9,7 @@ A read that takes much longer than others is asked for a second time, and the fi
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from orchdata.loaders import waits
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.remote import process
 from orchdata.loaders.storage.remote.counts import RequestCounts
 from orchdata.loaders.storage.remote.trying import Outage
@@ -60,6 +62,10 @@ class Pending(Generic[T]):
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def drop(self) -> None:
         """Do not make the call if it has not begun, and do not keep its result."""
         self.is_wanted = False
@@ -79,14 +85,24 @@ class Pending(Generic[T]):
             result = call()
         except BaseException as raised:  # noqa: BLE001 - whoever waits gets it
             error = raised
+        try:
+            with self._lock:
+                self._running -= 1
+                if self.is_done or (error is not None and self._running):
+                    return
+                if self.is_wanted:
+                    self._result, self._error = result, error
+                self._call = None
+                self._done.set()
+        finally:
+            del error, call  # the error refers to this frame
+
+    def fail(self, error: BaseException) -> None:
+        """Give whoever waits an error, if there is no result yet."""
         with self._lock:
-            self._running -= 1
-            if self.is_done or (error is not None and self._running):
-                return
-            if self.is_wanted:
-                self._result, self._error = result, error
-            self._call = None
-            self._done.set()
+            if not self.is_done:
+                self._error, self._call = error, None
+                self._done.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait; return whether the result is there."""
@@ -192,15 +208,22 @@ class Requests:
 
     def _enqueue(self, pending: Pending[Any], *, later: bool = False, first: bool = False) -> None:
         with self._changed:
+            queue = self._later if later else self._urgent
             if first:
-                self._urgent.appendleft(pending)
+                queue.appendleft(pending)
             else:
-                (self._later if later else self._urgent).append(pending)
+                queue.append(pending)
             if len(self._urgent) + len(self._later) > self._idle and self._num_threads < self.most:
-                self._num_threads += 1
-                threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
-            else:
-                self._changed.notify()
+                try:
+                    threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
+                except (RuntimeError, MemoryError) as error:  # the system has no thread left
+                    if not self._num_threads:
+                        queue.remove(pending)
+                        pending.fail(_without_threads(error))
+                        return
+                else:
+                    self._num_threads += 1
+            self._changed.notify()
 
     def _serve(self) -> None:
         while True:
@@ -218,6 +241,10 @@ class Requests:
                     self._running -= 1
                     self._changed.notify()
             del pending
+
+
+def _without_threads(error: BaseException) -> StorageError:
+    return StorageError("object storage", f"no thread can be started that makes requests ({error})", errno.EAGAIN)
 
 
 HERE = Requests()

@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 HTTP: Final = ("http", "https")
+_OF_OBSTORE: Final = ("s3", "gs", "az", *HTTP)
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_IN_TEXT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/@\"'?]*@)?([^\s?\"']*)(\?[^\s\"',)]*)?")
+_IN_TEXT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/\"'?]*@)?([^\s?\"']*)(\?[^\s\"']*)?")
 
 
 class ObjectUrl(NamedTuple):
@@ -27,7 +28,7 @@ class ObjectUrl(NamedTuple):
         place: the bucket, container or host (with its port).
         key: of the object, decoded for HTTP.
         query: with its "?", or empty; of HTTP alone.
-        user: "name:password" of an HTTP URL, or empty.
+        user: "name:password", or empty.
     """
 
     scheme: str
@@ -64,7 +65,8 @@ def parsed(url: str) -> ObjectUrl:
         split = ObjectUrl(scheme, place, unquote(parts.path.lstrip("/")), query, user)
     else:
         place, _, key = rest.partition("/")
-        split = ObjectUrl(scheme, place, key)
+        user, _, host = place.rpartition("@")
+        split = ObjectUrl(scheme, host, key, user=user) if ":" in user else ObjectUrl(scheme, place, key)
     if not split.place:
         raise ValueError(f"{without_secrets(url)!r} names no {'host' if scheme in HTTP else 'bucket'}")
     return split
@@ -78,14 +80,39 @@ def identity(path: str) -> str:
     rest = path[len(scheme) + 3 :]
     if scheme in HTTP:
         rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-        place, slash, key = rest.partition("/")
-        rest = place.rpartition("@")[2] + slash + key
+    place, slash, key = rest.partition("/")
+    user, _, host = place.rpartition("@")
+    if scheme in HTTP or ":" in user:  # without a password it may be a container, as in abfs://container@account
+        rest = host + slash + key
     return f"{scheme}://{rest}"
+
+
+def same_name(url: str) -> str:
+    """Return a name that is equal for two spellings of one object's URL."""
+    parts = parsed(url)
+    return f"{parts.scheme}://{parts.place.lower() if parts.scheme in HTTP else parts.place}/{parts.key}"
+
+
+def check_key(url: str) -> None:
+    """Raise ValueError for a URL with a key that clients would refuse, or take for another one."""
+    parts = parsed(url)
+    if parts.scheme not in _OF_OBSTORE:
+        return
+    shown = repr(without_secrets(url))
+    if not parts.key.isprintable() and any(ord(each) < 32 or ord(each) == 127 for each in parts.key):
+        raise ValueError(f"{shown}: a key with control characters cannot be read: give the object another name")
+    if any(part in ("", ".", "..") for part in parts.key.rstrip("/").split("/")) and parts.key:
+        raise ValueError(f"{shown}: a key with an empty part, '.' or '..' cannot be read: give the object another name")
 
 
 def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     """Return a message without queries and passwords of URLs, and without these values."""
-    text = _IN_TEXT.sub(lambda found: f"{found[1]}{found[3]}{'?...' if found[4] else ''}", text)
+
+    def shown(found: re.Match[str]) -> str:
+        scheme, _, rest, query = found.groups(default="")
+        return f"{scheme}{rest}{'?...' if query and scheme[:-3].lower() in HTTP else query}"
+
+    text = _IN_TEXT.sub(shown, text)
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "...")
     return text

@@ -46,8 +46,8 @@ def reading_of(
     return Reading(media_root=root, columns=pairs, containers=checked, files=files)
 
 
-def _checked_options(options: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return storage_options as strings. Raises TypeError and ValueError, without their values, which may be secret."""
+def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return storage_options. Raises TypeError and ValueError, without their values, which may be secret."""
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -55,21 +55,24 @@ def _checked_options(options: Mapping[str, Any] | None) -> dict[str, str]:
     for name, value in options.items():
         if not isinstance(value, str | int | float):
             raise TypeError(f"storage_options {name!r} is a string, a number or a bool, got {type(value).__name__}")
-    checked = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
-    if "retry_seconds" in checked:
+    if "retry_seconds" in options:
         try:
-            seconds = float(checked["retry_seconds"])
+            seconds = float(options["retry_seconds"])
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
-            raise ValueError(f"storage_options retry_seconds is a number of seconds, got {checked['retry_seconds']!r}")
-    return checked
+            raise ValueError(f"storage_options retry_seconds is a number of seconds, got {options['retry_seconds']!r}")
+    return dict(options)
 
 
 def _given_urls(paths: Sequence[str | PathLike[str]]) -> dict[str, str]:
     """Return URL without secrets -> the URL as given, of all URLs that have a query or a password."""
-    secret = [each for each in paths if isinstance(each, str) and scheme_of(each) in HTTP and each != identity(each)]
+    secret = [each for each in paths if isinstance(each, str) and is_remote(each) and _has_secret(each)]
     return {identity(url): url for url in expand_paths(secret, check=False)} if secret else {}
+
+
+def _has_secret(url: str) -> bool:
+    return url[len(scheme_of(url)) :] != identity(url)[len(scheme_of(url)) :]
 
 
 def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:

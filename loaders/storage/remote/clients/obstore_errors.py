@@ -14,8 +14,11 @@ _ADDRESSES: Final = ("169.254.169.254", "metadata.google.internal", "fd00:ec2::2
 _THROTTLED: Final = (429, 503)
 _EXPIRED: Final = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _REGION: Final = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-_OTHER: Final = (*_EXPIRED, *_REGION)
+_WRONG: Final = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "AuthenticationFailed")
+_SKEWED: Final = ("RequestTimeTooSkewed", "RequestInTheFuture")
+_OTHER: Final = (*_EXPIRED, *_REGION, *_WRONG, *_SKEWED)
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
+_OF_PATHS: Final = ("control character", "parse path", "parsing path", "invalid path")
 _UNLISTED: Final = "allow it, or name the shards with braces, as in train-{000000..000127}.tar"
 _NO_CREDENTIALS: Final = (
     "no credentials were found (the address of cloud metadata was asked last): name them as storage_options or in the "
@@ -46,10 +49,11 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
         )
     if "NotSupported" in type(error).__name__ or ("range" in text.lower() and status in (0, 200)):
         return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
-    if "InvalidPath" in type(error).__name__ or "control character" in text.lower():
-        return Trouble("final", f"a key has characters that no path can have: {words}")
+    if "InvalidPath" in type(error).__name__ or any(each in text.lower() for each in _OF_PATHS):
+        return Trouble("final", f"a key has parts or characters that no path of obstore can have: {words}")
     kind = _KIND.search(text)
-    return Trouble("passing", _network_words(text, "" if kind is None else kind[1]) or words)
+    known = _network_words(text, "" if kind is None else kind[1])
+    return Trouble("passing", known or words, is_odd=not known)
 
 
 def _of_class(error: Exception, name: str, said: str, code: str) -> Trouble | None:
@@ -71,6 +75,10 @@ def _of_class(error: Exception, name: str, said: str, code: str) -> Trouble | No
 def _of_status(status: int, code: str, said: str, text: str, name: str) -> Trouble | None:
     if code in _EXPIRED:
         return Trouble("credentials", f"the credentials have expired ({said})")
+    if code in _WRONG:
+        return Trouble("credentials", f"the credentials are wrong ({said})")
+    if code in _SKEWED:
+        return Trouble("credentials", f"the clock of this machine and that of the server differ ({said})")
     if code in _REGION or status in (301, 307):
         where = "name it, as storage_options region=... or AWS_REGION"
         return Trouble("final", f"the bucket is in another region ({said}): {where}")
@@ -78,6 +86,8 @@ def _of_status(status: int, code: str, said: str, text: str, name: str) -> Troub
         if "list request" in text:
             return Trouble("credentials", f"may not be listed with these credentials ({said}): {_UNLISTED}")
         return Trouble("credentials", f"may not be read with these credentials ({said})")
+    if code in _NO_BUCKET:
+        return Trouble("absent", f"there is no bucket {name} ({said})")
     if status == 404:
         return Trouble("absent", f"there is no bucket {name}, or no such object ({said})")
     if status == 416:
@@ -86,7 +96,9 @@ def _of_status(status: int, code: str, said: str, text: str, name: str) -> Troub
         return Trouble("passing", f"the server is too busy ({said})", throttled=True)
     if status >= 500 or status == 408:
         return Trouble("passing", f"the server failed ({said})")
-    return Trouble("final", f"the server refuses ({said})") if status >= 400 else None
+    if status >= 400:
+        return Trouble("final", f"the server refuses ({said})")
+    return Trouble("final", f"the server redirects to where no request may go ({said})") if status >= 300 else None
 
 
 def _network_words(text: str, kind: str) -> str:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError, pass_trouble
@@ -39,11 +40,12 @@ class FsspecClient:
 
     is_conditional = False
 
-    def __init__(self, url: ObjectUrl, options: Mapping[str, str], store: Any = None) -> None:
+    def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
         self.name = url.root
         self._scheme = url.scheme
         self._place = url.place
         self._secrets = [value for value in map(str, options.values()) if len(value) > 3]
+        self._secrets += [url.user, *map(unquote, url.user.split(":", 1)[1:])]
         self._seen: dict[str, tuple[float, FileVersion]] = {}
         self._lock = threading.Lock()
         if store is not None:
@@ -55,11 +57,12 @@ class FsspecClient:
             raise PackageError("fsspec", str(error), way_out("fsspec", error), f"{url.scheme}://") from error
         given = {name: value for name, value in options.items() if name not in _OWN}
         try:
-            self._files = fsspec.filesystem(url.scheme, **given)
+            at = f"{url.scheme}://{url.user}@{url.place}" if url.user else f"{url.scheme}://{url.place}"
+            self._files = fsspec.core.url_to_fs(at, **given)[0]
         except ValueError as error:
             raise ValueError(
-                f"{self.name}: no package knows the scheme {url.scheme}:// ({error}): install the one that registers "
-                "it with fsspec, or pass store="
+                f"{self.name}: no package knows the scheme {url.scheme}:// ({self._words(error)}): install the one "
+                "that registers it with fsspec, or pass store="
             ) from None
         except ImportError as error:
             raise PackageError(
@@ -146,10 +149,13 @@ class FsspecClient:
             mark = self._files.ukey(info["name"])
         return FileVersion(int(info["size"]), str(mark))
 
+    def _words(self, error: Exception) -> str:
+        return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
+
     def _trouble(self, error: Exception) -> Trouble:
         if isinstance(error, Trouble):
             return error
-        words = without_secrets(" ".join(f"{type(error).__name__}: {error}".split())[:300], self._secrets)
+        words = self._words(error)
         if isinstance(error, FileNotFoundError):
             return Trouble("absent", "no such object")
         if isinstance(error, PermissionError):

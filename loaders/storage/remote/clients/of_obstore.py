@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -27,17 +28,22 @@ SCHEMES: Final = ("s3", "gs", "az", *HTTP)
 """Schemes of URLs that obstore reads."""
 
 _CLIENT: Final = {
-    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "pool_idle_timeout"),
-    *("pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses"),
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only"),
+    *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size"),
+    *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url"),
+    "randomize_addresses",
     *("read_timeout", "root_certificate", "timeout", "user_agent"),
 }
-_FLAGS: Final = {"allow_http", "allow_invalid_certificates", "randomize_addresses"}
+_FLAGS: Final = {
+    *("allow_http", "allow_invalid_certificates", "http1_only", "http2_only", "http2_keep_alive_while_idle"),
+    "randomize_addresses",
+}
 _READ_TIMEOUT: Final = "30s"
 _TIMEOUT: Final = "1h"  # for a whole answer, however slowly it comes: `read_timeout` ends one that stalls
 _PUBLIC: Final = {
     *("anonymous", "endpoint", "region", "profile", "retry_seconds", "skip_signature", "request_payer", "s3_express"),
     *("virtual_hosted_style_request", "unsigned_payload", "disable_tagging", "imdsv1_fallback", "container_name"),
-    *("account_name", "use_emulator", "azure_storage_use_emulator", *_CLIENT),
+    *("account_name", "use_emulator", "azure_storage_use_emulator", *(_CLIENT - {"default_headers", "proxy_url"})),
 }
 """Options with values that may be shown."""
 
@@ -51,14 +57,17 @@ class ObstoreClient:
         store: a store of the user's, used as it is.
     """
 
-    def __init__(self, url: ObjectUrl, options: Mapping[str, str], store: Any = None) -> None:
+    def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
         self.name = url.root
         self.is_conditional = True
         self._url = url
-        self._options = dict(options)
+        self._options = {
+            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()
+        }
         self._is_given = store is not None
         self._obstore = library()
-        self._secrets = [value for name, value in options.items() if name not in _PUBLIC and len(value) > 3]
+        self._secrets = [each for name, each in self._options.items() if name not in _PUBLIC and len(each) > 3]
+        self._secrets += [url.query, url.user, *url.user.split(":", 1)[1:], *map(unquote, url.user.split(":", 1)[1:])]
         self._store = self._opened() if store is None else store
 
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
@@ -100,6 +109,7 @@ class ObstoreClient:
     def _opened(self) -> Any:
         from obstore.store import HTTPStore, from_url
 
+        self._check_endpoint()
         client: dict[str, Any] = {"read_timeout": _READ_TIMEOUT, "timeout": _TIMEOUT}
         config: dict[str, Any] = {}
         for name, value in self._options.items():
@@ -111,21 +121,22 @@ class ObstoreClient:
             config["skip_signature"] = is_true(self._options["anonymous"], "anonymous")
         settings: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
         url = self._url
+        if url.scheme in HTTP:
+            if url.user:
+                word = base64.b64encode(unquote(url.user).encode()).decode()
+                client["default_headers"] = {"authorization": f"Basic {word}"}
+            if url.scheme == "http":
+                client["allow_http"] = True
+            config.pop("skip_signature", None)
+            if config:
+                raise ValueError(
+                    f"storage_options has {', '.join(sorted(config))}, which {url.scheme}:// does not take"
+                )
+        elif url.scheme == "s3":
+            config |= _aws_settings(self._options, config)
         try:
             if url.scheme in HTTP:
-                if url.user:
-                    word = base64.b64encode(unquote(url.user).encode()).decode()
-                    client["default_headers"] = {"authorization": f"Basic {word}"}
-                if url.scheme == "http":
-                    client["allow_http"] = True
-                config.pop("skip_signature", None)
-                if config:
-                    raise ValueError(
-                        f"storage_options has {', '.join(sorted(config))}, which {url.scheme}:// does not take"
-                    )
                 return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
-            if url.scheme == "s3":
-                config |= _aws_settings(self._options, config)
             return from_url(f"{url.root}/", **config, **settings)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
@@ -133,35 +144,55 @@ class ObstoreClient:
             refused = self._refused(error, sorted(config))
         raise refused
 
+    def _check_endpoint(self) -> None:
+        """Raise ValueError for an endpoint that is no URL: obstore panics then, at the first request."""
+        for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_storage_endpoint"):
+            endpoint = self._options.get(name)
+            if endpoint is not None and not re.match(r"https?://[^/?#\s]", endpoint):
+                raise ValueError(
+                    f"storage_options {name} is a URL such as https://storage.example.com, got "
+                    f"{without_secrets(endpoint)!r}"
+                )
+
     def _refused(self, error: BaseException, given: Sequence[str]) -> BaseException:
         """Return the error to raise when obstore refuses options."""
         exceptions = self._obstore.exceptions
-        if isinstance(error, exceptions.UnknownConfigurationKeyError):
+        words = self._words(error)
+        if isinstance(error, exceptions.UnknownConfigurationKeyError) or "config prefix" in words:
             return ValueError(
                 f"storage_options of {self.name} has an unknown name (given: {', '.join(given)}): its "
                 "names are those of obstore's S3Config, GCSConfig, AzureConfig and ClientConfig"
             )
-        if isinstance(error, exceptions.BaseError) or type(error).__name__ == "PanicException":
-            return ValueError(f"{self.name} cannot be opened with these storage_options: {self._words(error)}")
+        if isinstance(error, exceptions.BaseError | ValueError | TypeError) or _is_panic(error):
+            return ValueError(f"{self.name} cannot be opened with these storage_options: {words}")
         return error
 
     def _called(self, call: Callable[[], T]) -> T:
         """Return `call()`. Raises Trouble, which does not refer to an exception of obstore: these have secrets."""
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
+        except BaseException as error:  # each kind is mapped
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             trouble = self._trouble(error)
         raise trouble
 
     def _words(self, error: BaseException) -> str:
         first = str(error).split("\n\nDebug source", 1)[0]
-        return without_secrets(" ".join(first.split())[:300], self._secrets)
+        return without_secrets(" ".join(first.split()), self._secrets)[:300]
 
-    def _trouble(self, error: Exception) -> Trouble:
+    def _trouble(self, error: BaseException) -> Trouble:
         """Return what an exception of obstore means."""
         if isinstance(error, (MemoryError, Trouble)):
             raise error
+        if not isinstance(error, Exception):
+            return Trouble("final", f"obstore failed: {self._words(error)}")
         return trouble_of(error, self.name, self._words(error))
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether obstore itself failed, which raises no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def library() -> Any:
@@ -205,10 +236,14 @@ def _aws_settings(options: Mapping[str, str], config: Mapping[str, Any]) -> dict
         return {}
     try:
         import boto3
+        from botocore.exceptions import ProfileNotFound
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise PackageError("boto3", str(error), way_out("boto3", error), "a profile of AWS") from error
-    session = boto3.Session(profile_name=profile)
+    try:
+        session = boto3.Session(profile_name=profile)
+    except ProfileNotFound:
+        raise ValueError(f"storage_options profile: AWS has no profile {profile!r} on this machine") from None
     if session.get_credentials() is None:
         return {}
     found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}
