@@ -62,7 +62,7 @@ def parsed(url: str) -> ObjectUrl:
         parts = urlsplit(f"{scheme}://{rest}")
         user, _, place = parts.netloc.rpartition("@")
         query = f"?{parts.query}" if parts.query else ""
-        split = ObjectUrl(scheme, place, unquote(parts.path.lstrip("/")), query, user)
+        split = ObjectUrl(scheme, place, unquote(parts.path.removeprefix("/")), query, user)
     else:
         place, _, key = rest.partition("/")
         user, _, host = place.rpartition("@")

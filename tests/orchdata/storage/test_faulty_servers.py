@@ -54,7 +54,7 @@ Remote = Callable[..., od.ShardDataset]
 
 @pytest.fixture
 def through(s3_server: S3Server, bucket: str, same_cache: None) -> Remote:
-    """Makes the data set behind a proxy."""
+    """Makes the data set as read through a proxy."""
 
     def make(proxy: Proxy, **options: Any) -> od.ShardDataset:
         given = s3_server.options_of("all", proxy.endpoint) | options

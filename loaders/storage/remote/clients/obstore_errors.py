@@ -79,9 +79,9 @@ def _of_status(status: int, code: str, said: str, text: str, name: str) -> Troub
         return Trouble("credentials", f"the credentials are wrong ({said})")
     if code in _SKEWED:
         return Trouble("credentials", f"the clock of this machine and that of the server differ ({said})")
-    if code in _REGION or status in (301, 307):
+    if code in _REGION or status in (301, 307) or "redirect without location" in text.lower():
         where = "name it, as storage_options region=... or AWS_REGION"
-        return Trouble("final", f"the bucket is in another region ({said}): {where}")
+        return Trouble("final", f"the bucket is in another region{f' ({said})' if said else ''}: {where}")
     if status in (401, 403):
         if "list request" in text:
             return Trouble("credentials", f"may not be listed with these credentials ({said}): {_UNLISTED}")

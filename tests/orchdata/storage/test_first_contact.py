@@ -1,0 +1,214 @@
+"""What a user meets first: credentials, buckets, patterns and options that are wrong. Each is one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote_epochs import Epochs, epoch, remote
+from servers.fixtures import Proxied
+from servers.s3_server import S3Server
+from servers.stub_server import Answer, Seen, StubServer
+
+import orchdata as od
+
+BRACES = "omni-{000000..000001}.tar"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
+    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: S3Server, local: Epochs) -> str:
+    name = s3_server.make_bucket("first-contact")
+    local.to_s3(s3_server, name)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _ends(no_hang: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No credentials of whoever runs the tests count."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def said(error: type[Exception], url: str, options: dict[str, Any]) -> str:
+    """What is raised for an epoch, on one line."""
+    with pytest.raises(error) as caught:
+        epoch(remote(url, options), on_error="skip")
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "169.254" not in text
+    return text
+
+
+def test_wrong_credentials(s3_server: S3Server, bucket: str) -> None:
+    wrong = s3_server.options | {"secret_access_key": "wrong-and-secret"}
+    text = said(od.StorageError, f"s3://{bucket}/train/*.tar", wrong)
+    assert text.startswith(f"s3://{bucket}/train/: cannot be listed: the credentials are wrong (HTTP 403")
+    text = said(od.StorageError, f"s3://{bucket}/train/{BRACES}", s3_server.options_of("nothing"))
+    assert text.startswith(f"s3://{bucket}/train/omni-000000.tar: cannot be looked at: may not be read")
+
+
+def test_no_credentials(s3_server: S3Server, bucket: str) -> None:
+    options = {name: s3_server.options[name] for name in ("endpoint", "allow_http", "region")}
+    text = said(od.StorageError, f"s3://{bucket}/train/*.tar", options)
+    assert "no credentials were found" in text
+    assert "anonymous=true" in text
+
+
+def test_no_such_bucket(s3_server: S3Server) -> None:
+    for pattern in ("*.tar", BRACES):
+        text = said(od.StorageError, f"s3://no-such-bucket/train/{pattern}", s3_server.options)
+        assert "there is no bucket s3://no-such-bucket" in text
+
+
+def test_a_prefix_without_a_match(s3_server: S3Server, bucket: str) -> None:
+    text = said(FileNotFoundError, f"s3://{bucket}/other/*.tar", s3_server.options)
+    assert text == f"no object matches s3://{bucket}/other/*.tar"
+
+
+def test_a_missing_shard_is_named_before_anything_is_read(
+    s3_server: S3Server, bucket: str, proxied: Proxied, private_cache: Path
+) -> None:
+    proxy = proxied(s3_server)
+    options = s3_server.options_of("all", proxy.endpoint)
+    text = said(od.StorageError, f"s3://{bucket}/train/omni-{{000000..000002}}.tar", options)
+    assert text == f"s3://{bucket}/train/omni-000002.tar: cannot be opened: no such object"
+
+
+def test_a_bucket_that_may_be_read_and_not_listed(s3_server: S3Server, bucket: str, local: Epochs) -> None:
+    reader = s3_server.options_of("reader")
+    text = said(od.StorageError, f"s3://{bucket}/train/*.tar", reader)
+    assert "may not be listed with these credentials" in text
+    assert "with braces" in text
+    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", reader)) == local.local
+
+
+def test_an_endpoint_without_encryption(s3_server: S3Server, bucket: str) -> None:
+    options = {name: value for name, value in s3_server.options.items() if name != "allow_http"}
+    assert "allow_http=true" in said(od.StorageError, f"s3://{bucket}/train/*.tar", options)
+
+
+class Refusing(StubServer):
+    """An S3 server that refuses each request, as a server says it."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__()
+        self.status = status
+        self.code = code
+
+    def answer(self, seen: Seen) -> Answer:
+        body = f"<Error><Code>{self.code}</Code><Message>no</Message></Error>"
+        return Answer(self.status, body.encode(), {"Content-Type": "application/xml"})
+
+
+CREDENTIALS = {"access_key_id": "key", "secret_access_key": "the-secret-key", "region": "eu-1", "allow_http": True}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "requests", "words"),
+    [
+        (403, "ExpiredToken", 2, "the credentials have expired (HTTP 403 ExpiredToken) (2 attempts)"),
+        (400, "ExpiredToken", 2, "the credentials have expired (HTTP 400 ExpiredToken) (2 attempts)"),
+        (403, "RequestTimeTooSkewed", 2, "the clock of this machine and that of the server differ"),
+        (403, "AccessDenied", 2, "may not be listed with these credentials"),
+        (301, "PermanentRedirect", 1, "the bucket is in another region: name it"),
+        (400, "AuthorizationHeaderMalformed", 1, "the bucket is in another region"),
+        (404, "NoSuchBucket", 1, "there is no bucket s3://some-bucket"),
+        (418, "Teapot", 1, "the server refuses (HTTP 418 Teapot)"),
+    ],
+)
+def test_what_a_server_says(status: int, code: str, requests: int, words: str) -> None:
+    with Refusing(status, code) as server:
+        text = said(od.StorageError, "s3://some-bucket/a/*.tar", CREDENTIALS | {"endpoint": server.endpoint})
+        assert words in text
+        assert len(server.requests()) == requests  # credentials are read again once
+
+
+def test_expired_credentials_are_read_again(
+    s3_server: S3Server, bucket: str, local: Epochs, proxied: Proxied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the environment, in the middle of an epoch."""
+    from remote_epochs import LOADER, digests
+    from servers.proxy import Fault
+
+    proxy = proxied(s3_server)
+    options = s3_server.options_of("all", proxy.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options.pop("access_key_id"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options.pop("secret_access_key"))
+    dataset = remote(f"s3://{bucket}/train/{BRACES}", options)
+    dataset.index()
+    loader = od.DataLoader(dataset, num_threads=0, **LOADER)
+    batches = iter(loader)
+    found = digests([next(batches)])
+    proxy.faults = (Fault("status", status=403, times=1),)
+    assert found + digests(batches) == local.local
+    assert loader.stats()["reads"]["requests"]["again"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("endpiont", "x", "has an unknown name"),
+        ("allow_http", "maybe", "allow_http is true or false"),
+        ("read_timeout", "soon", "cannot be opened with these storage_options"),
+        ("timeout", 5, "cannot be opened with these storage_options"),
+        ("endpoint", "nonsense", "endpoint is a URL such as https://"),
+        ("endpoint", "", "endpoint is a URL such as https://"),
+        ("default_headers", "a: b", "cannot be opened with these storage_options"),
+        ("root_certificate", "secret-certificate", "cannot be opened with these storage_options"),
+        ("skip_signature", "maybe", "cannot be opened with these storage_options"),
+        ("anonymous", "maybe", "anonymous is true or false"),
+        ("profile", "no-such-profile", "AWS has no profile 'no-such-profile'"),
+        ("retry_seconds", "soon", "retry_seconds is a number of seconds"),
+        ("retry_seconds", "nan", "retry_seconds is a number of seconds"),
+        ("checksum_algorithm", "secret-sum", "cannot be opened with these storage_options"),
+    ],
+)
+def test_options_that_cannot_be(s3_server: S3Server, bucket: str, name: str, value: Any, words: str) -> None:
+    options = s3_server.options | {name: value}
+    if name == "profile":  # asked only where no credentials are given
+        options = {key: options[key] for key in ("profile", "endpoint", "allow_http", "region")}
+    text = said(ValueError, f"s3://{bucket}/train/*.tar", options)
+    assert words in text
+    assert s3_server.secret_key not in text
+    assert "secret-" not in text
+
+
+@pytest.mark.parametrize("value", [b"secret", {"a": "secret"}, None])
+def test_options_of_other_types(value: Any) -> None:
+    with pytest.raises(TypeError, match="secret_access_key' is a string, a number or a bool, got") as caught:
+        remote("s3://bucket/a.tar", {"secret_access_key": value})
+    assert "secret'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://", "https://", "http:///a.tar"])
+def test_urls_without_a_bucket_or_host(url: str) -> None:
+    with pytest.raises(ValueError, match="names no"):
+        remote(url)
+
+
+def test_a_scheme_that_no_package_knows() -> None:
+    with pytest.raises(ValueError, match="no package knows the scheme foo://"):
+        remote("foo://bucket/a.tar").index()
+
+
+def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = said(od.StorageError, "http://no-such-host.invalid/a.tar", {"retry_seconds": 0})
+    assert "the name of the host cannot be resolved" in text
+
+
+def test_nothing_is_listed_until_it_is_needed(s3_server: S3Server, proxied: Proxied, bucket: str) -> None:
+    proxy = proxied(s3_server)
+    dataset = remote(f"s3://{bucket}/train/*.tar", s3_server.options_of("all", proxy.endpoint))
+    assert "not listed yet" in repr(dataset)
+    assert not proxy.requests()
+    assert len(dataset.urls) == 2
+    assert proxy.counts() == {"LIST": 1}
