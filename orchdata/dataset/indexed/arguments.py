@@ -18,7 +18,7 @@ from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.paths import expand_paths, is_folder
 from orchdata.loaders.storage.remote.clients.of_fsspec import is_filesystem
 from orchdata.loaders.storage.remote.files import Files
-from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
+from orchdata.loaders.storage.remote.urls import identity, is_remote, parsed, scheme_of
 
 
 def reading_of(
