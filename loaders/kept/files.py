@@ -12,7 +12,8 @@ from typing import Final
 
 from orchdata.loaders.kept.kinds import KINDS, LOCKS, Kind, is_digest
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX
-from orchdata.loaders.storage.cache import PARTIAL_SUFFIX, CacheFolder
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.node.entries import PARTIAL_SUFFIX
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.files import names_in
 from orchdata.loaders.storage.shared.use import USED_SUFFIX

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from orchdata.loaders.storage.cache import SUM_SUFFIX
+from orchdata.loaders.storage.node.entries import SUM_SUFFIX
 from orchdata.loaders.versions import (
     COSTS_FORMAT,
     FACTS_FORMAT,
@@ -146,6 +146,7 @@ KINDS: Final = (
     ),
     Kind(folder="arrays", content="arrays of loaders with workers", suffixes=(".int64",), is_held=True),
     Kind(folder="shards", content="decompressed shards", suffixes=(".tar",), companions=(SUM_SUFFIX,)),
+    Kind(folder="copies", content="copies of shards of object storage", suffixes=(".copy",), companions=(SUM_SUFFIX,)),
     Kind(folder="packing", content="which models keep packed samples apart", suffixes=(".json",)),
     Kind(folder="forwards", content="which samples models take", suffixes=(".json",)),
 )

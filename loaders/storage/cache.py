@@ -12,29 +12,30 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO
 
 from orchdata.loaders.amounts import bytes_of
-from orchdata.loaders.storage.atomic import create_temporary, move, remove, write_once
+from orchdata.loaders.storage.node.entries import (
+    TOUCH_SECONDS,
+    complete,
+    entries,
+    is_whole,
+    mark_used,
+    new_partial,
+    remove_entry,
+    remove_partials,
+)
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, restrict
-from orchdata.loaders.storage.shared.files import make_folder, names_in, open_lock, opened, read_small, status_of
-from orchdata.loaders.storage.shared.use import USED_SUFFIX, mark_of
-from orchdata.loaders.storage.verified import forget, is_noted, note
+from orchdata.loaders.storage.shared.files import make_folder, open_lock
+from orchdata.loaders.storage.shared.use import lock_alone
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 BYTES_VARIABLE = "ORCHDATA_CACHE_BYTES"
-_TOUCH_SECONDS = 60.0
 _ENTRY_SUFFIX = ".tar"
-PARTIAL_SUFFIX = ".part"
-SUM_SUFFIX = ".sum"
-_SUM_BYTES = 256
-_BLOCK_BYTES = 1 << 20
 
 
 class CacheFolder:
@@ -113,169 +114,55 @@ class CacheFolder:
         Raises StorageError if the cache cannot be written.
         """
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
-        if not tried(str(path), "cannot be read", lambda: _is_whole(path, changed_ns)):
+        if not tried(str(path), "cannot be read", lambda: is_whole(path, changed_ns)):
             self.make("shards")
             tried(str(path), "cannot be written", lambda: self._make(name, path, make, access, changed_ns))
         elif access is not None:
             restrict(path, access)
-        self._mark_used(path)
+        mark_used(path)
         return path
 
     def remove_entry(self, name: str) -> None:
         """Remove a decompressed shard; best effort. Processes that have it open can still read it."""
-        for suffix in (_ENTRY_SUFFIX, USED_SUFFIX, SUM_SUFFIX):
-            remove(self.root / "shards" / (name + suffix))
+        remove_entry(self.root / "shards" / (name + _ENTRY_SUFFIX))
 
     def _make(
         self, name: str, path: Path, make: Callable[[IO[bytes], int], None], access: Access | None, changed_ns: int
     ) -> None:
-        with self._lock(name):
-            if _is_whole(path, changed_ns):  # written while this process waited
+        with self.lock(name):
+            if is_whole(path, changed_ns):  # written while this process waited
                 return
-            self._remove_partials(path.parent)
-            descriptor, partial = create_temporary(path, PARTIAL_SUFFIX, access)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # shows other processes that its writer is alive
-                    summed = _Summed(file)
-                    make(cast("IO[bytes]", summed), self.max_bytes)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    status = os.fstat(file.fileno())
-                    self._evict(path.parent, status.st_size)
-                    kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns, changed_ns)
-                    write_once(path.with_suffix(SUM_SUFFIX), kept.encoded())
-                    move(partial, path)
-                    note(path, os.fstat(file.fileno()))
-            except BaseException:
-                remove(partial)
-                if not os.path.lexists(path):
-                    remove(path.with_suffix(SUM_SUFFIX))
-                raise
-
-    def _mark_used(self, path: Path) -> None:
-        """Record the time of use as the mtime of a file next to the entry; best effort.
-
-        That file is written again each time: changing its times in place could change another user's file.
-        """
-        mark = mark_of(path)
-        with contextlib.suppress(OSError):
-            status = status_of(mark)
-            if status is None or time.time() - status.st_mtime > _TOUCH_SECONDS:
-                write_once(mark, b"")
+            # Younger ones may be between creation and lock.
+            remove_partials(path.parent, TOUCH_SECONDS)
+            descriptor, partial = new_partial(path, access)
+            complete(
+                path,
+                descriptor,
+                partial,
+                lambda file: make(file, self.max_bytes),
+                changed_ns=changed_ns,
+                make_room=lambda needed: self._evict(path.parent, needed),
+            )
 
     @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
+    def lock(self, name: str, *, waits: bool = True) -> Iterator[bool]:
+        """Hold a lock of this folder; without waiting it may be another's: yields whether it is held. Raises as `make`,
+        and OSError.
+        """
         descriptor = open_lock(self.file("locks", name))
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            if waits:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield waits or lock_alone(descriptor)
         finally:
             os.close(descriptor)
 
     def _evict(self, folder: Path, needed: int) -> None:
         """Make room for `needed` bytes below the cap; files of other users that cannot be removed stay."""
-        entries: list[tuple[float, int, Path]] = []
-        for path in _files_in(folder, _ENTRY_SUFFIX):
-            status = status_of(path)
-            if status is not None and _is_entry(path):
-                entries.append((_last_used(path, status), status.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
+        there = entries(folder, _ENTRY_SUFFIX)
+        total = sum(entry.size for entry in there)
+        for entry in there:
             if total + needed <= self.max_bytes:
                 break
-            remove(path)  # processes that have it open can still read it
-            for suffix in (USED_SUFFIX, SUM_SUFFIX):
-                remove(path.with_suffix(suffix))
-            forget(path)
-            if not os.path.lexists(path):
-                total -= size
-
-    def _remove_partials(self, folder: Path) -> None:
-        """Remove the partial files of killed writers: these are not locked."""
-        for path in _files_in(folder, PARTIAL_SUFFIX):
-            if not path.name.startswith("."):  # not ours
-                continue
-            with contextlib.suppress(OSError), opened(path) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Younger ones may be between creation and flock.
-                if time.time() - os.fstat(file).st_mtime > _TOUCH_SECONDS:
-                    path.unlink(missing_ok=True)
-
-
-class _Sum(NamedTuple):
-    """Size, checksum and mtime of an entry when it was written, and `changed_ns` of its source; stored next to it."""
-
-    size: int
-    crc32: int
-    mtime_ns: int
-    changed_ns: int = 0
-
-    def encoded(self) -> bytes:
-        return " ".join(map(str, self)).encode()
-
-
-class _Summed:
-    """Writes a file from start to end, and computes its checksum."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.crc32 = 0
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._file.write(data)
-
-
-def _sum_of(path: Path) -> _Sum | None:
-    """Return what is stored next to an entry; None next to any other file. Raises OSError."""
-    try:
-        return _Sum(*map(int, read_small(path.with_suffix(SUM_SUFFIX), _SUM_BYTES).split()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
-def _is_entry(path: Path) -> bool:
-    """Return whether a file is an entry: a folder of this name may have shards of the user's own."""
-    try:
-        return _sum_of(path) is not None
-    except OSError:
-        return False
-
-
-def _is_whole(path: Path, changed_ns: int) -> bool:
-    """Return whether an entry exists, has not changed, and is not older than its source.
-
-    Its bytes are read once per machine, see `verified`.
-    """
-    try:
-        kept = _sum_of(path)
-        if kept is None:
-            return False
-        # A file system may have another clock: then the entry is not newer than its source even when it was just made.
-        if changed_ns > max(kept.mtime_ns, kept.changed_ns) and os.access(path.parent, os.W_OK):
-            return False
-        with opened(path) as file:
-            status = os.fstat(file)
-            if status.st_size != kept.size or is_noted(path, status):
-                return status.st_size == kept.size
-            if status.st_mtime_ns == kept.mtime_ns and not os.access(path.parent, os.W_OK):
-                return True  # no note can be written here, and reading all of it at each opening would be slow
-            crc32 = 0
-            while data := os.read(file, _BLOCK_BYTES):
-                crc32 = zlib.crc32(data, crc32)
-        if crc32 != kept.crc32:
-            return False
-        note(path, status)
-        return True
-    except FileNotFoundError:
-        return False
-
-
-def _last_used(path: Path, status: os.stat_result) -> float:
-    mark = status_of(mark_of(path))
-    return status.st_mtime if mark is None else mark.st_mtime
-
-
-def _files_in(folder: Path, suffix: str) -> list[Path]:
-    return [folder / name for name in names_in(folder) if name.endswith(suffix)]
+            if remove_entry(entry.path):
+                total -= entry.size

@@ -99,6 +99,20 @@ class LocalFile:
                 "restart from the last checkpoint",
             )
 
+    def is_as_opened(self) -> bool:
+        """Return whether it was neither written to, nor moved or removed, since it was opened. Raises OSError."""
+        fd = self._enter()
+        try:
+            now = os.fstat(fd)
+        finally:
+            self._leave()
+        then = self._opened
+        return now.st_nlink > 0 and (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
+            then.st_size,
+            then.st_mtime_ns,
+            then.st_ctime_ns,
+        )
+
     def close(self) -> None:
         with self._lock:
             self._closing = True

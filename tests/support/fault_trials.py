@@ -45,7 +45,8 @@ from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.kept.prune import prune
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
-from orchdata.loaders.storage.cache import SUM_SUFFIX, CacheFolder
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.node.entries import SUM_SUFFIX
 from orchdata.loaders.storage.verified import NOTE_SUFFIX, is_noted
 
 

@@ -14,6 +14,9 @@ from typing import Any, Final
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.node.cache import Cache
+from orchdata.loaders.storage.node.copies import Copies
+from orchdata.loaders.storage.node.file import CopiedFile
 from orchdata.loaders.storage.remote import urls
 from orchdata.loaders.storage.remote.file import RemoteFile
 from orchdata.loaders.storage.remote.listing import matches, versions_of
@@ -40,6 +43,7 @@ class Files:
 
     Attributes:
         others: URL -> the files that have it, of data sets with other options in one mixture.
+        cache: where a node keeps whole copies; None: nowhere.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Files:
         self._known: dict[str, FileVersion] = {}
         self._known_at = 0.0
         self._objects: Objects | None = None
+        self.cache: Cache | None = None
+        self._copies: Copies | None = None
         self._lock = threading.Lock()
 
     def with_given(self, paths: Mapping[str, str]) -> Files:
@@ -68,6 +74,26 @@ class Files:
         files = Files(self.options | options, self.store, self.given)
         files.others = {url: other.limited(timeout) for url, other in self.others.items()}
         return files
+
+    def cached(self, cache: Cache | None) -> Files:
+        """Return files that are read from the copies of a node, where it has them."""
+        if cache is None:
+            return self
+        files = Files(self.options, self.store, self.given)
+        known = {id(other): other.cached(cache) for other in self.others.values()}
+        files.others = {url: known[id(other)] for url, other in self.others.items()}
+        files.cache = cache
+        return files
+
+    @property
+    def copies(self) -> Copies | None:
+        """The copies of this node; None without a cache."""
+        if self.cache is None:
+            return None
+        with self._lock:
+            if self._copies is None:
+                self._copies = Copies(self.cache)
+            return self._copies
 
     def identity(self, path: str) -> str:
         return urls.identity(path)
@@ -111,6 +137,8 @@ class Files:
             known = self.version(path)
         if known is None:
             raise StorageError(path, "cannot be opened: no such object", errno.ENOENT)
+        if (copies := self.copies) is not None:
+            return CopiedFile(self.objects, path, known, reads, copies)
         return RemoteFile(self.objects, path, known, reads)
 
     def file_number(self, path: str) -> Hashable | None:
@@ -154,7 +182,8 @@ class Files:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Files):
             return NotImplemented
-        return (self.options, self.given) == (other.options, other.given) and self.store is other.store
+        mine, others = (self.options, self.given, self.cache), (other.options, other.given, other.cache)
+        return mine == others and self.store is other.store
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.options)), id(self.store)))
@@ -164,12 +193,14 @@ class Files:
         return "Files()"
 
     def __reduce__(self) -> tuple[Callable[..., Files], tuple[Any, ...]]:
-        return _restored, (self.options, self.store, self.given, dict(self.others))
+        return _restored, (self.options, self.store, self.given, dict(self.others), self.cache)
 
 
-def _restored(options: Mapping[str, Any], store: Any, given: Mapping[str, str], others: Mapping[str, Files]) -> Files:
+def _restored(
+    options: Mapping[str, Any], store: Any, given: Mapping[str, str], others: Mapping[str, Files], cache: Cache | None
+) -> Files:
     files = Files(options, store, given)
-    files.others = others
+    files.others, files.cache = others, cache
     return files
 
 

@@ -9,10 +9,11 @@ import re
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.storage.coalesce import Extent, runs_of
@@ -33,6 +34,9 @@ GAP_BYTES: Final = 32 << 10
 """A gap that is read, rather than making another request: about what a connection carries in a millisecond."""
 PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
+_PIECES_AHEAD: Final = 4
+"""Pieces of an object that is read whole which are under way at a time."""
+_ENDED_SECONDS: Final = 0.2
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
 _MAGIC: Final = re.compile(r"[*?[]")
@@ -178,6 +182,47 @@ class Objects:
         if file is None:
             return None
         return (self.read(ObjectRange(url, file, 0, file.size)) if file.size else b""), file
+
+    def pieces(
+        self, url: str, file: FileVersion, reads: ReadBytes, ended: Callable[[], bool] = lambda: False
+    ) -> Iterator[Buffer]:
+        """Yield all bytes of an object in order. Some pieces are under way at a time, after all other requests.
+
+        Args:
+            ended: whether no more of them are wanted; looked at several times a second.
+
+        Raises StorageError, and StaleIndexError for another object than is wanted.
+        """
+        client, key = self._client_of(url)
+
+        def read(wanted: ObjectRange) -> Buffer:
+            def request() -> Buffer:
+                reads.requests.add("get")
+                answer = client.get(key, wanted.start, wanted.stop, file.version)
+                reads.storage.add(len(answer.data))
+                check(answer, wanted)
+                return answer.data
+
+            return self._try(request, url, f"cannot be read at {wanted.start}", client, reads.requests, ended)
+
+        left = (
+            ObjectRange(url, file, start, min(file.size, start + PIECE_BYTES))
+            for start in range(0, file.size, PIECE_BYTES)
+        )
+        under_way: deque[Pending[Buffer]] = deque()
+        try:
+            while True:
+                for wanted in islice(left, _PIECES_AHEAD - len(under_way)):
+                    under_way.append(requests.HERE.submit(partial(read, wanted), later=True))
+                if not under_way:
+                    return
+                while not under_way[0].wait(_ENDED_SECONDS):
+                    if ended():
+                        return
+                yield under_way.popleft().result()
+        finally:
+            for pending in under_way:
+                pending.drop()
 
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
         """Have a thread of the pool make a request, with retries, and wait for it."""

@@ -130,7 +130,7 @@ class Requests:
         self._changed = threading.Condition()
         self._num_threads = 0
         self._idle = 0
-        self._running = 0
+        self._running = self._running_late = 0
         self._times: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self._reads = self._second = 0
 
@@ -229,18 +229,31 @@ class Requests:
         while True:
             with self._changed:
                 self._idle += 1
-                while not (self._urgent or self._later) or self._running >= self.in_flight:
+                while (taken := self._taken()) is None:
                     self._changed.wait()
                 self._idle -= 1
-                pending = self._urgent.popleft() if self._urgent else self._later.popleft()
+                pending, is_late = taken
                 self._running += 1
+                self._running_late += is_late
             try:
                 pending.run()
             finally:
                 with self._changed:
                     self._running -= 1
+                    self._running_late -= is_late
                     self._changed.notify()
-            del pending
+            del pending, taken
+
+    def _taken(self) -> tuple[Pending[Any], bool] | None:
+        """Return the next request, and whether it is one of those after all others; None if none may begin now.
+
+        These have half of the requests in flight at most: they are large, and an urgent one would wait for their end.
+        """
+        if self._running >= self.in_flight:
+            return None
+        if self._urgent:
+            return self._urgent.popleft(), False
+        return (self._later.popleft(), True) if self._later and self._running_late < self.in_flight // 2 else None
 
 
 def _without_threads(error: BaseException) -> StorageError:

@@ -25,6 +25,7 @@ from orchdata.loaders.kept.kinds import KINDS, LOCKS
 from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.node import copies
 from orchdata.loaders.storage.sealed import seal
 from orchdata.loaders.versions import (
     COSTS_FORMAT,
@@ -57,7 +58,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
         merged.KIND: FIELDS_FORMAT,
         item_costs.KIND: item_costs.FORMAT,
     }
-    named = {layer.FOLDER, mapped_array.KIND, packing._KIND, forwards._FOLDER, "item_costs", "shards"}
+    named = {layer.FOLDER, mapped_array.KIND, packing._KIND, forwards._FOLDER, "item_costs", "shards", copies.FOLDER}
     assert {kind.folder for kind in KINDS} == named | {"facts", "texts", "sizes", "costs", "index"}
 
 

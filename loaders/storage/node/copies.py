@@ -1,0 +1,188 @@
+"""The copies of shards that a node keeps: found by the readers of all its processes, added by one process at a time.
+
+add --room below the cap, reserved under a lock--> partial file of the full size --fetched whole--> entry --> find
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Container
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.node.cache import Cache
+from orchdata.loaders.storage.node.entries import (
+    complete,
+    entries,
+    is_whole,
+    mark_used,
+    new_partial,
+    remove_entry,
+    remove_partials,
+)
+from orchdata.loaders.storage.remote.urls import identity
+from orchdata.loaders.storage.shared.access import access_of
+from orchdata.loaders.storage.shared.files import names_in, opened_to_lock, status_of
+from orchdata.loaders.storage.shared.use import NoLocks, lock_alone
+from orchdata.loaders.storage.storage import FileVersion
+
+FOLDER: Final = "copies"
+SUFFIX: Final = ".copy"
+_NEXT_TO_IT_BYTES: Final = 1 << 10
+"""Most bytes of what lies next to a copy: its checksum, its mark of use, a note that it was verified."""
+
+Added = Literal["added", "there", "busy", "full"]
+"""What became of a copy: another process is making it ("busy"), or there is no room for it below the cap ("full")."""
+
+
+class Copies:
+    """Whole copies of shards in the folder of a `Cache`. Safe from many threads and processes.
+
+    A copy is named by the identity of the URL, the size and the version of the object. An object without a version is
+    not copied: nothing would tell the copy from its successor.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = CacheFolder(cache.path, max_bytes=cache.max_bytes)
+        self._folder = self._cache.root / FOLDER
+        self._refused: dict[Path, tuple[int, ...]] = {}
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def max_bytes(self) -> int:
+        return self._cache.max_bytes
+
+    def find(self, url: str, file: FileVersion) -> LocalFile | None:
+        """Return the copy of an object, open; None if there is none that is whole. Never raises."""
+        path = self._path(url, file)
+        try:
+            if not file.version or not os.path.exists(path) or self._is_refused(path):
+                return None
+            if not is_whole(path):
+                self.refuse(url, file)
+                return None
+            copy = LocalFile(path, url=url, follow=False)
+        except (OSError, StorageError):
+            return None
+        if copy.size != file.size:
+            copy.close()
+            return None
+        mark_used(path)
+        return copy
+
+    def refuse(self, url: str, file: FileVersion) -> None:
+        """Use a damaged copy no more: remove it, or, where that is impossible, do not look at it again."""
+        path = self._path(url, file)
+        with suppress(OSError):
+            status = status_of(path)
+            if status is not None and not is_whole(path):
+                remove_entry(path)
+            if (status := status_of(path)) is not None:
+                with self._lock:
+                    self._refused[path] = _mark(status)
+
+    def has(self, url: str, file: FileVersion) -> bool:
+        """Return whether there is a whole copy. Raises OSError."""
+        path = self._path(url, file)
+        return os.path.exists(path) and is_whole(path)
+
+    def add(self, url: str, file: FileVersion, make: Callable[[IO[bytes]], None], stay: Container[str] = ()) -> Added:
+        """Make a copy of an object, if no other process is doing that.
+
+        Args:
+            make: writes its bytes, from start to end; called once its room is reserved. What it raises is passed on,
+                and nothing of the copy stays.
+            stay: names of copies that are not removed to make room, as of `name_of`.
+
+        Raises:
+            StorageError: the folder cannot be created.
+            OSError: it cannot be written, or the disk is full.
+        """
+        name = name_of(url, file)
+        path = self._path(url, file)
+        needed = file.size + _NEXT_TO_IT_BYTES
+        if needed > self.max_bytes:
+            return "full"
+        self._cache.make_root()
+        self._cache.make(FOLDER)
+        with self._cache.lock(name, waits=False) as is_mine:
+            if not is_mine:
+                return "busy"
+            if self.has(url, file):
+                return "there"
+            with self._cache.lock(FOLDER):
+                if not self._make_room(needed, stay):
+                    return "full"
+                free = os.statvfs(self._folder)
+                if free.f_bavail * free.f_frsize < file.size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+                remove_entry(path)  # a damaged one
+                descriptor, partial = new_partial(path, access_of(url))
+                with suppress(OSError):  # where files have no holes, it grows as it is written
+                    os.ftruncate(descriptor, file.size)
+            complete(path, descriptor, partial, make)
+        return "added"
+
+    def _path(self, url: str, file: FileVersion) -> Path:
+        return self._folder / (name_of(url, file) + SUFFIX)
+
+    def _is_refused(self, path: Path) -> bool:
+        known = self._refused.get(path)
+        if known is None:
+            return False
+        status = status_of(path)
+        return status is not None and _mark(status) == known
+
+    def _make_room(self, needed: int, stay: Container[str]) -> bool:
+        """Remove copies, the least recently used first, until so many bytes are free below the cap. Return whether they
+        are. The lock of the folder is held: no other process makes room, or begins to write.
+        """
+        remove_partials(self._folder, 0)
+        used = self._used()
+        if used + needed <= self.max_bytes:
+            return True
+        for entry in entries(self._folder, SUFFIX, stay):
+            if not _is_open(entry.path) and remove_entry(entry.path):
+                used -= entry.size
+                if used + needed <= self.max_bytes:
+                    return True
+        return False
+
+    def _used(self) -> int:
+        """Return the bytes of all files in the folder. A file keeps its size, so that each is looked at once."""
+        sizes: dict[str, int] = {}
+        for name in names_in(self._folder):
+            size = self._sizes.get(name)
+            if size is None:
+                status = status_of(self._folder / name)
+                size = 0 if status is None else status.st_size
+            sizes[name] = size
+        self._sizes = sizes
+        return sum(sizes.values())
+
+
+def name_of(url: str, file: FileVersion) -> str:
+    """Return the name of the copy of an object."""
+    words = "\0".join((identity(url), str(file.size), file.version))
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a process reads a copy, of another data set than this one's."""
+    try:
+        with opened_to_lock(path) as file:
+            return not lock_alone(file)
+    except (NoLocks, FileNotFoundError):
+        return False
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
