@@ -45,6 +45,7 @@ from .loaders.shards.own.shard import OpenContext as OpenContext
 from .loaders.shards.own.shard import Shard as Shard
 from .loaders.shards.own.source import ShardSource as ShardSource
 from .loaders.shards.own.text_files import TextFiles as TextFiles
+from .loaders.storage.node.cache import Cache as Cache
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate
 from .order.order import Order as Order

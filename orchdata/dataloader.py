@@ -27,6 +27,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.replay import plan_again
 from orchdata.engines.choice import DEFAULT_PREFETCH
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Progress
 from orchdata.notices import calling_line, calling_trainer
@@ -112,6 +113,8 @@ class DataLoader(Generic[T_co]):
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
         index: what several ranks do if their shards have no index. "build": build it together at construction, each for
             different shards, if torch.distributed is initialized. "require": raise.
+        cache: an `od.Cache`: where each node keeps whole copies of its own shards of object storage. Default: what
+            ORCHDATA_SHARD_CACHE and ORCHDATA_SHARD_CACHE_BYTES say, else none.
 
     Raises:
         ValueError: an argument is out of range, arguments contradict each other, or ranks differ.
@@ -157,6 +160,7 @@ class DataLoader(Generic[T_co]):
         on_error: str | ErrorPolicy = "raise",
         quarantine: Quarantine | None = None,
         index: IndexUse = "build",
+        cache: Cache | None = None,
     ) -> None:
         arguments = Arguments(**{name: value for name, value in locals().items() if name != "self"})
         self._given = changed_arguments(DataLoader.__init__, vars(arguments))

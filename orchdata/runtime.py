@@ -5,6 +5,7 @@ Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime -
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
+from orchdata.caching.start import checked_cache, filler_of, place_of
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.indexed.new_shards import NewShards
@@ -78,6 +80,7 @@ class Runtime:
         check_workers(arguments.num_workers, arguments.timeout, arguments.multiprocessing_context)
         check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
         check_cost_id(arguments)
+        cache = checked_cache(arguments.cache, in_shards=arguments.in_shards)
         listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
         if not arguments.in_shards:
             check_combination(arguments)
@@ -86,6 +89,7 @@ class Runtime:
         self.is_single_rank = not arguments.in_shards and rank.size == 1
         choice = _engine_choice(arguments, in_order=arguments.in_order or not self.is_single_rank)
         self.batch_size, options = _options(arguments, rank, agreement, listed, is_inline=choice.is_inline)
+        options = replace(options, cache=cache)
         pin_memory = arguments.pin_memory and can_pin()
         warming = _warming(arguments, options)
 
@@ -103,6 +107,10 @@ class Runtime:
             arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
         )
         self.stats = Stats(None if self.builder is None else self.builder.reads)
+        reads = None if self.builder is None else self.builder.reads
+        self._filler = filler_of(self.prepared.spec, rank, cache, reads, forks=choice.forks)
+        if self._filler is not None:
+            weakref.finalize(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
         budget = FailureBudget(options.policy, self.stats, num_samples, rank.size)
         delivery = Delivery(
@@ -259,12 +267,16 @@ class Runtime:
         self.close()  # persistent workers would continue with the former order
         self.prepared = prepared
         self.builder = self.builder.planned_by(prepared.spec.plan)
+        if self._filler is not None:
+            self._filler.order = prepared.spec.plan.order
         self.context.delivery.follow(prepared.spec)
         self.context = replace(self.context, steps=prepared.steps)
 
     def close(self) -> None:
-        """Stop persistent workers or threads."""
+        """Stop persistent workers or threads, and what fills the cache."""
         self._engines.close()
+        if self._filler is not None:
+            self._filler.stop()
         if self._iterable is not None:
             self._iterable.close()
 
@@ -289,7 +301,10 @@ class Runtime:
             base_seed=loop.base_seed,
             states=loop.dataset_states,
         )
-        return PlannedStream(self.context, loop, engine, self._engines.leave)
+        stream = PlannedStream(self.context, loop, engine, self._engines.leave)
+        if self._filler is not None:
+            self._filler.begin(place_of(stream, self.known_count(loop.origin)))
+        return stream
 
 
 def _engine_choice(arguments: Arguments, *, in_order: bool) -> EngineChoice:

@@ -21,6 +21,7 @@ from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.policy import ErrorPolicy
+from orchdata.loaders.storage.node.cache import Cache
 from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
@@ -71,6 +72,7 @@ class Arguments:
     on_error: str | ErrorPolicy
     quarantine: Quarantine | None
     index: IndexUse
+    cache: Cache | None
 
     @property
     def in_shards(self) -> bool:

@@ -21,6 +21,7 @@ from orchdata.dataset.resume.form import bound, written_now
 from orchdata.dataset.resume.rows import SourceRows, dump_rows
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.storage.node.cache import Cache
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sums, TokenBatches
@@ -73,6 +74,7 @@ class LoaderOptions:
         is_inline: whether the iterating thread builds each step when it is requested.
         accumulate: micro-steps of every step; 1: as many as caps need.
         timeout: seconds to wait for a step; 0 for no limit.
+        cache: where a node keeps copies of shards of object storage.
     """
 
     rank: Rank
@@ -91,6 +93,7 @@ class LoaderOptions:
     is_inline: bool
     accumulate: int = 1
     timeout: float = 0.0
+    cache: Cache | None = None
 
     @property
     def sample_batches(self) -> GlobalBatches:

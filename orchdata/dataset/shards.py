@@ -312,7 +312,7 @@ def _content(
         of_sources=of_sources,
         seed=options.seed,
         containers=by_identity(dataset.containers),
-        files=dataset.files.limited(options.timeout),
+        files=dataset.files.limited(options.timeout).cached(options.cache),
     )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)

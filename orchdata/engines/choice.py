@@ -43,9 +43,14 @@ class EngineChoice:
         return self.workers is None and not self.num_threads
 
     @property
+    def forks(self) -> bool:
+        """Whether worker processes are forked from this one."""
+        return self.workers is not None and self.workers.context.get_start_method() == "fork"
+
+    @property
     def wants_kernels(self) -> bool:
         """Whether this process must load kernels: it calls them, or forks processes that would each load them."""
-        return self.workers is None or self.workers.context.get_start_method() == "fork"
+        return self.workers is None or self.forks
 
     def make(
         self,

@@ -57,6 +57,7 @@ orchdata: building
 orchdata: engines
 orchdata: delivery
 orchdata: loop
+orchdata: caching
 orchdata: trainers repeatable declared_counts
 orchdata: dataset
 orchdata: testing

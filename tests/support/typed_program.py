@@ -87,7 +87,7 @@ loader = od.DataLoader(
 )
 loaders = [
     od.DataLoader(mixture, 8, collate_fn=od.Padded()),
-    od.DataLoader(dataset, 8, collate_fn=collate),
+    od.DataLoader(dataset, 8, collate_fn=collate, cache=od.Cache("/nvme", max_bytes=2 << 40)),
     od.DataLoader(dataset, 8, collate_fn=collate_by_name),
     od.DataLoader(dataset, 8, collate_fn=partial(collate)),
     od.DataLoader(dataset, 8, collate_fn=collate_samples),

@@ -1,0 +1,306 @@
+"""A loader with a cache: which shards a node fetches whole, what the server gives later, and equal batches."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from global_digest import global_batch
+from servers.fixtures import Proxied
+from servers.proxy import Proxy, Request
+from servers.s3_server import S3Server
+from shard_factory import RECIPE, omni_samples, write_shard
+
+import orchdata as od
+from orchdata.loaders.storage.node.copies import FOLDER, SUFFIX
+from orchdata.ranks.parallel import Rank
+
+SHARDS, SAMPLES = 8, 8
+GROUPED: dict[str, Any] = {
+    "balance": od.Balance(scope="grouped", group_size=1),
+    "shuffle": od.Shuffle(streams=4),
+    "batch_size": 2,
+}
+
+
+class Remote:
+    """Shards in a bucket behind a proxy, and their index."""
+
+    def __init__(self, server: S3Server, bucket: str, proxy: Proxy, folder: Path) -> None:
+        self.proxy = proxy
+        self.sizes: dict[str, int] = {}
+        for number in range(SHARDS):
+            name = f"omni-{number}.tar"
+            path = write_shard(folder / name, omni_samples(SAMPLES, prefix=f"s{number}-", seed=number))
+            content = Path(path).read_bytes()
+            server.put(bucket, name, content)
+            self.sizes[name] = len(content)
+        options = server.options_of("all", proxy.endpoint)
+        self.dataset = od.ShardDataset(f"s3://{bucket}/*.tar", RECIPE, storage_options=options)
+        self.dataset.index()
+        proxy.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def loader(self, cache: od.Cache | None = None, **options: Any) -> od.DataLoader:
+        given = {"batch_size": 4, "shuffle": True, "seed": 3, "num_threads": 0} | options
+        return od.DataLoader(self.dataset, cache=cache, **given)
+
+    def whole(self) -> list[str]:
+        """Names of shards of which one request read all."""
+        return [_name(each) for each in self.proxy.requests("RANGE", "GET") if self._is_whole(each)]
+
+    def _is_whole(self, request: Request) -> bool:
+        return request.body_bytes == self.sizes.get(_name(request))
+
+
+def _name(request: Request) -> str:
+    return request.path.rpartition("/")[2]
+
+
+def epoch(loader: od.DataLoader) -> list[str]:
+    """A digest of each step, and the end of what is fetched in the background."""
+    found = [global_batch([step]) for step in loader.steps()]
+    filled(loader)
+    return found
+
+
+def filled(loader: od.DataLoader) -> None:
+    if loader._runtime._filler is not None:
+        loader._runtime._filler.wait()
+
+
+def copies(cache: od.Cache) -> list[Path]:
+    return sorted((Path(cache.path) / FOLDER).glob(f"*{SUFFIX}"))
+
+
+@pytest.fixture
+def remote(s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path) -> Iterator[Remote]:
+    yield Remote(s3_server, new_bucket(), proxied(s3_server), tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.notices._warned", set())
+
+
+def test_a_single_node_reads_nothing_in_the_second_epoch(remote: Remote, tmp_path: Path) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    plain, loader = remote.loader(), remote.loader(cache)
+    expected = [epoch(plain), epoch(plain)]
+    remote.proxy.clear()
+    first = epoch(loader)
+    assert sorted(remote.whole()) == sorted(remote.sizes)
+    remote.proxy.clear()
+    before = loader.stats(reset=True)["reads"]
+    second = epoch(loader)
+    reads = loader.stats()["reads"]
+    assert [first, second] == expected
+    assert before["storage_bytes"] >= remote.num_bytes
+    assert not remote.proxy.requests()
+    assert reads["storage_bytes"] == 0 < reads["used_bytes"] <= reads["cache_bytes"]
+
+
+def test_without_a_cache_the_second_epoch_reads_as_much_as_the_first(remote: Remote) -> None:
+    loader = remote.loader()
+    epoch(loader)
+    first = remote.proxy.body_bytes()
+    remote.proxy.clear()
+    epoch(loader)
+    assert remote.proxy.body_bytes() > 0.8 * first > 0
+
+
+def test_workers_read_the_copies_that_the_training_process_makes(remote: Remote, tmp_path: Path) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    expected = epoch(remote.loader())
+    filled_by = remote.loader(cache)
+    epoch(filled_by)
+    remote.proxy.clear()
+    loader = remote.loader(cache, num_workers=1, num_threads=2)
+    assert epoch(loader) == expected
+    assert not remote.proxy.requests()
+    assert loader.stats()["reads"]["cache_bytes"] > 0
+
+
+def test_nodes_that_read_every_shard_fetch_none_whole_and_one_says_why(remote: Remote, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaders = [
+            remote.loader(
+                od.Cache(tmp_path / f"node{rank}", max_bytes=1 << 30), dp=Rank(rank, 4, ranks_per_node=1), batch_size=2
+            )
+            for rank in range(4)
+        ]
+        for loader in loaders:
+            epoch(loader)
+    about_it = [str(each.message) for each in said if "cache=" in str(each.message)]
+    assert len(about_it) == 1
+    assert 'balance="grouped"' in about_it[0] and "shuffle=od.Shuffle(streams=4)" in about_it[0]
+    assert not remote.whole()
+    assert not list(tmp_path.rglob(f"*{SUFFIX}"))
+
+
+def test_grouped_nodes_read_their_own_shards_once(remote: Remote, tmp_path: Path) -> None:
+    caches = [od.Cache(tmp_path / f"node{rank}", max_bytes=1 << 30) for rank in range(4)]
+    ranks = [Rank(rank, 4, ranks_per_node=1) for rank in range(4)]
+    plain = [remote.loader(dp=rank, **GROUPED) for rank in ranks]
+    expected = [[epoch(loader) for loader in plain] for _ in range(2)]
+    remote.proxy.clear()
+    loaders = [remote.loader(cache, dp=rank, **GROUPED) for cache, rank in zip(caches, ranks, strict=True)]
+    first = [epoch(loader) for loader in loaders]
+    assert sorted(remote.whole()) == sorted(remote.sizes)  # each by one node
+    once = remote.proxy.body_bytes()
+    remote.proxy.clear()
+    second = [epoch(loader) for loader in loaders]
+    assert [first, second] == expected
+    assert remote.proxy.body_bytes() <= 0.05 * once
+    assert [len(copies(cache)) for cache in caches] == [2, 2, 2, 2]
+
+
+def test_shards_are_fetched_in_the_order_in_which_the_loader_reaches_them(remote: Remote, tmp_path: Path) -> None:
+    loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30), shuffle=od.Shuffle(window=1, streams=2))
+    order, index = loader._runtime.prepared.spec.plan.order, remote.dataset.index()
+    rows = order.rows(0, 0, order.length(0))[1]
+    reached = list(dict.fromkeys(index.shard[rows].tolist()))
+    filler = loader._runtime._filler
+    assert filler is not None
+    assert list(filler._upcoming()) == reached
+    # From the middle of the epoch, what was passed comes last.
+    from orchdata.caching.filler import Place
+
+    filler._where = lambda: Place(0, 0.5)
+    later = list(dict.fromkeys(index.shard[rows[len(rows) // 2 :]].tolist()))
+    assert list(filler._upcoming())[: len(later)] == later
+    assert sorted(filler._upcoming()) == sorted(reached)
+
+
+def test_a_full_cache_keeps_its_own_shards_and_costs_no_batch(remote: Remote, tmp_path: Path) -> None:
+    cap = remote.num_bytes // 2
+    cache = od.Cache(tmp_path / "nvme", max_bytes=cap)
+    plain, loader = remote.loader(), remote.loader(cache)
+    expected = [epoch(plain), epoch(plain), epoch(plain)]
+    found = [epoch(loader)]
+    kept = copies(cache)
+    assert 0 < len(kept) < SHARDS
+    found += [epoch(loader), epoch(loader)]
+    assert found == expected
+    assert copies(cache) == kept
+    assert _bytes_in(cache) <= cap
+
+
+def _bytes_in(cache: od.Cache) -> int:
+    return sum(path.stat().st_size for path in (Path(cache.path) / FOLDER).iterdir())
+
+
+def test_copies_of_other_data_give_way(remote: Remote, tmp_path: Path, s3_server: S3Server) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=remote.num_bytes + SHARDS * 1024)
+    first = remote.loader(cache)
+    epoch(first)
+    of_first = copies(cache)
+    assert len(of_first) == SHARDS
+    some = od.ShardDataset(list(remote.dataset.urls[:1]), RECIPE, storage_options=remote.dataset.files.options)
+    shard = some.urls[0]
+    bucket = shard.split("/")[2]
+    other = write_shard(tmp_path / "other.tar", omni_samples(SAMPLES, prefix="o", seed=77))
+    s3_server.put(bucket, "other/other.tar", Path(other).read_bytes())
+    others = od.ShardDataset(f"s3://{bucket}/other/*.tar", RECIPE, storage_options=remote.dataset.files.options)
+    second = od.DataLoader(others, batch_size=4, num_threads=0, cache=cache)
+    # While the first loader lives, its shards are this run's too.
+    epoch(second)
+    assert copies(cache) == of_first
+    first.close()
+    del first
+    second = od.DataLoader(others, batch_size=4, num_threads=0, cache=cache)
+    epoch(second)
+    assert len(set(copies(cache)) - set(of_first)) == 1
+    assert _bytes_in(cache) <= cache.max_bytes
+
+
+def test_a_read_only_folder_costs_one_warning(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pauses: None
+) -> None:
+    expected = epoch(remote.loader())
+    folder = tmp_path / "nvme"
+    folder.write_bytes(b"a file is no folder, for root too")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loader = remote.loader(od.Cache(folder, max_bytes=1 << 30))
+        assert epoch(loader) == expected
+        epoch(loader)
+    assert len([each for each in said if "cannot be filled" in str(each.message)]) == 1
+
+
+def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pauses: None
+) -> None:
+    expected = epoch(remote.loader())
+    written = 0
+
+    def write(self: Any, data: Any) -> int:
+        nonlocal written
+        written += len(data)
+        if written > remote.num_bytes // 2:
+            raise OSError(28, "No space left on device")
+        return int(self._file.write(data))
+
+    monkeypatch.setattr("orchdata.loaders.storage.node.entries._Summed.write", write)
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loader = remote.loader(cache)
+        assert epoch(loader) == expected
+    assert len([each for each in said if "No space left" in str(each.message)]) == 1
+    assert not list((Path(cache.path) / FOLDER).glob("*.part"))
+    assert not list((Path(cache.path) / FOLDER).glob(".*.part"))
+
+
+def test_a_folder_removed_in_the_middle_costs_no_batch(remote: Remote, tmp_path: Path) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    plain, loader = remote.loader(), remote.loader(cache)
+    expected = [epoch(plain), epoch(plain)]
+    assert epoch(loader) == expected[0]
+    remote.proxy.clear()
+    steps = iter(loader.steps())
+    found = [global_batch([next(steps)])]
+    shutil.rmtree(cache.path)
+    found += [global_batch([step]) for step in steps]
+    assert found == expected[1]
+    assert remote.proxy.requests("RANGE")  # the store is read instead
+
+
+def test_a_copy_damaged_in_the_middle_is_not_read(remote: Remote, tmp_path: Path) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    plain, loader = remote.loader(), remote.loader(cache)
+    expected = [epoch(plain), epoch(plain)]
+    assert epoch(loader) == expected[0]
+    steps = iter(loader.steps())
+    found = [global_batch([next(steps)])]
+    for path in copies(cache):
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    found += [global_batch([step]) for step in steps]
+    assert found == expected[1]
+
+
+def test_the_environment_turns_it_on(remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_SHARD_CACHE", str(tmp_path / "nvme"))
+    monkeypatch.setenv("ORCHDATA_SHARD_CACHE_BYTES", "1GiB")
+    epoch(remote.loader())
+    assert len(copies(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == SHARDS
+
+
+def test_what_fills_the_cache_ends_with_the_loader(remote: Remote, tmp_path: Path) -> None:
+    loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))
+    remote.proxy.delay = 0.05
+    next(iter(loader))
+    filler = loader._runtime._filler
+    assert filler is not None and filler._thread is not None
+    loader.close()
+    assert not filler._thread.is_alive()
+    assert not list((tmp_path / "nvme").rglob("*.part"))
