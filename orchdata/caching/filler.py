@@ -12,8 +12,10 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import IO, Final, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.node.cache import Cache
-from orchdata.loaders.storage.node.copies import Copies, name_of
+from orchdata.loaders.storage.node.copies import Added, Copies, name_of
 from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
@@ -32,7 +34,7 @@ from orchdata.order.order import SampleOrder
 
 _SAMPLES_AHEAD: Final = 4096
 _STOP_SECONDS: Final = 5.0
-_PAUSE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 1.0
 _MOST_FAILURES: Final = 3
 _SLOW_BYTES_PER_SECOND: Final = 16 << 20
 _JUDGED_BYTES: Final = 256 << 20
@@ -119,25 +121,33 @@ class Filler:
 
     def _fill(self) -> None:
         """Copy shards until all are there, or there is no room. Raises OSError or StorageError of the folder."""
-        failures = 0
-        for number in self._upcoming():
-            shard = self._index.shards[number]
-            file = _file_of(shard)
-            if self._copies.has(shard.url, file):
-                continue
+        failures, left = 0, deque[int]()
+        for number in chain(self._upcoming(), self._again(left)):
             try:
-                added = self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
+                added = self._add(self._index.shards[number])
             except _NotFetched as error:
                 # If it lasts, steps fail too, and say why.
                 failures += 1
                 if failures >= _MOST_FAILURES:
                     _warn(f"shards are not copied into the cache {self.cache.path}: {error.__cause__}")
                     return
-                if self._stop.wait(_PAUSE_SECONDS):
-                    return
-                continue
-            if added == "full":
+                added = "busy"
+            if added == "busy":
+                left.append(number)
+            elif added == "full":
                 return
+
+    def _again(self, left: deque[int]) -> Iterator[int]:
+        """Yield, after a pause, shards that other processes were fetching: one of them may have been killed."""
+        while left and not self._stop.wait(_PAUSE_SECONDS):
+            for _ in range(len(left)):
+                yield left.popleft()
+
+    def _add(self, shard: ShardInfo) -> Added:
+        file = _file_of(shard)
+        if self._copies.has(shard.url, file):
+            return "there"
+        return self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
 
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
         """Write a shard. Raises _NotFetched for trouble of the store, and OSError for that of the folder."""

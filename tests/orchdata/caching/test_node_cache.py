@@ -28,7 +28,7 @@ GROUPED: dict[str, Any] = {
 
 
 class Remote:
-    """Shards in a bucket behind a proxy, and their index."""
+    """Shards in a bucket after a proxy, and their index."""
 
     def __init__(self, server: S3Server, bucket: str, proxy: Proxy, folder: Path) -> None:
         self.proxy = proxy

@@ -1,0 +1,27 @@
+"""A process of a node that fills its cache: `python cache_job.py FOLDER MAX_BYTES INDEX OPTIONS`. It imports little."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from orchdata.caching.filler import Filler, Place
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.node.cache import Cache
+from orchdata.loaders.storage.remote.files import Files
+from orchdata.order.order import Order, Shuffle
+
+
+def main(folder: str, max_bytes: str, path: str, options: str) -> None:
+    index = Index(path)
+    cache, order = Cache(folder, max_bytes=int(max_bytes)), Order(index.num_rows, shuffle=Shuffle(), seed=0)
+    filler = Filler(cache, index, Files(json.loads(options)), order, None, ReadBytes())
+    print("ready", flush=True)
+    sys.stdin.readline()
+    filler.begin(lambda: Place(0, 0.0))
+    filler.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
