@@ -21,23 +21,28 @@ if TYPE_CHECKING:
     from orchdata.loaders.kept.prune import Amount, Pruned
 
 app = typer.Typer(invoke_without_command=True, help="List what the cache folder keeps; `prune` removes what is old.")
+_FolderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--folder", help="The folder, such as that of an od.Cache; default: ORCHDATA_CACHE, ~/.cache/orchdata."
+    ),
+]
 _UNITS = ((2 * 24 * 3600, 24 * 3600, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"))
 
 
 @app.callback()
 @one_line_errors
-def cache(context: typer.Context, as_json: JsonOption = False) -> None:
+def cache(context: typer.Context, folder: _FolderOption = None, as_json: JsonOption = False) -> None:
     """List what the cache folder keeps: how much, of which data, when it was last used, and whether it is in use now.
 
-    The folder is ORCHDATA_CACHE, else ~/.cache/orchdata. All that it has can be made again. `orchdata cache prune`
-    removes what was not used for 30 days.
+    All that it has can be made again. `orchdata cache prune` removes what was not used for 30 days.
     """
     if context.invoked_subcommand is not None:
         return
     from orchdata.loaders.kept.listing import listing
     from orchdata.loaders.storage.cache import CacheFolder
 
-    found = listing(CacheFolder())
+    found = listing(CacheFolder(folder))
     if as_json:
         print_json(_as_json(asdict(found)))
     elif found.files or found.foreign or any(kind.foreign for kind in found.kinds.values()):
@@ -60,6 +65,7 @@ def prune(
         bool, typer.Option("--all-versions", help="Also remove what a newer orchdata has made.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and say what would be removed.")] = False,
+    folder: _FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove what the cache folder keeps and no process has used for a time. It is made again when it is needed.
@@ -70,18 +76,18 @@ def prune(
     from orchdata.loaders.kept.prune import prune as prune_folder
     from orchdata.loaders.storage.cache import CacheFolder
 
-    folder = CacheFolder()
+    cache = CacheFolder(folder)
     pruned = prune_folder(
-        folder,
+        cache,
         older_than_seconds=seconds_of(older_than, "--older-than"),
         most_bytes=None if max_bytes is None else bytes_of(max_bytes, "--max-bytes"),
         all_versions=all_versions,
         dry_run=dry_run,
     )
     if as_json:
-        print_json({"folder": str(folder.root), "dry_run": dry_run, **asdict(pruned)})
+        print_json({"folder": str(cache.root), "dry_run": dry_run, **asdict(pruned)})
     else:
-        _print_pruned(pruned, str(folder.root), dry_run)
+        _print_pruned(pruned, str(cache.root), dry_run)
 
 
 def _print_pruned(pruned: Pruned, folder: str, dry_run: bool) -> None:

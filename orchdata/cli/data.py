@@ -162,6 +162,10 @@ def profile(
     group_size: Annotated[int, typer.Option(help="Ranks of a group, as those of a node.")] = 8,
     streams: Annotated[int | None, typer.Option(help="Streams of the order; default: one a group.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    cache_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Cap of each node's od.Cache: 2TiB; default: one that holds its own shards."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads.
@@ -170,6 +174,7 @@ def profile(
     """
     rank_counts, caps = ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
+    from orchdata.loaders.amounts import bytes_of
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profiling.profile import profile as make_profile
@@ -201,6 +206,7 @@ def profile(
         group_size=group_size,
         streams=streams,
         seed=seed,
+        cache_bytes=None if cache_bytes is None else bytes_of(cache_bytes, "--cache-bytes"),
     )
     if as_json:
         print_json(result.to_dict())

@@ -126,6 +126,8 @@ def _scope_table(profile: Profile) -> Table:
     title = f"\nScopes, in groups of {scales[0].group_size} ranks: max/mean over ranks, and who reads what"
     micro_steps = ("micro-steps",) if profile.caps else ()
     columns = ("scope", *profile.phases, "step", "speedup", "per phase", *micro_steps, "own streams", "groups/shard")
+    has_cache = any(scope.node for scale in scales for scope in scale.scopes.values())
+    columns += ("cache hits", "fetched/node") if has_cache else ()
     table = plain_table(title, "ranks", *columns)
     table.columns[1].justify = "left"
     for scale in scales:
@@ -144,6 +146,7 @@ def _scope_table(profile: Profile) -> Table:
                 *([f"{scope.microbatches:.1f}"] if micro_steps else []),
                 f"{scope.own_streams:.0%}",
                 f"{scope.groups_per_shard:.1f} of {scale.groups:,}",
+                *([] if scope.node is None else [f"{scope.node.hits:.0%}", human_bytes(scope.node.fetched_bytes)]),
             )
     return table
 
@@ -215,6 +218,17 @@ def _locality_notes(profile: Profile) -> list[str]:
             "own streams: samples that stay in the group of ranks whose streams (parts of the dataset) they are from",
             f"groups/shard: groups that read from a shard in {steps} steps in a row: its fetches, if fetched whole",
         ]
+    nodes = [scale.scopes["global"].node for scale in profile.scales if scale.groups == 1]
+    if nodes and nodes[0] is not None:
+        notes.append(
+            f"{' and '.join(alone)} ranks on one node with a cache: {nodes[0].hits:.0%} hits from the second epoch on, "
+            f"{human_bytes(nodes[0].fetched_bytes)} fetched in each"
+        )
+    if any(scope.node for scale in grouped for scope in scale.scopes.values()):
+        notes.append(
+            "cache hits, fetched/node: of a node (a group) with an od.Cache, in each epoch from the second on; in "
+            "other scopes than grouped each node reads from every shard, and caches none"
+        )
     return notes
 
 

@@ -37,11 +37,13 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
+from orchdata.profiling.cached import NodeCache
 from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.scales import Scale, make_scale
 
@@ -215,6 +217,7 @@ def profile(
     seed: int = 0,
     steps: int = 8,
     dataset: ShardDataset | Mixture | None = None,
+    cache_bytes: int | None = None,
 ) -> Profile:
     """Profile an index.
 
@@ -235,6 +238,8 @@ def profile(
             if an epoch has fewer.
         dataset: the data set of the index, if it chooses samples by `filter` or `split`, or is a mixture with its
             sources joined in the index. None for all samples of the index.
+        cache_bytes: cap of a cache on each node, `od.Cache(max_bytes=)`; None for one that holds all of a node's own
+            shards, if the data are in object storage.
 
     Raises:
         ValueError: for numbers below 1, a dataset without a usable sample, a filter of unknown columns, caps that are
@@ -249,6 +254,7 @@ def profile(
         "ranks": min(ranks, default=0),
         "group_size": group_size,
         "streams": streams,
+        "cache_bytes": cache_bytes,
     }
     for name, value in numbers.items():
         if value is not None and value < 1:
@@ -300,6 +306,8 @@ def profile(
     totals = chosen_totals(index, unchosen)
     overflow = totals["overflow"]
     bad_samples, failed_shards = split_failures(index, bad)
+    reads = _read_amplification(index, good, totals["bytes"], dataset)
+    cache = _node_cache(index, reads, totals["bytes"], cache_bytes)
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
@@ -310,7 +318,7 @@ def profile(
         bytes=totals["bytes"],
         loss_tokens=totals["loss_tokens"],
         overflow=Overflow(**overflow) if any(overflow.values()) else None,
-        read_amplification=_read_amplification(index, good, totals["bytes"], dataset),
+        read_amplification=reads,
         modalities={name: _modality(counts, samples) for name, counts in totals["modalities"].items()},
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
@@ -343,6 +351,7 @@ def profile(
                 seed=seed,
                 steps=steps,
                 mixed=mixed,
+                cache=cache,
             )
             for num_ranks in ranks
         ),
@@ -398,6 +407,18 @@ def _read_amplification(
         by_range=read / used if used else None,
         whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
         by_chunk=None if chunks is None else chunks.alone,
+    )
+
+
+def _node_cache(index: Index, reads: ReadAmplification, num_bytes: int, cache_bytes: int | None) -> NodeCache | None:
+    """Return the cache of each node; None if none was given and no shard is in object storage."""
+    if cache_bytes is None and not any(is_remote(shard.url) for shard in index.shards):
+        return None
+    stored = sum(shard.size for shard in index.shards)
+    return NodeCache(
+        max_bytes=stored if cache_bytes is None else cache_bytes,
+        stored_bytes=stored,
+        read_bytes=round(num_bytes * (reads.by_range or 1.0)),
     )
 
 

@@ -22,6 +22,7 @@ from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.sharing.fixed import better_budget
 from orchdata.profiling.advice import Change, PhaseAdvice, phase_advice, try_changes
+from orchdata.profiling.cached import NodeCache, NodeReads
 from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -76,12 +77,14 @@ class ScopeProfile(AssignmentProfile):
         groups_per_shard: groups that read from a shard in these steps, mean over the shards that any group reads from:
             the bytes read if each group fetches the shards it needs whole, over the bytes read if each shard were
             fetched once. From 1 (only one group reads each shard) to the number of groups.
+        node: what a node with a cache reads, if nodes are groups; None without object storage.
     """
 
     per_phase: AssignmentProfile | None
     own_streams: float
     shards_per_group: float
     groups_per_shard: float
+    node: NodeReads | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +152,7 @@ def make_scale(
     seed: int,
     steps: int,
     mixed: Callable[[int], MixtureOrder] | None,
+    cache: NodeCache | None = None,
 ) -> Scale:
     """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.profile.profile`.
 
@@ -158,6 +162,7 @@ def make_scale(
         excluded: rows that are not in the order.
         streams: streams of the order; None for one per group.
         mixed: number of streams -> the order of a mixture.
+        cache: of each node; None without object storage.
     """
     # The order, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
@@ -218,7 +223,11 @@ def make_scale(
         rows_between_groups=apart["global"].rows_between_nodes,
         scopes={
             scope: _scope_profile(
-                joint[scope], unbalanced, apart.get(scope), _locality(specs[scope], run, source, group_size)
+                joint[scope],
+                unbalanced,
+                apart.get(scope),
+                _locality(specs[scope], run, source, group_size),
+                cache and cache.reads(specs[scope].balance, ranks=ranks, group_size=group_size, streams=streams),
             )
             for scope in scopes
         },
@@ -242,7 +251,11 @@ class _Locality(NamedTuple):
 
 
 def _scope_profile(
-    planned: PlannedSteps, unbalanced: PlannedSteps, apart: PlannedSteps | None, locality: _Locality
+    planned: PlannedSteps,
+    unbalanced: PlannedSteps,
+    apart: PlannedSteps | None,
+    locality: _Locality,
+    node: NodeReads | None,
 ) -> ScopeProfile:
     joint = _assignment_profile(planned, unbalanced)
     return ScopeProfile(
@@ -255,6 +268,7 @@ def _scope_profile(
         own_streams=locality.own_streams,
         shards_per_group=locality.shards_per_group,
         groups_per_shard=locality.groups_per_shard,
+        node=node,
     )
 
 

@@ -339,3 +339,36 @@ def test_scopes_are_shown_where_there_are_groups(sharded: Index) -> None:
     for scope in SCOPES:
         assert sum(line.split()[:1] == [scope] or line.split()[1:2] == [scope] for line in printed.splitlines()) == 1
     assert "of 2" in printed
+
+
+def test_a_cache_of_each_node_is_predicted_for_each_scope(sharded: Index) -> None:
+    stored = sum(shard.size for shard in sharded.shards)
+    made = profile(sharded, ranks=(8, 64), batch_size=16, cache_bytes=stored // 16)
+    alone, scale = made.scales
+    read = sharded.totals["bytes"] * (made.read_amplification.by_range or 1.0)
+    # One node has a sixteenth of all shards in its cache; each of eight has half of its eighth.
+    for scope in alone.scopes.values():
+        assert scope.node is not None
+        assert scope.node.hits == pytest.approx(1 / 16)
+    nodes = {name: scope.node for name, scope in scale.scopes.items() if scope.node is not None}
+    assert {name: node.hits for name, node in nodes.items()} == {
+        "none": 0.0,
+        "grouped": pytest.approx(0.5),
+        "grid": 0.0,
+        "global": 0.0,
+    }
+    assert nodes["global"].fetched_bytes == pytest.approx(read / 8, rel=1e-6)
+    assert nodes["grouped"].fetched_bytes == pytest.approx(read / 16, rel=1e-6)
+    # One stream is of no node alone.
+    one = profile(sharded, ranks=(64,), batch_size=16, streams=1, cache_bytes=stored).scales[0].scopes["grouped"]
+    assert one.node is not None
+    assert one.node.hits == 0.0
+    shown = render(made)
+    assert "cache hits" in shown
+    assert "fetched/node" in shown
+
+
+def test_data_on_this_machine_have_no_cache_to_predict(sharded: Index) -> None:
+    made = profile(sharded, ranks=(64,), batch_size=16)
+    assert made.scales[0].scopes["grouped"].node is None
+    assert "cache hits" not in render(made)

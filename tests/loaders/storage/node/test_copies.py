@@ -1,0 +1,154 @@
+"""The folder of copies: found while whole, refused when damaged, made once, within the cap; and kept files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.loaders.kept.listing import listing
+from orchdata.loaders.kept.prune import prune
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.node.copies import FOLDER, Copies, name_of
+from orchdata.loaders.storage.storage import FileVersion
+
+URL = "s3://bucket/train-0.tar"
+CONTENT = bytes(range(256)) * 400
+FILE = FileVersion(len(CONTENT), '"abc"')
+
+
+def writing(content: bytes = CONTENT) -> Callable[[IO[bytes]], None]:
+    return lambda out: out.write(content) and None
+
+
+def never(_: Any) -> None:
+    raise AssertionError("it is there")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> od.Cache:
+    return od.Cache(tmp_path / "nvme", max_bytes=10 * len(CONTENT))
+
+
+@pytest.fixture
+def copies(cache: od.Cache) -> Copies:
+    return Copies(cache)
+
+
+def content_of(copies: Copies, file: FileVersion = FILE, url: str = URL) -> bytes | None:
+    copy = copies.find(url, file)
+    return None if copy is None else copy.read(0, copy.size)
+
+
+def test_a_copy_is_found_by_url_size_and_version(copies: Copies) -> None:
+    assert content_of(copies) is None
+    assert copies.add(URL, FILE, writing()) == "added"
+    assert copies.add(URL, FILE, never) == "there"
+    assert content_of(copies) == CONTENT
+    assert content_of(copies, FILE._replace(version='"xyz"')) is None
+    assert content_of(copies, FILE._replace(size=FILE.size - 1)) is None
+    assert content_of(copies, url="s3://bucket/train-1.tar") is None
+
+
+def test_a_signature_is_no_part_of_the_name() -> None:
+    signed = "https://user:word@host/a.tar?signature=x"
+    assert name_of(signed, FILE) == name_of("https://host/a.tar", FILE)
+
+
+def test_an_object_without_a_version_has_no_copy(copies: Copies) -> None:
+    assert content_of(copies, FILE._replace(version="")) is None
+
+
+def test_what_fails_in_the_middle_leaves_nothing(copies: Copies, cache: od.Cache) -> None:
+    def half(out: IO[bytes]) -> None:
+        out.write(CONTENT[:100])
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        copies.add(URL, FILE, half)
+    assert content_of(copies) is None
+    assert os.listdir(Path(cache.path) / FOLDER) == []
+
+
+def test_one_that_another_makes_is_left_to_it(copies: Copies, cache: od.Cache) -> None:
+    def make(out: IO[bytes]) -> None:
+        assert Copies(cache).add(URL, FILE, never) == "busy"
+        out.write(CONTENT)
+
+    assert copies.add(URL, FILE, make) == "added"
+
+
+@pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[1:] + b"x", CONTENT + b"x"])
+def test_a_damaged_copy_is_refused_and_made_again(copies: Copies, cache: od.Cache, damage: bytes) -> None:
+    copies.add(URL, FILE, writing())
+    path = Path(cache.path) / FOLDER / f"{name_of(URL, FILE)}.copy"
+    before = path.stat()
+    while path.stat().st_mtime_ns == before.st_mtime_ns:
+        path.write_bytes(damage)
+    assert content_of(copies) is None
+    assert not path.exists()
+    assert copies.add(URL, FILE, writing()) == "added"
+    assert content_of(copies) == CONTENT
+
+
+def test_room_is_made_of_other_data_alone_the_least_recently_used_first(cache: od.Cache) -> None:
+    copies = Copies(od.Cache(cache.path, max_bytes=3 * len(CONTENT) + 8192))
+    urls = [f"s3://bucket/{number}.tar" for number in range(4)]
+    for number, url in enumerate(urls[:3]):
+        copies.add(url, FILE, writing())
+        os.utime(Path(cache.path) / FOLDER / f"{name_of(url, FILE)}.copy", (1, 1_000 + number))
+    own = {name_of(urls[0], FILE)}
+    assert copies.add(urls[3], FILE, writing(), own) == "added"
+    assert [content_of(copies, url=url) is not None for url in urls] == [True, False, True, True]
+    everything = {name_of(url, FILE) for url in urls}
+    assert copies.add(urls[1], FILE, never, everything) == "full"
+
+
+def test_one_that_is_read_stays(cache: od.Cache) -> None:
+    copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
+    copies.add(URL, FILE, writing())
+    read = copies.find(URL, FILE)
+    assert read is not None
+    assert copies.add("s3://bucket/other.tar", FILE, never) == "full"
+    read.close()
+    assert copies.add("s3://bucket/other.tar", FILE, writing()) == "added"
+
+
+def test_one_above_the_cap_is_not_made(cache: od.Cache) -> None:
+    assert Copies(od.Cache(cache.path, max_bytes=len(CONTENT))).add(URL, FILE, never) == "full"
+
+
+def test_what_a_killed_process_left_takes_no_room(cache: od.Cache) -> None:
+    copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
+    folder = Path(cache.path) / FOLDER
+    folder.mkdir(parents=True)
+    (folder / f".{name_of(URL, FILE)}.copy.0123.part").write_bytes(CONTENT)
+    assert copies.add(URL, FILE, writing()) == "added"
+
+
+def test_copies_are_listed_and_pruned_and_files_of_others_stay(copies: Copies, cache: od.Cache) -> None:
+    copies.add(URL, FILE, writing())
+    folder = Path(cache.path) / FOLDER
+    (folder / "mine.copy").write_bytes(b"of the user's own")
+    (folder / "notes.txt").write_bytes(b"of the user's own")
+    kind = listing(CacheFolder(cache.path)).kinds[FOLDER]
+    assert (kind.files, kind.foreign) == (3, 2)
+    assert kind.bytes >= len(CONTENT)
+    pruned = prune(CacheFolder(cache.path), older_than_seconds=0)
+    assert pruned.removed[FOLDER].files == 1
+    assert sorted(os.listdir(folder)) == ["mine.copy", "notes.txt"]
+
+
+def test_the_commands_take_the_folder_of_a_cache(copies: Copies, cache: od.Cache) -> None:
+    copies.add(URL, FILE, writing())
+    shown = CliRunner().invoke(app, ["cache", "--folder", str(cache.path)])
+    assert shown.exit_code == 0 and "copies of shards of object storage" in shown.stdout
+    shown = CliRunner().invoke(app, ["cache", "prune", "--older-than", "0s", "--folder", str(cache.path)])
+    assert shown.exit_code == 0, shown.output
+    assert content_of(copies) is None
