@@ -29,7 +29,7 @@ class ReadBytes:
         requests: to object storage, by kind.
         storage: from shards as stored: members with the gaps between them, footers and column chunks of Parquet files,
             whole compressed tars, headers when a shard is checked.
-        cache: from decompressed copies in the cache folder, on this machine.
+        cache: from decompressed copies in the cache folder, and copies of a node, on this machine.
         used: sizes of the requested members, as in the index; decompressed for a compressed shard or column.
     """
 
