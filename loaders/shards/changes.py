@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
@@ -21,7 +22,9 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import FileVersion
 
+_NONE_LISTED: Final[Mapping[str, FileVersion]] = MappingProxyType({})
 _THREADS = 16
 """Network file systems answer many requests at the same time."""
 _SHARDS_PER_TASK = 1000
@@ -51,50 +54,56 @@ def find_changes(
     limits: Limits,
     cache: CacheFolder,
     containers: Mapping[str, Container] = NO_CONTAINERS,
+    listed: Mapping[str, FileVersion] = _NONE_LISTED,
 ) -> Changes:
-    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged, and so does one
-    in object storage: each of its reads is of the version that was indexed.
+    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged.
+
+    Objects of storage are compared with a listing, if they were listed: each of their reads is of the version that was
+    indexed in any case.
 
     Args:
         shards: as the index lists them.
+        listed: size and version of objects by URL, as they are now.
         limits, cache, containers: for opening the shards that are compared by their headers.
     """
     with _pool() as pool:
-        touched = _all_touched(shards, pool)
+        touched = _all_touched(shards, pool, listed)
 
-        # Another size is certainly a change. Of the others, compare as many as can be read in reasonable time.
-        changed = [shard for shard, size in touched if size != shard.size]
-        unknown = [shard for shard, size in touched if size == shard.size]
+        # Another size is certainly a change, and so is another etag. Of the others, compare as many as can be read in
+        # reasonable time.
+        is_sure = [size != shard.size or is_remote(shard.url) for shard, size in touched]
+        changed = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if sure]
+        unknown = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if not sure]
         compared = list(_affordable(unknown))
         differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
         changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
     return Changes([shard.url for shard in changed], len(unknown) - len(compared))
 
 
-def are_as_indexed(shards: Sequence[ShardInfo]) -> bool:
-    """Return whether each local shard of an index has the size and modification time that it had then, as a build
-    wants it: texts may be edited in place under the same size and headers.
+def are_as_indexed(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion] = _NONE_LISTED) -> bool:
+    """Return whether each local shard of an index, and each listed object, has the size and version that it had then,
+    as a build wants it: texts may be edited in place under the same size and headers.
     """
     with _pool() as pool:
-        return not _all_touched(shards, pool)
+        return not _all_touched(shards, pool, listed)
 
 
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes")
 
 
-def _all_touched(shards: Sequence[ShardInfo], pool: ThreadPoolExecutor) -> list[tuple[ShardInfo, int]]:
+def _all_touched(
+    shards: Sequence[ShardInfo], pool: ThreadPoolExecutor, listed: Mapping[str, FileVersion]
+) -> list[tuple[ShardInfo, int]]:
     tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
-    return list(chain.from_iterable(pool.map(lambda task: list(_touched(task)), tasks)))
+    return list(chain.from_iterable(pool.map(lambda task: list(_touched(task, listed)), tasks)))
 
 
-def _touched(shards: Sequence[ShardInfo]) -> Iterator[tuple[ShardInfo, int]]:
-    """Yield each shard with another size or modification time than in the index, and its size now."""
+def _touched(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion]) -> Iterator[tuple[ShardInfo, int]]:
+    """Yield each shard with another size or version than in the index, and its size now."""
     for shard in shards:
-        if is_remote(shard.url):
-            continue
         try:
-            now = LOCAL.version(shard.url, retries=False)
+            now = listed.get(shard.url) if is_remote(shard.url) else LOCAL.version(shard.url, retries=False)
         except StorageError:
             continue  # opening it later raises the error
         if now is not None and now != (shard.size, shard.version):

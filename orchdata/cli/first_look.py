@@ -34,7 +34,9 @@ def complete_index(dataset: ShardDataset) -> Index | None:
     if index is None:
         return None
     recipe = dataset.recipe
-    is_fresh = are_as_indexed(index.shards) and not changed_media(index, recipe.limits, recipe.record)
+    is_fresh = are_as_indexed(index.shards, dataset.files.listed) and not changed_media(
+        index, recipe.limits, recipe.record
+    )
     return index if is_fresh else None
 
 

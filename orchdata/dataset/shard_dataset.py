@@ -264,7 +264,8 @@ class ShardDataset:
 
         One process builds it if it is missing. Several ranks build it together, each for different shards, if each
         passes its `rank`: ranks with one cache folder share the work, and the others do the part of a lost rank.
-        Local shards that changed since they were indexed are measured again, with a warning.
+        Local shards that changed since they were indexed are measured again, with a warning, and so are objects of a
+        pattern, which is listed.
 
         Args:
             num_ranks: number of ranks that will use it.
@@ -282,7 +283,7 @@ class ShardDataset:
         builds = num_ranks == 1 or rank is not None
         index = self._index(num_ranks, rank, rebuild, progress)
         looks = check and builds and not rebuild and self.index_store is None
-        if looks and has_changed(index, self.recipe, self.containers, warns=not rank):
+        if looks and has_changed(index, self.recipe, self.containers, self.files.listed, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
         self._opened.note(index)
         if self.index_fields:

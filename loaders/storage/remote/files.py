@@ -175,6 +175,12 @@ class Files:
             return self.knowing(self._known)
         return self.knowing(versions_of(self.objects, paths))
 
+    @property
+    def listed(self) -> Mapping[str, FileVersion]:
+        """Size and version of the objects of a listing that was just made, by URL."""
+        is_new = time.monotonic() - self._known_at < _LISTED_SECONDS
+        return self._known if is_new else {}
+
     def forget(self, path: str) -> None:
         """Look at an object again, in place of what a listing said."""
         self._known.pop(path, None)

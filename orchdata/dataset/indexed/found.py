@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.forecast import Forecast
@@ -21,6 +21,7 @@ from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import FileVersion
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
@@ -109,13 +110,19 @@ def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | No
     )
 
 
-def has_changed(index: Index, recipe: Recipe, containers: Sequence[Container], *, warns: bool) -> bool:
-    """Return whether local shards must be measured again, and warn about them. One rank looks for all."""
+def has_changed(
+    index: Index, recipe: Recipe, containers: Sequence[Container], listed: Mapping[str, FileVersion], *, warns: bool
+) -> bool:
+    """Return whether shards must be measured again, and warn about them. One rank looks for all.
+
+    Args:
+        listed: size and version of objects that were just listed.
+    """
 
     def find() -> list[Any]:
         limits = recipe.limits
         changed, unsure = find_changes(
-            index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(containers)
+            index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(containers), listed=listed
         )
         changed = list(dict.fromkeys([*changed, *changed_media(index, limits, recipe.record)]))
         return [len(changed), *changed[:1], unsure]

@@ -156,7 +156,7 @@ def test_expired_credentials_are_read_again(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("endpiont", "x", "has an unknown name"),
+        ("end_point", "x", "has an unknown name"),
         ("allow_http", "maybe", "allow_http is true or false"),
         ("read_timeout", "soon", "cannot be opened with these storage_options"),
         ("timeout", 5, "cannot be opened with these storage_options"),
