@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from orchdata.loaders.storage.remote.urls import without_secrets
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
@@ -180,13 +182,19 @@ class Report:
 
 
 def make_report(command: str, config: Any, results_and_tables: Sequence[Result | WideTable]) -> Report:
-    """Build the report of a run under a configuration dataclass."""
+    """Build the report of a run under a configuration dataclass. Queries and passwords of URLs are left out."""
     if not is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"config must be a dataclass instance, got {config!r}")
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    settings = {name: _shown(value) for name, value in asdict(config).items()}
     results = tuple(entry for entry in results_and_tables if isinstance(entry, Result))
     tables = tuple(entry for entry in results_and_tables if isinstance(entry, WideTable))
     return Report(command=command, config=settings, results=results, tables=tables)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_shown, value))
+    return without_secrets(str(value)) if isinstance(value, str | Path) else value
 
 
 @contextmanager

@@ -181,3 +181,13 @@ def _print_bad(report: dict[str, Any]) -> None:
             typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
     if report["lost"]:
         typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)
+
+
+def overflow_words(overflow: Mapping[str, int]) -> list[str]:
+    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
+    parts = []
+    if overflow["truncated"]:
+        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
+    if overflow["split"]:
+        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
+    return parts

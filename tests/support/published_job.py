@@ -38,9 +38,10 @@ def work(text: str) -> dict[str, Any]:
         try:
             loader = od.DataLoader(dataset, batch_size=1, num_threads=0)
         except od.MissingIndexError as error:
+            dist.barrier()
             return {"error": str(error)}
     dist.barrier()
-    keys = []
+    keys: list[str] = []
     if given.get("steps", True):
         keys = [key for batch in loader for _, key in batch.sample_ids]
     state = loader.state_dict()

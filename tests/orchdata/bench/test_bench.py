@@ -15,6 +15,7 @@ from orchdata.bench import index, plan
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.bench.harness import Report, Result, WideTable, anonymous_bytes, interleave, machine, make_report
+from orchdata.bench.throughput import ThroughputBench
 from orchdata.dataset.shard_dataset import ShardDataset
 
 
@@ -61,6 +62,14 @@ def test_a_report_is_json_lines_and_a_table() -> None:
     assert report.render_results().row_count == 2
     with pytest.raises(TypeError, match="config must be a dataclass instance"):
         make_report("x", {"seed": 3}, results)
+
+
+def test_a_report_shows_no_secrets_of_urls() -> None:
+    config = ThroughputBench(paths=("https://me:hidden@host/a.tar?signature=hidden", "b.tar"))
+    text = json.dumps(make_report("orchdata bench throughput", config, []).to_dict())
+    assert "https://host/a.tar?..." in text
+    assert "b.tar" in text
+    assert "hidden" not in text
 
 
 def test_a_report_shows_wide_tables_before_its_results() -> None:
