@@ -115,7 +115,11 @@ class Parts:
             if self._clock() < self._list_at:
                 return
             self._list_at = float("inf")
-        self._list()
+        try:
+            self._list()
+        except BaseException:
+            self._list_at = 0.0  # another thread tries it
+            raise
 
     def _list(self) -> None:
         began = self._clock()

@@ -170,7 +170,11 @@ class StoredIndex:
                 f"generations there: {there}"
             )
         number = max(known) if wanted is None else wanted
-        return read_manifest(folder, self.name, number, known[number]).as_dict()
+        try:
+            return read_manifest(folder, self.name, number, known[number]).as_dict()
+        except DamagedIndexError as error:
+            how = f"`{self.command}` publishes the next generation"
+            raise DamagedIndexError(error.path, f"{error.reason} ({how})") from None
 
     def _key(self, *more: Any) -> str:
         return digest([self.store.url, self.name, *more])

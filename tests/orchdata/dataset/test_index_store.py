@@ -239,6 +239,16 @@ def test_a_damaged_file_is_an_error_that_names_it_and_the_command_which_writes_i
     assert bucket.dataset().index().path.read_bytes() == content
 
 
+def test_a_damaged_manifest_is_an_error_and_the_command_publishes_the_next(bucket: Bucket) -> None:
+    content = bucket.dataset().index().path.read_bytes()
+    manifest = next(key for key in bucket.keys("index/") if key.endswith(".json"))
+    bucket.server.put(bucket.name, manifest, bucket.server.get(bucket.name, manifest)[:-9])
+    with pytest.raises(od.DamagedIndexError, match=rf"{manifest}.* --to {bucket.store}` publishes the next"):
+        bucket.dataset().index()
+    assert command(bucket)["index_store"]["generation"] == 2
+    assert bucket.dataset().index().path.read_bytes() == content
+
+
 def test_a_damaged_copy_of_a_node_is_fetched_again(bucket: Bucket) -> None:
     path = bucket.dataset().index().path
     content = path.read_bytes()
@@ -343,3 +353,19 @@ def test_index_fields_are_published_with_the_index(
     assert len(dataset().filter("score >= 1")) == 4
     of_index = {"LIST index": 1, "GET manifest": 1, "GET files": 1}
     assert bucket.asked() == of_index | {"HEAD fields": 1, "GET fields": 1}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_shared_folder_is_an_index_store_too(tmp_path: Path, is_there: bool) -> None:
+    (tmp_path / "shards").mkdir()
+    paths = omni_shards(tmp_path / "shards", shards=SHARDS, samples=SAMPLES)
+    pattern, store = f"{tmp_path}/shards/*.tar", tmp_path / "store"
+    if is_there:
+        assert od.ShardDataset(pattern, RECIPE, index_store=store).index().path.exists()
+    given = {"paths": pattern, "index_store": str(store), "folder": str(tmp_path), "ranks_per_node": 2}
+    ranks = run_ranks(JOB, json.dumps(given), num_ranks=4, folder=tmp_path)
+    measured = {name for rank in ranks for name in rank["measured"]}
+    assert measured == (set() if is_there else {Path(path).name for path in paths})
+    assert len({key for rank in ranks for key in rank["keys"]}) == SHARDS * SAMPLES
+    assert len(list(store.glob("*/*.json"))) == len(list(store.glob("files/*.index"))) == 1
+    assert not list(store.glob("parts/*/*"))

@@ -30,10 +30,12 @@ FORK = multiprocessing.get_context("fork")
 SHARDS = 4
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "fsspec"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> PublishedFolder:
     if request.param == "local":
         return opened_folder(str(tmp_path / "store"), Files())
+    if request.param == "fsspec":
+        return opened_folder(f"memory://{tmp_path.name}/store", Files())
     server: S3Server = request.getfixturevalue("s3_server")
     bucket: str = request.getfixturevalue("new_bucket")()
     return opened_folder(f"s3://{bucket}/store", Files(server.options))
@@ -189,6 +191,25 @@ class TestParts:
         now[0] += 100
         with pytest.raises(PublishedMeanwhile):
             parts.take(str(tmp_path / "a.costs"))
+
+    def test_a_listing_that_failed_is_tried_again(
+        self, folder: PublishedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0.0]
+        parts = Parts(folder, "name", newest=0, gives=True, clock=lambda: now[0])
+        assert not parts.take(str(tmp_path / "a.costs"))
+        (tmp_path / "b.costs").write_bytes(b"costs")
+        Parts(folder, "name", newest=0, gives=True).give(str(tmp_path / "b.costs"))
+        now[0] += 100
+        with monkeypatch.context() as patched:
+
+            def failing(_: str) -> Any:
+                raise od.StorageError(folder.url, "cannot be listed")
+
+            patched.setattr(folder, "names", failing)
+            with pytest.raises(od.StorageError):
+                parts.take(str(tmp_path / "b.costs"))
+        assert parts.take(str(tmp_path / "b.costs"))
 
     def test_a_part_that_was_removed_is_looked_for_again(self, folder: PublishedFolder, tmp_path: Path) -> None:
         (tmp_path / "a.costs").write_bytes(b"costs")
