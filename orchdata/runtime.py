@@ -302,7 +302,7 @@ class Runtime:
             states=loop.dataset_states,
         )
         stream = PlannedStream(self.context, loop, engine, self._engines.leave)
-        if self._filler is not None:
+        if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))
         return stream
 

@@ -20,7 +20,7 @@ from typing import IO, Final, NamedTuple
 
 import numpy as np
 
-from orchdata.loaders.errors import OrchdataError
+from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.counted import ReadBytes
@@ -101,10 +101,11 @@ class Filler:
 
     def stop(self) -> None:
         """End the thread. A shard that it was fetching is not kept."""
+        if os.getpid() != self._process:
+            return
         self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._process:
-            thread.join(_STOP_SECONDS)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_SECONDS)
 
     def wait(self) -> None:
         """Wait until all that is wanted now is copied, or the cache is full."""
@@ -116,7 +117,7 @@ class Filler:
             self._fill()
         except _Stopped:
             pass
-        except (OSError, OrchdataError) as error:
+        except Exception as error:  # noqa: BLE001 - a cache costs no epoch
             _warn(f"the cache {self.cache.path} cannot be filled, and shards are read from the store: {error}")
 
     def _fill(self) -> None:
@@ -127,11 +128,15 @@ class Filler:
                 added = self._add(self._index.shards[number])
             except _NotFetched as error:
                 # If it lasts, steps fail too, and say why.
+                if isinstance(error.__cause__, StaleIndexError):
+                    continue
                 failures += 1
                 if failures >= _MOST_FAILURES:
                     _warn(f"shards are not copied into the cache {self.cache.path}: {error.__cause__}")
                     return
                 added = "busy"
+            else:
+                failures = 0
             if added == "busy":
                 left.append(number)
             elif added == "full":
@@ -197,7 +202,10 @@ class Filler:
 
     def _shards_between(self, epoch: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the shards that this node reads there, as they come, each with its last position."""
-        rows, positions = self.order.rows(epoch, start, stop)[1], np.arange(start, stop)
+        try:
+            rows, positions = self.order.rows(epoch, start, stop)[1], np.arange(start, stop)
+        except IndexError:  # of an epoch whose samples changed before the loader's place
+            return []
         if self._streams is not None:
             mine = np.isin(self.order.drawn_from(epoch, start, stop), self._streams)
             rows, positions = rows[mine], positions[mine]

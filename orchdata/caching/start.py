@@ -54,11 +54,12 @@ def filler_of(
         warn_of_none(rank, spec.plan)
         return None
     if forks:
-        warn_once(
-            "a cache and forked workers",
-            "cache= fetches no shard: workers that are forked from a process that fetches cannot read object storage. "
-            'Leave multiprocessing_context out, or pass "forkserver"',
-        )
+        if not rank.rank:
+            warn_once(
+                "a cache and forked workers",
+                "cache= fetches no shard: workers that are forked from a process that fetches cannot read object "
+                'storage. Leave multiprocessing_context out, or pass "forkserver"',
+            )
         return None
     streams = None if len(own) == order.streams else own
     return Filler(cache, shards.index, shards.files, order, streams, reads)

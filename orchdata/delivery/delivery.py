@@ -67,7 +67,7 @@ class Delivery:
         self._failed_parts: FailedParts | None = None
         # A part may fail on one rank and belong to a sample of another; receivers of a broadcast get masked batches.
         per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
-        if per_phase and not self._receives and (rank.size == 1 or rank.dp_groups):
+        if per_phase and not self.receives and (rank.size == 1 or rank.dp_groups):
             self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
 
     @property
@@ -76,7 +76,7 @@ class Delivery:
         return self._replication is not None or self._failed_parts is not None
 
     @property
-    def _receives(self) -> bool:
+    def receives(self) -> bool:
         """Whether a peer reads for this rank."""
         return self._replication is not None and not self._replication.is_reader
 
@@ -98,12 +98,12 @@ class Delivery:
         try:
             built = self._masked(engine, future, task)
         except Exception as error:
-            if self._replication is not None and not self._receives:
+            if self._replication is not None and not self.receives:
                 self._replication.send_error(error)
             raise
         finally:
             del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
-        if self._replication is None or self._receives:
+        if self._replication is None or self.receives:
             return self.named(built.batches)
         self._replication.send(built)
         return self.named(built.batches)
@@ -160,7 +160,7 @@ class Delivery:
         waited = time.perf_counter() - started
         if not engine.keeps_time and engine.depth:
             self._pace.add(started, waited)
-        if not self._receives:  # else the reader counts them
+        if not self.receives:  # else the reader counts them
             self._budget.count(built.failures, task.epoch)
             lost = len(built.failures) if built.plan.parts else 0
             self._delivered += max(0, built.figures["samples"] - lost)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +18,11 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loaders.storage.node.entries import (
+    Entry,
     complete,
     entries,
     is_whole,
+    last_used,
     mark_used,
     new_partial,
     remove_entry,
@@ -52,9 +53,11 @@ class Copies:
     def __init__(self, cache: Cache) -> None:
         self._cache = CacheFolder(cache.path, max_bytes=cache.max_bytes)
         self._folder = self._cache.root / FOLDER
+        self._paths: dict[tuple[str, FileVersion], Path] = {}
+        self._verified: dict[Path, tuple[int, ...]] = {}
         self._refused: dict[Path, tuple[int, ...]] = {}
         self._sizes: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._oldest: list[Entry] = []
 
     @property
     def max_bytes(self) -> int:
@@ -64,11 +67,15 @@ class Copies:
         """Return the copy of an object, open; None if there is none that is whole. Never raises."""
         path = self._path(url, file)
         try:
-            if not file.version or not os.path.exists(path) or self._is_refused(path):
+            status = status_of(path)
+            if status is None or not file.version or self._refused.get(path) == _mark(status):
                 return None
-            if not is_whole(path):
-                self.refuse(url, file)
-                return None
+            if self._verified.get(path) != _mark(status):
+                if not is_whole(path):
+                    self._remove_damaged(name_of(url, file), path)
+                    self.refuse(url, file)
+                    return None
+                self._verified[path] = _mark(status)
             copy = LocalFile(path, url=url, follow=False)
         except (OSError, StorageError):
             return None
@@ -79,15 +86,11 @@ class Copies:
         return copy
 
     def refuse(self, url: str, file: FileVersion) -> None:
-        """Use a damaged copy no more: remove it, or, where that is impossible, do not look at it again."""
+        """Do not use a copy in this process as long as it is the same file: it cannot be read."""
         path = self._path(url, file)
         with suppress(OSError):
-            status = status_of(path)
-            if status is not None and not is_whole(path):
-                remove_entry(path)
             if (status := status_of(path)) is not None:
-                with self._lock:
-                    self._refused[path] = _mark(status)
+                self._refused[path] = _mark(status)
 
     def has(self, url: str, file: FileVersion) -> bool:
         """Return whether there is a whole copy. Raises OSError."""
@@ -132,29 +135,34 @@ class Copies:
         return "added"
 
     def _path(self, url: str, file: FileVersion) -> Path:
-        return self._folder / (name_of(url, file) + SUFFIX)
+        path = self._paths.get((url, file))
+        if path is None:
+            path = self._paths[url, file] = self._folder / (name_of(url, file) + SUFFIX)
+        return path
 
-    def _is_refused(self, path: Path) -> bool:
-        known = self._refused.get(path)
-        if known is None:
-            return False
-        status = status_of(path)
-        return status is not None and _mark(status) == known
+    def _remove_damaged(self, name: str, path: Path) -> None:
+        """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
+        with suppress(OSError, StorageError), self._cache.lock(name, waits=False) as is_mine:
+            if is_mine and not is_whole(path):
+                remove_entry(path)
 
     def _make_room(self, needed: int, stay: Container[str]) -> bool:
         """Remove copies, the least recently used first, until so many bytes are free below the cap. Return whether they
         are. The lock of the folder is held: no other process makes room, or begins to write.
         """
         remove_partials(self._folder, 0)
-        used = self._used()
-        if used + needed <= self.max_bytes:
-            return True
-        for entry in entries(self._folder, SUFFIX, stay):
-            if not _is_open(entry.path) and remove_entry(entry.path):
-                used -= entry.size
-                if used + needed <= self.max_bytes:
-                    return True
-        return False
+        used, is_new = self._used(), False
+        while used + needed > self.max_bytes:
+            if not self._oldest:
+                if is_new:
+                    return False
+                # Looking at all of them takes long where there are many: the list serves several times.
+                self._oldest, is_new = entries(self._folder, SUFFIX, stay)[::-1], True
+                continue
+            entry = self._oldest.pop()
+            if entry.path.name in self._sizes and entry.path.stem not in stay and _is_unused(entry):
+                used -= entry.size if remove_entry(entry.path) else 0
+        return True
 
     def _used(self) -> int:
         """Return the bytes of all files in the folder. A file keeps its size, so that each is looked at once."""
@@ -175,12 +183,14 @@ def name_of(url: str, file: FileVersion) -> str:
     return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _is_open(path: Path) -> bool:
-    """Return whether a process reads a copy, of another data set than this one's."""
+def _is_unused(entry: Entry) -> bool:
+    """Return whether no process reads a copy, or has used it since it was listed."""
     try:
-        with opened_to_lock(path) as file:
-            return not lock_alone(file)
-    except (NoLocks, FileNotFoundError):
+        with opened_to_lock(entry.path) as file:
+            return lock_alone(file) and last_used(entry.path, os.fstat(file)) <= entry.last_used
+    except NoLocks:
+        return True
+    except FileNotFoundError:
         return False
 
 

@@ -179,7 +179,7 @@ def entries(folder: Path, suffix: str, stay: Container[str] = ()) -> list[Entry]
     for path in _files_in(folder, suffix):
         status = status_of(path) if path.stem not in stay else None
         if status is not None and is_entry(path):
-            found.append(Entry(_last_used(path, status), status.st_size, path))
+            found.append(Entry(last_used(path, status), status.st_size, path))
     return sorted(found)
 
 
@@ -202,7 +202,8 @@ def remove_partials(folder: Path, older_than_seconds: float) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _last_used(path: Path, status: os.stat_result) -> float:
+def last_used(path: Path, status: os.stat_result) -> float:
+    """Return when an entry was last used, as it was recorded. Raises OSError."""
     mark = status_of(mark_of(path))
     return status.st_mtime if mark is None else mark.st_mtime
 

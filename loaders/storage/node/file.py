@@ -36,7 +36,6 @@ class CopiedFile(RemoteFile):
                 if self._reads is not None:
                     self._reads.cache.add(len(data))
                 return data
-            self._leave(copy)
         return super().read(offset, size)
 
     def expect(self, extents: Sequence[Extent]) -> Ahead:
@@ -59,17 +58,17 @@ class CopiedFile(RemoteFile):
         return copy
 
     def _read_copy(self, copy: LocalFile, offset: int, size: int) -> bytes | None:
-        """Return bytes of the copy; None if it is no longer what it was when it was opened."""
+        """Return bytes of the copy; None if it is no longer what it was when it was opened, which ends its use."""
         try:
             data = copy.read(offset, size)
-            is_right = len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened()
-        except (StorageError, ValueError):  # its disk failed, or another thread left it
-            return None
-        return data if is_right else None
-
-    def _leave(self, copy: LocalFile) -> None:
+            if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
+                return data
+        except ValueError:  # another thread has just closed it
+            pass
+        except (OSError, StorageError):
+            self._copies.refuse(self.url, self._file)
         with self._lock:
             if self._copy is copy:
                 self._copy = None
         copy.close()
-        self._copies.refuse(self.url, self._file)
+        return None

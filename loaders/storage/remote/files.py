@@ -82,7 +82,7 @@ class Files:
         files = Files(self.options, self.store, self.given)
         known = {id(other): other.cached(cache) for other in self.others.values()}
         files.others = {url: known[id(other)] for url, other in self.others.items()}
-        files.cache = cache
+        files.cache, files._objects = cache, self.objects
         return files
 
     @property

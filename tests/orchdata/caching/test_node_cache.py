@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import in_a_child
 from global_digest import global_batch
 from servers.fixtures import Proxied
 from servers.proxy import Proxy, Request
@@ -16,6 +17,7 @@ from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
+from orchdata.caching.filler import Place
 from orchdata.loaders.storage.node.copies import FOLDER, SUFFIX
 from orchdata.ranks.parallel import Rank
 
@@ -28,17 +30,14 @@ GROUPED: dict[str, Any] = {
 
 
 class Remote:
-    """Shards in a bucket after a proxy, and their index."""
+    """Shards in a bucket, read through a proxy.
 
-    def __init__(self, server: S3Server, bucket: str, proxy: Proxy, folder: Path) -> None:
-        self.proxy = proxy
-        self.sizes: dict[str, int] = {}
-        for number in range(SHARDS):
-            name = f"omni-{number}.tar"
-            path = write_shard(folder / name, omni_samples(SAMPLES, prefix=f"s{number}-", seed=number))
-            content = Path(path).read_bytes()
-            server.put(bucket, name, content)
-            self.sizes[name] = len(content)
+    Args:
+        sizes: name -> bytes.
+    """
+
+    def __init__(self, server: S3Server, bucket: str, proxy: Proxy, sizes: dict[str, int]) -> None:
+        self.proxy, self.sizes = proxy, sizes
         options = server.options_of("all", proxy.endpoint)
         self.dataset = od.ShardDataset(f"s3://{bucket}/*.tar", RECIPE, storage_options=options)
         self.dataset.index()
@@ -80,9 +79,22 @@ def copies(cache: od.Cache) -> list[Path]:
     return sorted((Path(cache.path) / FOLDER).glob(f"*{SUFFIX}"))
 
 
+@pytest.fixture(scope="module")
+def stored(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, int]]:
+    """A bucket, and its shards with their sizes."""
+    bucket, folder = s3_server.make_bucket("node-cache"), tmp_path_factory.mktemp("shards")
+    sizes = {}
+    for number in range(SHARDS):
+        name = f"omni-{number}.tar"
+        path = write_shard(folder / name, omni_samples(SAMPLES, prefix=f"s{number}-", seed=number))
+        sizes[name] = Path(path).stat().st_size
+        s3_server.put(bucket, name, Path(path).read_bytes())
+    return bucket, sizes
+
+
 @pytest.fixture
-def remote(s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path) -> Iterator[Remote]:
-    yield Remote(s3_server, new_bucket(), proxied(s3_server), tmp_path)
+def remote(s3_server: S3Server, stored: tuple[str, dict[str, int]], proxied: Proxied, same_cache: None) -> Remote:
+    return Remote(s3_server, stored[0], proxied(s3_server), stored[1])
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +184,6 @@ def test_shards_are_fetched_in_the_order_in_which_the_loader_reaches_them(remote
     assert filler is not None
     assert list(filler._upcoming()) == reached
     # From the middle of the epoch, what was passed comes last.
-    from orchdata.caching.filler import Place
-
     filler._where = lambda: Place(0, 0.5)
     later = list(dict.fromkeys(index.shard[rows[len(rows) // 2 :]].tolist()))
     assert list(filler._upcoming())[: len(later)] == later
@@ -268,7 +278,8 @@ def test_a_folder_removed_in_the_middle_costs_no_batch(remote: Remote, tmp_path:
     remote.proxy.clear()
     steps = iter(loader.steps())
     found = [global_batch([next(steps)])]
-    shutil.rmtree(cache.path)
+    Path(cache.path).rename(tmp_path / "removed")  # nothing is written there while it is removed
+    shutil.rmtree(tmp_path / "removed")
     found += [global_batch([step]) for step in steps]
     assert found == expected[1]
     assert remote.proxy.requests("RANGE")  # the store is read instead
@@ -304,3 +315,56 @@ def test_what_fills_the_cache_ends_with_the_loader(remote: Remote, tmp_path: Pat
     loader.close()
     assert not filler._thread.is_alive()
     assert not list((tmp_path / "nvme").rglob("*.part"))
+
+
+def test_workers_that_are_forked_fetch_nothing_and_a_warning_says_so(remote: Remote, tmp_path: Path) -> None:
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    with pytest.warns(UserWarning, match="fetches no shard: workers that are forked"):
+        loader = remote.loader(cache, num_workers=1, multiprocessing_context="fork")
+    assert loader._runtime._filler is None
+
+
+def test_a_forked_child_fills_nothing(remote: Remote, tmp_path: Path) -> None:
+    loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))
+    filler = loader._runtime._filler
+    assert filler is not None
+
+    def work() -> None:
+        filler.begin(lambda: Place(0, 0.0))
+        assert filler._thread is None
+
+    in_a_child(work)
+
+
+def test_a_server_that_gives_no_whole_shard_costs_one_warning(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces(*_: Any) -> Any:
+        raise od.StorageError("s3://bucket/key", "cannot be read: no")
+
+    expected = epoch(remote.loader())
+    monkeypatch.setattr("orchdata.caching.filler._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("orchdata.loaders.storage.remote.objects.Objects.pieces", lambda *_: iter(pieces, None))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert epoch(remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == expected
+    assert len([each for each in said if "cannot be read: no" in str(each.message)]) == 1
+
+
+def test_a_shard_that_was_replaced_is_not_copied(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path
+) -> None:
+    bucket, proxy = new_bucket(), proxied(s3_server)
+    for number in range(2):
+        path = write_shard(tmp_path / "shard.tar", omni_samples(4, prefix=f"s{number}-", seed=1))
+        s3_server.put(bucket, f"{number}.tar", Path(path).read_bytes())
+    options = s3_server.options_of("all", proxy.endpoint)
+    dataset = od.ShardDataset(f"s3://{bucket}/*.tar", RECIPE, storage_options=options)
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    loader = od.DataLoader(dataset, batch_size=2, num_threads=0, cache=cache)
+    path = write_shard(tmp_path / "shard.tar", omni_samples(4, prefix="t1-", seed=2))
+    s3_server.put(bucket, "1.tar", Path(path).read_bytes())
+    with pytest.raises((od.StaleIndexError, od.StepError)):
+        list(loader)
+    filled(loader)
+    assert len(copies(cache)) == 1

@@ -9,6 +9,7 @@ import pytest
 from shard_factory import omni_shards
 
 import orchdata as od
+from orchdata.caching.filler import _Written
 from orchdata.caching.own import own_streams
 from orchdata.loaders.storage.node.cache import cache_of_environment
 from orchdata.ranks.parallel import Rank
@@ -90,3 +91,13 @@ def test_local_shards_are_not_copied(tmp_path: Path) -> None:
     loader = od.DataLoader(od.ShardDataset(shards), batch_size=2, num_threads=0, cache=cache, dp=(0, 1))
     assert sum(len(batch.sample_ids) for batch in loader) == 10
     assert not (tmp_path / "nvme").exists()
+
+
+def test_a_disk_is_slow_by_what_it_took() -> None:
+    for seconds, slow in ((1.0, False), (60.0, True)):
+        written = _Written()
+        written.add(100 << 20, seconds)
+        assert not written.is_slow  # too little to say
+        written.add(200 << 20, seconds)
+        assert written.is_slow == slow
+    assert str(written) == "it took 315 MB in 120 s"
