@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from children import in_a_child
 from global_digest import global_batch
@@ -368,3 +371,35 @@ def test_a_shard_that_was_replaced_is_not_copied(
         list(loader)
     filled(loader)
     assert len(copies(cache)) == 1
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_shards_of_each_container_are_read_from_their_copies(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path, suffix: str
+) -> None:
+    bucket, proxy = new_bucket(), proxied(s3_server)
+    for number in range(2):
+        table = pa.table({"text": [f"sample {number} {row} " + "word " * row for row in range(12)]})
+        path = tmp_path / f"{number}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(table, path)
+        elif suffix == "arrow":
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+        s3_server.put(bucket, path.name, path.read_bytes())
+    options = s3_server.options_of("all", proxy.endpoint)
+    dataset = od.ShardDataset(f"s3://{bucket}/*.{suffix}", storage_options=options)
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    given: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_threads": 0}
+    plain, loader = od.DataLoader(dataset, **given), od.DataLoader(dataset, cache=cache, **given)
+    expected = [epoch(plain), epoch(plain)]
+    found = [epoch(loader)]
+    proxy.clear()
+    del loader, plain
+    loader = od.DataLoader(dataset, cache=cache, **given)  # it opens its shards again
+    loader.set_epoch(1)
+    assert [*found, epoch(loader)] == expected
+    assert not proxy.requests()
+    assert loader.stats()["reads"]["cache_bytes"] > 0

@@ -1,0 +1,81 @@
+"""Objects read whole: in pieces, in order, of one version, after the ranges that steps wait for."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from servers.fixtures import Proxied
+from servers.proxy import Fault
+from servers.s3_server import S3Server
+
+import orchdata as od
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.node.copies import Copies
+from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.remote.objects import PIECE_BYTES
+from orchdata.loaders.storage.remote.requests import Requests
+
+CONTENT = random.Random(7).randbytes(5 * PIECE_BYTES // 2)
+
+
+def test_requests_for_later_leave_room_for_urgent_ones() -> None:
+    pool, gate = Requests(), threading.Event()
+    late = [pool.submit(gate.wait, later=True) for _ in range(4 * pool.in_flight)]
+    urgent = pool.submit(lambda: "now")
+    assert urgent.wait(60)
+    assert sum(each.began is not None for each in late) <= pool.in_flight // 2
+    gate.set()
+    assert all(each.wait(60) for each in late)
+
+
+def test_an_object_is_copied_in_pieces_in_spite_of_faults(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path
+) -> None:
+    proxy = proxied(s3_server, Fault("cut_body", kinds=("RANGE",), times=1))
+    url = f"s3://{(bucket := new_bucket())}/a.bin"
+    s3_server.put(bucket, "a.bin", CONTENT)
+    files = Files(s3_server.options_of("all", proxy.endpoint))
+    file = files.version(url)
+    assert file is not None
+    copies, reads = Copies(od.Cache(tmp_path, max_bytes=1 << 30)), ReadBytes()
+
+    def make(out: object) -> None:
+        for piece in files.objects.pieces(url, file, reads):
+            out.write(piece)  # type: ignore[attr-defined]
+
+    assert copies.add(url, file, make) == "added"
+    copy = copies.find(url, file)
+    assert copy is not None
+    assert copy.read(0, copy.size) == CONTENT
+    assert reads.storage.value == len(CONTENT)
+    assert reads.requests.as_dict() == {"get": 4, "again": 1}  # three pieces, and one again
+    assert {each.if_match for each in proxy.requests("RANGE")} == {file.version}
+
+
+def test_a_copy_never_has_bytes_of_two_versions(
+    s3_server: S3Server, new_bucket: Callable[[], str], tmp_path: Path
+) -> None:
+    url = f"s3://{(bucket := new_bucket())}/a.bin"
+    s3_server.put(bucket, "a.bin", CONTENT)
+    files = Files(s3_server.options)
+    file = files.version(url)
+    assert file is not None
+    s3_server.put(bucket, "a.bin", CONTENT[::-1])
+    with pytest.raises(od.StaleIndexError):
+        list(files.objects.pieces(url, file, ReadBytes()))
+
+
+def test_pieces_that_are_no_longer_wanted_end(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied
+) -> None:
+    proxy = proxied(s3_server, Fault("stall", kinds=("RANGE",), after=0, seconds=600))
+    url = f"s3://{(bucket := new_bucket())}/a.bin"
+    s3_server.put(bucket, "a.bin", CONTENT)
+    files = Files(s3_server.options_of("all", proxy.endpoint))
+    file = files.version(url)
+    assert file is not None
+    assert list(files.objects.pieces(url, file, ReadBytes(), ended=lambda: True)) == []
