@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
 import json
@@ -236,10 +237,9 @@ def _in_braces(pattern: str) -> list[str]:
             f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or "
             f"{_MOST_CHARACTERS:,} characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
         )
-    try:
+    with contextlib.suppress(ValueError):  # which shows the pattern, and that may have a password
         return list(braceexpand.braceexpand(pattern))
-    except ValueError as error:
-        raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from error
+    raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces")
 
 
 def _num_expanded(pattern: str, levels: int = 0) -> int:

@@ -166,7 +166,7 @@ def test_expired_credentials_are_read_again(
         ("root_certificate", "secret-certificate", "cannot be opened with these storage_options"),
         ("skip_signature", "maybe", "cannot be opened with these storage_options"),
         ("anonymous", "maybe", "anonymous is true or false"),
-        ("profile", "no-such-profile", "AWS has no profile 'no-such-profile'"),
+        ("profile", "no-such-profile", "'no-such-profile': AWS has no such profile"),
         ("retry_seconds", "soon", "retry_seconds is a number of seconds"),
         ("retry_seconds", "nan", "retry_seconds is a number of seconds"),
         ("checksum_algorithm", "secret-sum", "cannot be opened with these storage_options"),

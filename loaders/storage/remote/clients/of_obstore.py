@@ -236,14 +236,16 @@ def _aws_settings(options: Mapping[str, str], config: Mapping[str, Any]) -> dict
         return {}
     try:
         import boto3
-        from botocore.exceptions import ProfileNotFound
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise PackageError("boto3", str(error), way_out("boto3", error), "a profile of AWS") from error
     try:
         session = boto3.Session(profile_name=profile)
-    except ProfileNotFound:
-        raise ValueError(f"storage_options profile: AWS has no profile {profile!r} on this machine") from None
+    except Exception as error:
+        if type(error).__name__ != "ProfileNotFound":
+            raise
+        named = "AWS_PROFILE" if profile is None else f"storage_options profile: {profile!r}"
+        raise ValueError(f"{named}: AWS has no such profile on this machine") from None
     if session.get_credentials() is None:
         return {}
     found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}

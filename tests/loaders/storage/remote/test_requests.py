@@ -1,0 +1,399 @@
+"""The pool of requests: order, limits, second requests, errors, and what is kept in memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchdata.loaders.errors import StaleIndexError, StorageError
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote import objects as objects_module
+from orchdata.loaders.storage.remote import requests as requests_module
+from orchdata.loaders.storage.remote.clients.client import Answer
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.file import BLOCK_BYTES, Blocks, RemoteFile
+from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
+from orchdata.loaders.storage.remote.requests import Pending, Requests
+from orchdata.loaders.storage.storage import FileVersion
+
+URL = "s3://bucket/a.bin"
+
+
+class FakeClient:
+    """A client of one object in memory. Each get calls `before` with its range first."""
+
+    name = "s3://bucket"
+    is_conditional = True
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.asked: list[tuple[int, int]] = []
+        self.before: Callable[[int, int], None] = lambda start, stop: None
+        self.given: list[weakref.ref[Any]] = []
+        self._lock = threading.Lock()
+
+    def get(self, key: str, start: int, stop: int, version: str) -> Answer:
+        with self._lock:
+            self.asked.append((start, stop))
+        self.before(start, stop)
+        data = np.frombuffer(self.content[start:stop], np.uint8).copy()  # which can be watched
+        with self._lock:
+            self.given.append(weakref.ref(data))
+        return Answer(memoryview(data), start, FileVersion(len(self.content), "v1"))
+
+    def refresh(self) -> bool:
+        return False
+
+    @property
+    def alive(self) -> int:
+        """How many of the answers are in memory."""
+        gc.collect()
+        return sum(each() is not None for each in self.given)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """A pool of this test's own."""
+    pool = Requests()
+    monkeypatch.setattr(requests_module, "HERE", pool)
+    return pool
+
+
+@pytest.fixture
+def client(pool: Requests, monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    made = FakeClient(bytes(range(256)) * 4096)  # 1 MiB
+    monkeypatch.setattr(Objects, "_opened", lambda objects, parts: made)
+    return made
+
+
+@pytest.fixture
+def objects(client: FakeClient) -> Objects:
+    return Objects({"retry_seconds": 0.2}, None, {})
+
+
+@pytest.fixture(autouse=True)
+def _ends(no_hang: None) -> Iterator[None]:
+    yield
+
+
+def whole(client: FakeClient) -> FileVersion:
+    return FileVersion(len(client.content), "v1")
+
+
+def read(objects: Objects, client: FakeClient, start: int, stop: int) -> bytes:
+    return bytes(objects.read(ObjectRange(URL, whole(client), start, stop)))
+
+
+class Gate:
+    """Holds requests until they may go on."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._arrived = threading.Semaphore(0)
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, start: int, stop: int) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self._arrived.release()
+        self.opened.wait()
+        with self._lock:
+            self.now -= 1
+
+    def wait_for(self, count: int) -> None:
+        for _ in range(count):
+            self._arrived.acquire()
+
+
+class TestReadingAhead:
+    def test_near_ranges_are_one_request(self, objects: Objects, client: FakeClient) -> None:
+        far = 100 + GAP_BYTES + 1 + 100
+        wanted = [ObjectRange(URL, whole(client), start, start + 100) for start in (0, 100 + GAP_BYTES // 2, 50)]
+        wanted.append(ObjectRange(URL, whole(client), 500_000, 500_100))
+        ahead = objects.expect(wanted)
+        for each in wanted:
+            assert bytes(objects.read(each)) == client.content[each.start : each.stop]
+        assert sorted(client.asked) == [(0, 200 + GAP_BYTES // 2), (500_000, 500_100)]
+        assert far < 500_000
+        ahead.close()
+
+    def test_large_ranges_are_pieces(
+        self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(objects_module, "PIECE_BYTES", 1000)
+        assert read(objects, client, 500, 4700) == client.content[500:4700]
+        assert sorted(client.asked) == [(500, 1500), (1500, 2500), (2500, 3500), (3500, 4500), (4500, 4700)]
+
+    def test_a_range_over_two_fetches_is_read_from_both(
+        self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(objects_module, "PIECE_BYTES", 1000)
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 3000)])
+        assert read(objects, client, 900, 2100) == client.content[900:2100]
+        assert len(client.asked) == 3
+        ahead.close()
+
+    def test_what_was_not_expected_is_read(self, objects: Objects, client: FakeClient) -> None:
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
+        assert read(objects, client, 50, 200) == client.content[50:200]
+        assert sorted(client.asked) == [(0, 100), (50, 200)]
+        ahead.close()
+
+    def test_what_no_one_reads_is_not_asked_for(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
+        gate = client.before = Gate()
+        pool.most = 4
+        wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 900_000, 90_000)]
+        ahead = objects.expect(wanted)
+        gate.wait_for(4)
+        ahead.close()
+        gate.opened.set()
+        assert read(objects, client, 7, 9) == client.content[7:9]
+        assert len(client.asked) == 5  # the six that had not begun were dropped
+
+    def test_a_reader_gets_a_range_that_is_dropped_while_it_waits(
+        self, objects: Objects, client: FakeClient, pool: Requests
+    ) -> None:
+        gate = client.before = Gate()
+        pool.most = 4
+        wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 900_000, 90_000)]
+        ahead = objects.expect(wanted)
+        gate.wait_for(4)
+        found: dict[int, bytes] = {}
+        readers = [
+            threading.Thread(target=lambda each=each: found.update({each.start: bytes(objects.read(each))}))
+            for each in wanted
+        ]
+        for reader in readers:
+            reader.start()
+        while not all(each.pending.is_awaited for each in next(iter(objects._ahead.values()))):
+            threading.Event().wait(0.01)
+        ahead.close()
+        gate.opened.set()
+        for reader in readers:
+            reader.join()
+        assert found == {each.start: client.content[each.start : each.stop] for each in wanted}
+        assert len(client.asked) == len(wanted)
+
+    def test_a_range_that_failed_is_read_again(self, objects: Objects, client: FakeClient) -> None:
+        def fails(start: int, stop: int) -> None:
+            raise Trouble("final", "no")
+
+        client.before = fails
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
+        with pytest.raises(StorageError, match="cannot be read at 0: no"):
+            read(objects, client, 0, 100)
+        client.before = lambda start, stop: None
+        assert read(objects, client, 0, 100) == client.content[:100]
+        ahead.close()
+
+    def test_retries_end_with_the_last_reader(self, objects: Objects, client: FakeClient) -> None:
+        objects = Objects({"retry_seconds": 1e9}, None, {})
+        failed = threading.Event()
+
+        def fails(start: int, stop: int) -> None:
+            failed.set()
+            raise Trouble("passing", "away")
+
+        client.before = fails
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
+        failed.wait()
+        ahead.close()
+        while requests_module.HERE._running:
+            threading.Event().wait(0.01)
+        asked = len(client.asked)
+        client.before = lambda start, stop: None
+        assert read(objects, client, 0, 10) == client.content[:10]
+        assert len(client.asked) == asked + 1
+
+
+class TestMemory:
+    def test_a_dropped_range_is_freed(self, objects: Objects, client: FakeClient) -> None:
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
+        data = read(objects, client, 0, 100)
+        assert client.alive == 1
+        ahead.close()
+        assert client.alive == 0
+        assert len(data) == 100
+        assert not objects._ahead
+
+    def test_a_range_that_arrives_late_is_freed(self, objects: Objects, client: FakeClient) -> None:
+        gate = client.before = Gate()
+        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
+        gate.wait_for(1)
+        del ahead  # as the end of a step does
+        gate.opened.set()
+        while requests_module.HERE._running:
+            threading.Event().wait(0.01)
+        assert len(client.given) == 1
+        assert client.alive == 0
+
+    @pytest.mark.parametrize("kind", ["passing", "changed"])
+    def test_an_error_keeps_no_bytes(
+        self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        """Neither the wrong answer, nor the other pieces of the same read."""
+        monkeypatch.setattr(objects_module, "PIECE_BYTES", 1000)
+        get = client.get
+
+        def wrong(key: str, start: int, stop: int, version: str) -> Answer:
+            answer = get(key, start, stop, version)
+            if start < 2000:
+                return answer
+            if kind == "changed":
+                return answer._replace(file=FileVersion(len(client.content), "v2"))
+            return answer._replace(start=start + 1)
+
+        client.get = wrong  # type: ignore[method-assign]
+        with pytest.raises((StorageError, StaleIndexError)) as caught:
+            read(objects, client, 0, 3000)
+        assert caught.value is not None
+        assert client.given
+        assert client.alive == 0
+
+    def test_blocks_are_freed(self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        client.content = bytes(20 * BLOCK_BYTES)
+        file = Blocks(RemoteFile(objects, URL, whole(client)))
+        for offset in range(0, 20 * BLOCK_BYTES, BLOCK_BYTES):
+            assert len(file.read(offset, 10)) == 10
+        assert client.alive <= 13
+        file.close()
+        while requests_module.HERE._running:
+            threading.Event().wait(0.01)
+        assert client.alive == 0
+        assert len(client.asked) == 20
+
+
+class TestThePool:
+    def test_no_more_are_in_flight_than_are_allowed(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
+        gate = client.before = Gate()
+        wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 1_000_000, 50_000)]
+        ahead = objects.expect(wanted)
+        gate.wait_for(pool.in_flight)
+        assert pool.in_flight == 8  # until the latency is known
+        gate.opened.set()
+        for each in wanted:
+            objects.read(each)
+        assert gate.most == 8
+        ahead.close()
+
+    def test_the_share_of_a_process(self, pool: Requests) -> None:
+        for seconds, processes, in_flight in [(0.02, 1, 40), (0.001, 1, 4), (1.0, 1, 64), (1.0, 4, 16), (1.0, 64, 4)]:
+            pool.share(processes)
+            for _ in range(64):
+                pool.timed(seconds, 100)
+            assert pool.in_flight == in_flight
+
+    def test_urgent_calls_come_first(self, pool: Requests) -> None:
+        gate, order = Gate(), []
+        pool.most = 1
+        first = pool.submit(lambda: gate(0, 0))
+        gate.wait_for(1)
+        pending = [pool.submit(lambda: order.append("later"), later=True), pool.submit(lambda: order.append("now"))]
+        gate.opened.set()
+        for each in (first, *pending):
+            pool.wait(each, URL)
+        assert order == ["now", "later"]
+
+    def test_a_slow_read_is_asked_for_again(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
+        for _ in range(64):
+            pool.timed(0.001, 100)
+        gate, counted = Gate(), ReadBytes()
+
+        def first_stalls(start: int, stop: int) -> None:
+            if len(client.asked) == 1:
+                gate(start, stop)
+
+        client.before = first_stalls
+        data = objects.read(ObjectRange(URL, whole(client), 0, 100), counted)
+        assert bytes(data) == client.content[:100]
+        assert len(client.asked) == 2
+        gate.opened.set()
+
+    def test_few_reads_are_asked_for_again(self, pool: Requests) -> None:
+        for _ in range(200):
+            pool.timed(0.001, 100)
+        assert sum(pool._may_repeat() for _ in range(200)) == 10  # 5 %
+
+    def test_an_error_of_the_first_attempt_does_not_count_while_a_second_runs(self) -> None:
+        gates = [threading.Event(), threading.Event()]
+        begun = threading.Semaphore(0)
+        numbers = iter(range(2))
+
+        def call() -> str:
+            number = next(numbers)
+            begun.release()
+            gates[number].wait()
+            if number == 0:
+                raise StorageError(URL, "no")
+            return "right"
+
+        pending = Pending(call)
+        threads = [threading.Thread(target=pending.run) for _ in gates]
+        for thread in threads:
+            thread.start()
+            begun.acquire()
+        gates[0].set()
+        threads[0].join()
+        assert not pending.is_done
+        gates[1].set()
+        threads[1].join()
+        assert pending.result() == "right"
+
+    def test_without_a_thread_a_read_fails(
+        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(thread: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            for _ in range(100):
+                with pytest.raises(StorageError, match="no thread can be started"):
+                    read(objects, client, 0, 10)
+        assert read(objects, client, 0, 10) == client.content[:10]
+
+    def test_with_some_threads_the_others_are_not_needed(
+        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read(objects, client, 0, 10)
+
+        def refused(thread: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 900_000, 90_000)]
+        ahead = objects.expect(wanted)
+        assert [bytes(objects.read(each)) for each in wanted] == [client.content[a : a + 10] for _, _, a, _ in wanted]
+        ahead.close()
+
+    def test_many_threads_read_and_drop_at_the_same_time(self, objects: Objects, client: FakeClient) -> None:
+        wrong: list[int] = []
+
+        def work(seed: int) -> None:
+            for number in range(60):
+                start = (seed * 7919 + number * 104_729) % 900_000
+                wanted = [ObjectRange(URL, whole(client), start + gap, start + gap + 500) for gap in (0, 300, 50_000)]
+                ahead = objects.expect(wanted)
+                for each in wanted[: number % 4]:
+                    if bytes(objects.read(each)) != client.content[each.start : each.stop]:
+                        wrong.append(each.start)
+                if number % 3:
+                    ahead.close()
+                del ahead
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        gc.collect()
+        assert not objects._ahead

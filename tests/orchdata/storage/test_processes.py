@@ -1,0 +1,190 @@
+"""Forks, other processes, and Ctrl-C: what a process with open stores must not do, and what it hears."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from children import in_a_child
+from remote_epochs import LOADER, Epochs, epoch, remote
+from servers.fixtures import Proxied
+from servers.proxy import Fault
+from servers.s3_server import S3Server
+
+import orchdata as od
+
+WHY = 'start processes with multiprocessing_context="forkserver" or "spawn"'
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
+    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: S3Server, local: Epochs) -> str:
+    name = s3_server.make_bucket("processes")
+    local.to_s3(s3_server, name)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _ends(no_hang: None) -> Iterator[None]:
+    yield
+
+
+def test_a_forked_child_is_refused_at_once(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.loaders.storage.remote.process.SECONDS", float("inf"))  # or it would wait for ever
+    pattern = f"s3://{bucket}/train/*.tar"
+    used = remote(pattern, s3_server.options)
+    used.index()
+    used[0]
+
+    def child() -> None:
+        for work in (
+            lambda: used[0],
+            lambda: remote(pattern, s3_server.options).index(rebuild=True),
+            lambda: remote(pattern, s3_server.options).urls,
+            lambda: epoch(used),
+        ):
+            with pytest.raises(od.StorageError, match=WHY):
+                work()
+
+    in_a_child(child)
+
+
+def test_a_loader_of_forked_workers_is_refused(s3_server: S3Server, bucket: str) -> None:
+    dataset = remote(f"s3://{bucket}/train/*.tar", s3_server.options)
+    loader = od.DataLoader(dataset, num_workers=1, multiprocessing_context="fork", on_error="skip", **LOADER)
+    with pytest.raises(od.StorageError, match=WHY):
+        list(loader)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_other_contexts_work(s3_server: S3Server, bucket: str, local: Epochs, context: str) -> None:
+    dataset = remote(f"s3://{bucket}/train/*.tar", s3_server.options)
+    assert epoch(dataset, num_workers=1, multiprocessing_context=context) == local.local
+
+
+def in_a_program(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that has used nothing before."""
+    support = Path(__file__).parents[2] / "support"
+    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{textwrap.dedent(text)}"
+    command = [sys.executable, "-c", lines, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3Server, bucket: str) -> None:
+    program = """
+        import json, os
+        import obstore
+        from servers.stores import store_at
+        from orchdata.loaders.storage.remote import process
+        from orchdata.loaders.storage.remote.files import Files
+
+        process.SECONDS = 0.5
+        url, options = sys.argv[1], json.loads(sys.argv[2])
+        obstore.list(store_at(url, options)).collect()
+        pid = os.fork()
+        if not pid:
+            try:
+                Files(options).version(f"{url}train/omni-000000.tar")
+            except Exception as error:
+                print(error, flush=True)
+                os._exit(3)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    """
+    run = in_a_program(program, f"s3://{bucket}/", json.dumps(s3_server.options))
+    assert run.returncode == 0, run.stderr
+    assert WHY in run.stdout
+
+
+def test_a_child_of_a_process_that_used_nothing_works(s3_server: S3Server, bucket: str) -> None:
+    program = """
+        import json, os
+        from orchdata.loaders.storage.remote.files import Files
+
+        url, options = sys.argv[1], json.loads(sys.argv[2])
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if Files(options).version(f"{url}train/omni-000000.tar") else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """
+    run = in_a_program(program, f"s3://{bucket}/", json.dumps(s3_server.options))
+    assert run.returncode == 0, run.stderr
+
+
+WAITING: dict[str, str] = {
+    "a listing": "remote(f'{url}*.tar', options).urls",
+    "a look": "remote(f'{url}omni-000000.tar', options).index()",
+    "a loader": "od.DataLoader(remote(f'{url}*.tar', options), batch_size=2)",
+    "a read in this process": "next(iter(od.DataLoader(indexed(), batch_size=2, num_threads=0)))",
+    "a read in threads": "next(iter(od.DataLoader(indexed(), batch_size=2, num_threads=2)))",
+    "a sample": "indexed()[0]",
+}
+_QUICK = ("a listing", "a read in threads")
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [each if each in _QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WAITING],
+)
+def test_ctrl_c_is_heard_while_a_server_stalls(
+    s3_server: S3Server, bucket: str, local: Epochs, proxied: Proxied, waiting: str, tmp_path: Path
+) -> None:
+    """The program waits for an answer that never comes when it is interrupted."""
+    proxy = proxied(s3_server)
+    is_read = "read" in waiting or "sample" in waiting
+    program = f"""
+        import json
+        from remote_epochs import RECIPE, remote
+        import orchdata as od
+
+        url, options = sys.argv[1], json.loads(sys.argv[2])
+
+        def indexed():
+            dataset = remote(f"{{url}}omni-{{{{000000..000001}}}}.tar", options)
+            dataset.index()
+            print("indexed", flush=True)
+            sys.stdin.readline()
+            return dataset
+
+        try:
+            {WAITING[waiting]}
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    """
+    support = Path(__file__).parents[2] / "support"
+    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{textwrap.dedent(program)}"
+    options = s3_server.options_of("all", proxy.endpoint)
+    command = [sys.executable, "-c", lines, f"s3://{bucket}/train/", json.dumps(options)]
+    stall = Fault("stall", after=0, seconds=1000)
+    if not is_read:
+        proxy.faults = (stall,)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if is_read:
+            assert child.stdout.readline() == "indexed\n"
+            proxy.clear()
+            proxy.faults = (stall,)
+            child.stdin.write("\n")
+            child.stdin.flush()
+        while not proxy.requests():
+            time.sleep(0.02)
+        os.kill(child.pid, signal.SIGINT)
+        assert child.stdout.readline() == "interrupted\n"
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.communicate()
