@@ -349,9 +349,12 @@ class Objects:
 
     def _opened(self, parts: urls.ObjectUrl) -> Client:
         from orchdata.loaders.storage.remote.clients.of_fsspec import FsspecClient, is_filesystem
+        from orchdata.loaders.storage.remote.clients.of_hub import SCHEME, HubClient
 
         if self._store is None and parts.scheme in SCHEMES:
             return ObstoreClient(parts, self._options)
+        if parts.scheme == SCHEME and (self._store is None or hasattr(self._store, "resolve_path")):
+            return HubClient(parts, self._options, self._store)
         if self._store is None or is_filesystem(self._store):
             return FsspecClient(parts, self._options, self._store)
         return ObstoreClient(parts, self._options, self._store)

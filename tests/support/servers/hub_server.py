@@ -29,6 +29,8 @@ class Repository:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Of each commit: file -> the last commit that changed it."""
 
     def commit(self, revision: str) -> str | None:
         return self.names.get(revision, revision if revision in self.commits else None)
@@ -59,6 +61,9 @@ class HubServer(StubServer):
         before = repository.commits.get(repository.names.get(revision, ""), {})
         commit = sha1(f"{name} {len(repository.commits)}".encode(), usedforsecurity=False).hexdigest()
         repository.commits[commit] = before | files
+        last = repository.changed.get(repository.names.get(revision, ""), {})
+        new = {path: commit for path, content in files.items() if before.get(path) != content}
+        repository.changed[commit] = last | new
         repository.names[revision] = commit
         return commit
 
@@ -79,15 +84,15 @@ class HubServer(StubServer):
         if is_interface and what == "revision":
             return _said({"_id": name, "id": name, "sha": commit, "private": False, "tags": [], "siblings": []})
         if is_interface and what == "tree":
-            return self._tree(files, path, seen)
+            return self._tree(files, path, seen, repository.changed[commit])
         if is_interface and what == "paths-info":
-            entries = [_entry(files, each) for each in _paths(seen)]
+            entries = [_entry(files, each, repository.changed[commit]) for each in _paths(seen)]
             return _said([each for each in entries if each])
         if not is_interface and what == "resolve":
             return _file(files, path, commit, seen)
         return _refusal(404, "", f"the stub of the hub knows no {seen.method} {seen.path}")
 
-    def _tree(self, files: dict[str, bytes], path: str, seen: Seen) -> Answer:
+    def _tree(self, files: dict[str, bytes], path: str, seen: Seen, changed: dict[str, str]) -> Answer:
         prefix = f"{path}/" if path else ""
         below = [name for name in files if name.startswith(prefix)]
         if prefix and not below:
@@ -97,7 +102,7 @@ class HubServer(StubServer):
         }
         if seen.query.get("recursive", "").lower() in ("true", "1"):
             found = {each for name in below for each in _with_folders(name) if each.startswith(prefix)}
-        entries = [entry for each in sorted(found) if (entry := _entry(files, each))]
+        entries = [entry for each in sorted(found) if (entry := _entry(files, each, changed))]
         start = int(seen.query.get("cursor", 0))
         answer = _said(entries[start : start + self.page_size])
         if start + self.page_size < len(entries):
@@ -120,9 +125,9 @@ def _with_folders(name: str) -> Iterator[str]:
         yield "/".join(parts[:number])
 
 
-def _entry(files: dict[str, bytes], path: str) -> dict[str, Any] | None:
+def _entry(files: dict[str, bytes], path: str, changed: dict[str, str]) -> dict[str, Any] | None:
     """What is said of a file or of a folder."""
-    last = {"lastCommit": {"id": "0" * 40, "title": "a commit", "date": _DATE}}
+    last = {"lastCommit": {"id": changed.get(path, "0" * 40), "title": "a commit", "date": _DATE}}
     if path in files:
         content = files[path]
         return {"type": "file", "oid": _oid(content), "size": len(content), "path": path, **last}

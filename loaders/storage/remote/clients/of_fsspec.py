@@ -39,6 +39,7 @@ class FsspecClient:
     """
 
     is_conditional = False
+    _details: Mapping[str, Any] = {}  # arguments for all that is known of a file
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
         self.name = url.root
@@ -85,7 +86,9 @@ class FsspecClient:
         def find() -> dict[str, dict[str, Any]]:
             self._files.invalidate_cache()
             try:
-                found: dict[str, dict[str, Any]] = self._files.find(self._path(folder.rstrip("/")), detail=True)
+                found: dict[str, dict[str, Any]] = self._files.find(
+                    self._path(folder.rstrip("/")), detail=True, **self._details
+                )
                 return found
             except FileNotFoundError:
                 return {}
@@ -114,6 +117,9 @@ class FsspecClient:
         return False
 
     def _path(self, key: str) -> str:
+        protocols = self._files.protocol
+        if self._scheme not in ([protocols] if isinstance(protocols, str) else protocols):
+            return f"{self._place}/{key}"  # of a filesystem of the user's, under another name
         return str(self._files._strip_protocol(f"{self._scheme}://{self._place}/{key}"))
 
     def _called(self, call: Callable[[], T]) -> T:
@@ -134,7 +140,7 @@ class FsspecClient:
     def _look(self, key: str) -> FileVersion:
         path = self._path(key)
         self._files.invalidate_cache(self._files._parent(path))
-        version = self._version_of(self._files.info(path))
+        version = self._version_of(self._files.info(path, **self._details))
         with self._lock:
             self._seen[key] = time.monotonic(), version
         return version
