@@ -134,16 +134,6 @@ def print_index(report: dict[str, Any]) -> None:
         typer.echo(f"{how}: generation {store['generation']} in {store['store']}")
 
 
-def overflow_words(overflow: Mapping[str, int]) -> list[str]:
-    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
-    parts = []
-    if overflow["truncated"]:
-        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
-    if overflow["split"]:
-        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
-    return parts
-
-
 def print_unit(dataset: ShardDataset | Mixture) -> None:
     """Say what LLM tokens are where a recipe has no tokenizer."""
     from orchdata.dataset.mixture import Mixture
