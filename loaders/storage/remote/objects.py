@@ -106,12 +106,15 @@ class Objects:
         """Return the bytes of a range. Raises StorageError, and StaleIndexError for another object than is wanted."""
         fetches = self._found(wanted)
         if fetches is None:
-            fetches = self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
+            fetches = [
+                (fetch, fetch.range.start, fetch.range.stop)
+                for fetch in self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
+            ]
         parts: list[Buffer] = []
         try:
-            for (url, _, start, stop), pending in fetches:
+            for ((url, _, start, stop), pending), begin, end in fetches:
                 data = requests.HERE.wait(pending, url, num_bytes=stop - start, is_read=True)
-                parts.append(memoryview(data)[max(0, wanted.start - start) : wanted.stop - start])
+                parts.append(memoryview(data)[begin - start : end - start])
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except BaseException:
             data = b""  # the error refers to this frame
@@ -300,24 +303,30 @@ class Objects:
 
         return self._try(request, wanted.url, f"cannot be read at {wanted.start}", client, counts, is_ended)
 
-    def _found(self, wanted: ObjectRange) -> list[_Fetch] | None:
-        """Return the fetches under way that have a range, in order; None if they do not have all of it."""
+    def _found(self, wanted: ObjectRange) -> list[tuple[_Fetch, int, int]] | None:
+        """Return the fetches under way that have a range, in order; None if they do not have all of it.
+
+        Each comes with the bytes that are read from it, as start and stop: fetches of several steps may overlap.
+        """
         if not self._ahead:
             return None
         with self._lock:
             fetches = self._ahead.get((wanted.url, wanted.file.version), ())
-            found: list[_Fetch] = []
+            found: list[tuple[_Fetch, int, int]] = []
             at = wanted.start
-            for fetch in sorted(fetches, key=lambda fetch: fetch.range.start):
+            while at < wanted.stop:
                 # One that failed may be kept by the error of its step: it is read again.
-                if fetch.range.start <= at < fetch.range.stop and not fetch.pending.has_failed:
-                    found.append(fetch)
-                    at = fetch.range.stop
-                    if at >= wanted.stop:
-                        for each in found:
-                            each.pending.is_awaited = True
-                        return found
-        return None
+                here = [each for each in fetches if each.range.start <= at < each.range.stop]
+                here = [each for each in here if not each.pending.has_failed]
+                if not here:
+                    return None
+                fetch = max(here, key=lambda each: each.range.stop)
+                stop = min(fetch.range.stop, wanted.stop)
+                found.append((fetch, at, stop))
+                at = stop
+            for fetch, _, _ in found:
+                fetch.pending.is_awaited = True
+            return found
 
     def _forget(self, fetches: Sequence[_Fetch]) -> None:
         with self._lock:

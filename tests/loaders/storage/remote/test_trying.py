@@ -1,0 +1,190 @@
+"""Attempts: which trouble is tried again, for how long, and what the last error says. The clock is made up."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from orchdata.loaders.errors import StaleIndexError, StorageError
+from orchdata.loaders.storage.remote import trying
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.counts import RequestCounts
+from orchdata.loaders.storage.remote.trying import Outage, keep_trying
+
+URL = "s3://bucket/a.tar"
+
+
+class Clock:
+    """Time passes only in pauses and requests."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(trying, "time", made)
+    yield made
+
+
+def tried(request: Callable[[], Any], outage: Outage | None = None, **more: Any) -> Any:
+    options: dict[str, Any] = {"budget": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
+    return keep_trying(request, url=URL, doing="cannot be read at 0", outage=outage or Outage(), **(options | more))
+
+
+def failing(*troubles: Trouble, seconds: float = 0.0, clock: Clock | None = None) -> Callable[[], str]:
+    """A request that fails in these ways, one after the other, and then succeeds."""
+    left = iter(troubles)
+
+    def request() -> str:
+        if clock is not None:
+            clock.now += seconds
+        trouble = next(left, None)
+        if trouble is not None:
+            raise trouble
+        return "bytes"
+
+    return request
+
+
+def always(trouble: Trouble, **more: Any) -> Callable[[], str]:
+    return failing(*itertools.repeat(trouble, 100_000), **more)
+
+
+PASSING = Trouble("passing", "the server failed (HTTP 500)")
+
+
+def test_pauses_grow_to_a_limit(clock: Clock) -> None:
+    counts = RequestCounts()
+    assert tried(failing(*[PASSING] * 12), counts=counts) == "bytes"
+    assert counts.as_dict() == {"again": 12}
+    for number, pause in enumerate(clock.pauses):
+        usual = min(0.1 * 2**number, 8.0)
+        assert 0.5 * usual <= pause <= usual
+
+
+def test_an_outage_ends_after_its_budget(clock: Clock) -> None:
+    with pytest.raises(StorageError, match=r"s3://bucket/a.tar: cannot be read at 0: .*HTTP 500. \(\d+ attempts\)$"):
+        tried(always(PASSING))
+    assert 300 <= clock.now - 1000 <= 301
+
+
+def test_without_a_budget_there_is_one_attempt(clock: Clock) -> None:
+    with pytest.raises(StorageError, match="HTTP 500.$"):
+        tried(always(PASSING), budget=0.0)
+    assert not clock.pauses
+
+
+def test_the_budget_is_one_for_all_requests(clock: Clock) -> None:
+    outage = Outage()
+    with pytest.raises(StorageError):
+        tried(always(PASSING), outage)
+    ended = clock.now
+    with pytest.raises(StorageError):
+        tried(always(PASSING), outage)
+    assert clock.now - ended <= 1.5  # the next one is tried for a second
+
+
+def test_a_request_after_an_outage_may_find_it_over(clock: Clock) -> None:
+    outage = Outage()
+    with pytest.raises(StorageError):
+        tried(always(PASSING), outage)
+    assert tried(failing(PASSING, PASSING), outage) == "bytes"
+
+
+def test_an_outage_that_no_one_saw_does_not_go_on(clock: Clock) -> None:
+    outage = Outage()
+    with pytest.raises(StorageError):
+        tried(always(PASSING), outage)
+    clock.now += 600  # an evaluation, without a read
+    began = clock.now
+    with pytest.raises(StorageError):
+        tried(always(PASSING), outage)
+    assert 300 <= clock.now - began <= 301
+
+
+def test_requests_that_hang_do_not_lengthen_the_outage(clock: Clock) -> None:
+    outage = Outage()
+    with pytest.raises(StorageError):
+        tried(always(PASSING, seconds=30.0, clock=clock), outage)
+    assert clock.now - 1000 <= 30 + 300 + 30  # the outage is known with the first failure
+    ended = clock.now
+    with pytest.raises(StorageError, match="HTTP 500.$"):
+        tried(always(PASSING, seconds=30.0, clock=clock), outage)
+    assert clock.now - ended == 30
+
+
+def test_one_failure_in_twenty_never_uses_the_budget_up(clock: Clock) -> None:
+    outage = Outage()
+    for _ in range(10_000):
+        assert tried(failing(PASSING), outage, budget=2.0) == "bytes"
+
+
+def test_a_server_that_answers_wrongly_is_asked_five_times(clock: Clock) -> None:
+    odd, outage = Trouble("passing", "the answer has 1 bytes", is_odd=True), Outage()
+    with pytest.raises(StorageError, match="5 attempts"):
+        tried(always(odd), outage)
+    clock.now += 1
+    with pytest.raises(StorageError, match="5 attempts"):
+        tried(always(odd), outage, budget=2.0)  # no outage for other requests
+
+
+def test_a_busy_server_is_asked_less_often(clock: Clock) -> None:
+    tried(failing(*[Trouble("passing", "too busy", throttled=True)] * 3))
+    assert min(clock.pauses) >= 0.2
+
+
+@pytest.mark.parametrize("kind", ["absent", "credentials", "final"])
+def test_what_no_attempt_mends_is_asked_once(clock: Clock, kind: Any) -> None:
+    with pytest.raises(StorageError, match="no$") as caught:
+        tried(always(Trouble(kind, "no")))
+    assert caught.value.__context__ is None
+    assert not clock.pauses
+
+
+def test_credentials_are_read_again_once(clock: Clock) -> None:
+    refreshed: list[int] = []
+
+    def refresh() -> bool:
+        refreshed.append(1)
+        return True
+
+    expired = Trouble("credentials", "expired")
+    assert tried(failing(expired), refresh=refresh) == "bytes"
+    with pytest.raises(StorageError, match=r"expired \(2 attempts\)"):
+        tried(always(expired), refresh=refresh)
+    assert len(refreshed) == 2
+
+
+def test_another_object_is_stale(clock: Clock) -> None:
+    with pytest.raises(StaleIndexError, match="was replaced: run `orchdata index` again"):
+        tried(always(Trouble("changed", "was replaced")))
+
+
+def test_what_is_no_longer_wanted_is_not_tried_again(clock: Clock) -> None:
+    with pytest.raises(StorageError):
+        tried(always(PASSING), ended=lambda: True)
+    assert not clock.pauses
+
+
+def test_an_outage_is_said_after_some_seconds_and_then_each_minute(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(StorageError):
+        tried(always(PASSING))
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{URL}: the server failed (HTTP 500); trying again for up to 300 s"
+    ] * 5
