@@ -149,7 +149,8 @@ def prepare_shards(
         warn_of_windows(batches, recipes, options.rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
-    warn_of_column_reads(dataset, index, order, options.rank.size)
+    files = dataset.files.limited(options.timeout).cached(options.cache)
+    warn_of_column_reads(dataset, index, order, options.rank.size, files)
     spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,

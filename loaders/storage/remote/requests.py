@@ -253,7 +253,9 @@ class Requests:
             return None
         if self._urgent:
             return self._urgent.popleft(), False
-        return (self._later.popleft(), True) if self._later and self._running_late < self.in_flight // 2 else None
+        return (
+            (self._later.popleft(), True) if self._later and self._running_late < max(1, self.in_flight // 2) else None
+        )
 
 
 def _without_threads(error: BaseException) -> StorageError:

@@ -67,10 +67,11 @@ class DataSet(Protocol):
     def containers(self) -> tuple[Container, ...]: ...
 
 
-def chunks_of(index: Index, dataset: DataSet, *, remote: bool = False) -> Chunks | None:
+def chunks_of(index: Index, dataset: DataSet, files: Files | None = None, *, remote: bool = False) -> Chunks | None:
     """Return the column chunks of the Parquet files of an index, from the footers of a few; None if it has none.
 
     Args:
+        files: reads the footers; default: those of the data set.
         remote: of those in object storage alone.
 
     Raises StorageError.
@@ -88,7 +89,9 @@ def chunks_of(index: Index, dataset: DataSet, *, remote: bool = False) -> Chunks
         good = np.setdiff1d(index.rows_of(number), index.bad_rows(), assume_unique=True)[:_STRETCH].tolist()
         fields = {spec[3] for row in good[:32] for spec in index.read_spec(row)}
         try:
-            shard = open_indexed(info.url, info, limits=Limits(), cache=CacheFolder(), files=dataset.files, **given)
+            shard = open_indexed(
+                info.url, info, limits=Limits(), cache=CacheFolder(), files=files or dataset.files, **given
+            )
         except ShardError:
             continue  # the loader reports it
         with closing(shard):
@@ -119,7 +122,7 @@ def read_for_each_byte(index: Index, order: Positions, chunks: Chunks, num_ranks
     return read * chunks.num_bytes / max(1.0, len(rows) * chunks.used)
 
 
-def warn_of_column_reads(dataset: DataSet, index: Index, order: Positions, num_ranks: int) -> None:
+def warn_of_column_reads(dataset: DataSet, index: Index, order: Positions, num_ranks: int, files: Files) -> None:
     """Warn once if reads of Parquet in object storage take far more bytes than samples use. One rank looks.
 
     Raises StorageError.
@@ -129,7 +132,7 @@ def warn_of_column_reads(dataset: DataSet, index: Index, order: Positions, num_r
         return
 
     def find() -> float:
-        chunks = chunks_of(index, dataset, remote=True)
+        chunks = chunks_of(index, dataset, files, remote=True)
         return 0.0 if chunks is None else read_for_each_byte(index, order, chunks, num_ranks)
 
     ratio = float(done_by_first(f"column reads/{index.build_id}", find))
