@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final
 
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.remote.objects import Objects
 from orchdata.loaders.storage.remote.patterns import MAGIC, expression
 from orchdata.loaders.storage.remote.urls import HTTP, parsed, scheme_of
@@ -55,9 +57,20 @@ def looked_at(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]:
     """Return size and version of each object that exists, with a request for each. Raises StorageError."""
     if not urls:
         return {}
+    ended = threading.Event()
+
+    def version(url: str) -> FileVersion | None:
+        here().ended = ended.is_set
+        return objects.version(url)
+
     with ThreadPoolExecutor(min(_THREADS, len(urls)), thread_name_prefix="orchdata-heads") as pool:
-        looked = zip(urls, pool.map(objects.version, urls), strict=True)
-        return {url: file for url, file in looked if file is not None}
+        try:
+            looked = zip(urls, pool.map(version, urls), strict=True)
+            return {url: file for url, file in looked if file is not None}
+        except BaseException:  # of one of them, or Ctrl-C: the others are not waited for
+            ended.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str, FileVersion]:

@@ -20,6 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from orchdata.loaders import waits
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.remote import process
 from orchdata.loaders.storage.remote.counts import RequestCounts
 from orchdata.loaders.storage.remote.trying import Outage
@@ -163,6 +164,7 @@ class Requests:
         with waits.for_storage():
             while not pending.wait(_TICK_SECONDS if not has_second or process.HERE.is_forked else 1.0):
                 now = time.monotonic()
+                here().check()
                 if process.is_hopeless(now - started):
                     raise process.error(url)
                 if not has_second and pending.began is not None and now - pending.began > self._slow_after(num_bytes):

@@ -16,7 +16,6 @@ import pytest
 from children import in_a_child
 from remote_epochs import LOADER, Epochs, epoch, remote
 from servers.fixtures import Proxied
-from servers.proxy import Fault
 from servers.s3_server import S3Server
 
 import orchdata as od
@@ -167,9 +166,8 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
     lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{textwrap.dedent(program)}"
     options = s3_server.options_of("all", proxy.endpoint)
     command = [sys.executable, "-c", lines, f"s3://{bucket}/train/", json.dumps(options)]
-    stall = Fault("stall", after=0, seconds=1000)
     if not is_read:
-        proxy.faults = (stall,)
+        proxy.delay = 1000
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
         assert child.stdin is not None
@@ -177,7 +175,7 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
         if is_read:
             assert child.stdout.readline() == "indexed\n"
             proxy.clear()
-            proxy.faults = (stall,)
+            proxy.delay = 1000
             child.stdin.write("\n")
             child.stdin.flush()
         while not proxy.requests():

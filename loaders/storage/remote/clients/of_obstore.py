@@ -215,8 +215,9 @@ def is_true(value: str, name: str) -> bool:
 
 def _version_of(meta: Any) -> FileVersion:
     """Return size and version: the etag, or the time of change where the server has no etags."""
-    if meta["e_tag"]:
-        return FileVersion(meta["size"], meta["e_tag"])
+    if tag := meta["e_tag"]:
+        # Listings of Azure have no quotes, and answers have them.
+        return FileVersion(meta["size"], tag if tag.startswith(('"', "W/")) else f'"{tag}"')
     changed = meta["last_modified"]
     return FileVersion(meta["size"], f"of {changed:%Y-%m-%dT%H:%M:%SZ}" if changed and changed.year > 1970 else "")
 
