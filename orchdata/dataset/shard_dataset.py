@@ -333,7 +333,8 @@ class ShardDataset:
             if rebuild or self._first is None:
                 wanted = partial(self._wanted, progress, again=rebuild)
                 return self.use(stored.built(wanted, num_ranks, rank, rebuild=rebuild))
-        return found_or_built(self._wanted(progress), num_ranks, rank, rebuild=rebuild)
+        again = rebuild and needs_listing(self._given)
+        return found_or_built(self._wanted(progress, again=again), num_ranks, rank, rebuild=rebuild)
 
     def _wanted(self, progress: Callable[[float, int], None] | None, *, again: bool = False) -> Wanted:
         self.find_shards(again=again)

@@ -89,7 +89,7 @@ class Objects:
         self._given = given
         self._budget = float(options.get("retry_seconds", RETRY_SECONDS))
         self._clients: OrderedDict[tuple[str, str, str], Client] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is dropped by a collection of garbage may be dropped inside of it
         self._ahead: dict[tuple[str, str], list[_Fetch]] = {}
 
     def version(self, url: str) -> FileVersion | None:

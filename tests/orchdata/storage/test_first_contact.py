@@ -212,3 +212,38 @@ def test_nothing_is_listed_until_it_is_needed(s3_server: S3Server, proxied: Prox
     assert not proxy.requests()
     assert len(dataset.urls) == 2
     assert proxy.counts() == {"LIST": 1}
+
+
+def write_profile(home: Path, server: S3Server, name: str, secret: str) -> None:
+    folder = home / ".aws"
+    folder.mkdir()
+    section = name if name == "default" else f"profile {name}"
+    (folder / "config").write_text(f"[{section}]\nregion = {server.region}\nendpoint_url = {server.endpoint}\n")
+    keys = f"aws_access_key_id = {server.access_key}\naws_secret_access_key = {secret}\n"
+    (folder / "credentials").write_text(f"[{name}]\n{keys}")
+
+
+@pytest.mark.parametrize(("name", "by"), [("default", "nothing"), ("team", "environment"), ("team", "options")])
+def test_a_profile_of_aws_is_found(
+    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, by: str
+) -> None:
+    """Credentials, region and endpoint are those of the profile; an endpoint without encryption must be allowed."""
+    write_profile(tmp_path, s3_server, name, s3_server.secret_key)
+    options: dict[str, Any] = {"allow_http": True}
+    if by == "environment":
+        monkeypatch.setenv("AWS_PROFILE", name)
+    elif by == "options":
+        options["profile"] = name
+    url = f"s3://{bucket}/train/{BRACES}"
+    assert epoch(remote(url, options), num_workers=1) == local.local
+    assert "allow_http=true" in said(od.StorageError, url, {key: options[key] for key in options if key == "profile"})
+
+
+def test_wrong_keys_of_a_profile(
+    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, s3_server, "team", "wrong-and-secret")
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    text = said(od.StorageError, f"s3://{bucket}/train/{BRACES}", {"allow_http": True})
+    assert "may not be read with these credentials (HTTP 403)" in text
+    assert "wrong-and-secret" not in text

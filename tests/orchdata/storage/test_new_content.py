@@ -42,3 +42,14 @@ def test_objects_that_are_not_listed_are_refused_when_they_are_read(replaced: st
     with pytest.raises(StaleIndexError, match=r"1\.tar.*orchdata index"):
         for _ in loader:
             pass
+
+
+def test_a_rebuild_lists_again(replaced: str, s3_server: S3Server, tmp_path: Path) -> None:
+    dataset = od.ShardDataset(f"s3://{replaced}/*.tar", storage_options=s3_server.options)
+    with pytest.warns(UserWarning, match="measured again"):
+        assert len(dataset) == 15
+    (tmp_path / "third").mkdir()
+    s3_server.put(replaced, "2.tar", Path(omni_shards(tmp_path / "third", shards=1, samples=4)[0]).read_bytes())
+    assert len(dataset) == 15
+    assert dataset.index(rebuild=True).num_samples == 19
+    assert len(dataset) == 19
