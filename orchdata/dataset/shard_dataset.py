@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,9 @@ from orchdata.ranks.first_comer import done_by_first
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
+
+_listings: Counter[str] = Counter()
+"""How often this process has asked for the listing of some patterns."""
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -151,8 +155,9 @@ class ShardDataset:
         def find() -> list[Any]:
             return [list(self._expanded(self._given, matching)), listed]
 
-        key = digest([*self._given, *([self.generation] if again else [])])
-        urls, versions = done_by_first(f"listing/{key}", find)
+        key = digest(list(self._given))
+        _listings[key] += 1  # a data set that is made later in a job sees what is there then
+        urls, versions = done_by_first(f"listing/{key}/{_listings[key]}", find)
         known = files.knowing({url: FileVersion(*file) for url, file in versions.items()})
         self._urls, self.reading = tuple(urls), replace(self.reading, files=known)
 
