@@ -13,7 +13,8 @@ _SHIFT_A, _SHIFT_B, _SHIFT_C = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 @kernel
-def _finished(value: np.uint64) -> np.uint64:
+def finished(value: np.uint64) -> np.uint64:
+    """Mix 64 bits, as splitmix64 finishes."""
     value = (value ^ (value >> _SHIFT_A)) * _MIX_A
     value = (value ^ (value >> _SHIFT_B)) * _MIX_B
     return value ^ (value >> _SHIFT_C)
@@ -29,9 +30,9 @@ def hash_keys(offsets: NDArray[np.int64], data: NDArray[np.uint8], seed: np.uint
         seed: another seed gives other hashes.
         out: uint64 (n,), written.
     """
-    start = _finished(_START ^ seed)
+    start = finished(_START ^ seed)
     for i in range(out.size):
         value = start
         for at in range(offsets[i], offsets[i + 1]):
             value = (value ^ np.uint64(data[at])) * _PRIME
-        out[i] = _finished(value)
+        out[i] = finished(value)

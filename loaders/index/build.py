@@ -42,7 +42,7 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
-from orchdata.loaders.index.table import body_bytes
+from orchdata.loaders.index.table import marked_bytes
 from orchdata.loaders.kept.builds import building
 from orchdata.loaders.kept.prune import keep_within, remove_leftovers
 from orchdata.loaders.memory import measured_at
@@ -552,7 +552,7 @@ class Builder:
     def _kept_in_memory(self, table: CostTable) -> CostTable:
         """Return the table, without its columns if all tables together would take too much memory."""
         with self._lock:
-            length = body_bytes(table.size)
+            length = marked_bytes(table.size)
             if length > self._free_bytes:
                 return table.without_body()
             self._free_bytes -= length

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,6 +17,7 @@ from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.marks import MARK_BYTES
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
@@ -116,11 +118,17 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -
     if len(batches) != 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
         return
     body = batches[0].serialize()
-    values = {"meta": facts.meta.as_dict(), "limits": scan_limits(limits), "rules": _rules_of(facts.table, topic)}
+    values: dict[str, Any] = {
+        "meta": facts.meta.as_dict(),
+        "limits": scan_limits(limits),
+        "rules": _rules_of(facts.table, topic),
+    }
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
-    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0], access)
+    if facts.marks:  # after the batch; facts of earlier releases have none
+        values["marks"] = len(facts.marks)
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0], access)
 
 
 def _kept(
@@ -132,12 +140,15 @@ def _kept(
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
+        marks_bytes = values.pop("marks", 0)
         check_facts(values)
         meta, rules = FactsMeta(**values["meta"]), values["rules"]
         if any(RULES.get(topic) != version for topic, version in rules.items()):
             return None
         if not is_fresh(meta, url, opened, files):
             return None
+        check_shape(marks_bytes, range(len(body) + 1), "marks")
+        body, marks = body[: len(body) - marks_bytes], bytes(body[len(body) - marks_bytes :])
         if uncompressed_bytes is not None:
             check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
@@ -145,9 +156,11 @@ def _kept(
         batch.validate(full=True)  # before any value is used: lengths and offsets may be wrong
         table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
         table.check()
+        if marks and len(marks) != MARK_BYTES * len(table):
+            raise ValueError(f"{len(table)} members have {len(marks)} bytes of marks")
         if meta.lost_bytes and not table.errors:
             raise ValueError("the shard is damaged, but no sample has an error")
-        return Facts(table, meta) if still_holds(values["limits"], limits, table.errors.values()) else None
+        return Facts(table, meta, marks) if still_holds(values["limits"], limits, table.errors.values()) else None
     except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again
 

@@ -28,10 +28,12 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_index
-from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, views
+from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, body_bytes, marked_bytes, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.shards.fields import SPARSE
+from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.remote.urls import identity
@@ -84,6 +86,8 @@ class Index:
         member_encoding: as in the facts, uint8 (m,).
         member_offset, member_size: location of the bytes, int64 (m,).
         member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
+        marks: by which each row is recognized in another place, see `moved.marks`, int64 (n,); 0 where there is none;
+            None if no row has one.
         fields: names of all fields in use.
         totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
@@ -99,7 +103,7 @@ class Index:
         """
         self.path = Path(path)
         try:
-            metadata, columns, self._fd, self._opened = self._mapped()
+            metadata, columns, self.marks, self._fd, self._opened = self._mapped()
         except ValueError as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -157,8 +161,8 @@ class Index:
             raise self.damaged("it was changed while it was open")
         still_used(self.path)
 
-    def _mapped(self) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
-        def map_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
+    def _mapped(self) -> _Mapped:
+        def map_if_there() -> _Mapped | None:
             try:
                 return _map(self.path)
             except FileNotFoundError:
@@ -344,6 +348,19 @@ class Index:
         names = [outer_of(name)[0] for name in self._field_names(row, mine)]
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
+    def proof(self, row: int) -> Proof | None:
+        """Return the member by which a sample is recognized; None if it has no members. Raises DamagedIndexError if it
+        has no mark.
+        """
+        mine = self._member_slice(row)
+        pieces = np.flatnonzero(self.member_encoding[mine] != SPARSE)
+        if mine.start == mine.stop:
+            return None
+        if self.marks is None or not self.marks[row] or not len(pieces):
+            raise self.damaged(f"row {row} has no mark, and its shard is said to be recognized by them")
+        first = mine.start + int(pieces[self.member_offset[mine][pieces].argmin()])
+        return Proof(int(self.member_offset[first]), int(self.member_size[first]), int(self.marks[row]))
+
     def members(self, row: int) -> list[Member]:
         """Return the members that a sample uses, as arguments of `compose`."""
         mine = self._member_slice(row)
@@ -440,8 +457,14 @@ def _opened_again(path: Path) -> Index:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 
 
-def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
-    """Return verified head and mapped columns of an index, a descriptor, and its status. Raises ValueError, OSError."""
+_Mapped = tuple[dict[str, Any], Columns, NDArray[np.int64] | None, int, os.stat_result]
+
+
+def _map(path: Path) -> _Mapped:
+    """Return verified head, mapped columns and marks of an index, a descriptor, and its status.
+
+    Raises ValueError, OSError.
+    """
     with opened(path) as fd:
         hold(fd, path)
         status = os.fstat(fd)
@@ -451,7 +474,12 @@ def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
         if not noted:
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
-        columns = views(mapped[head.start :], TableSize(**head.values["size"]))
+        size, has_marks = TableSize(**head.values["size"]), "marks" in head.values
+        end = head.start + body_bytes(size)
+        columns = views(mapped[head.start : end if has_marks else None], size)
+        if has_marks and status.st_size != head.start + marked_bytes(size):
+            raise ValueError(f"{size.rows} rows have {status.st_size - end} bytes of marks")
+        marks = np.frombuffer(mapped, np.int64, size.rows, end) if has_marks else None
         if noted:
             columns.check_ends()
         else:
@@ -459,7 +487,7 @@ def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
             now = os.fstat(fd)
             if all(getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 note(path, status)
-        return head.values, columns, os.dup(fd), status
+        return head.values, columns, marks, os.dup(fd), status
 
 
 def _check_all(columns: Columns, values: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ from orchdata.loaders.index.measuring.kept_texts import layout_digest
 from orchdata.loaders.index.measuring.reading import Chunk, read_chunks
 from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
 from orchdata.loaders.index.measuring.usable_texts import UsableTexts
+from orchdata.loaders.index.moved.marks import row_marks
 from orchdata.loaders.index.probed import Probes, with_inner
-from orchdata.loaders.index.table import Columns, TableSize, body_bytes, pack, views
+from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_bytes, pack, views
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
@@ -65,7 +66,8 @@ class CostTable:
         size, fields, totals: as in the index.
         digest: of the whole content.
         kinds: modalities of the recipe by their codes, text first.
-        packed: its columns; if None, `body` reads and verifies them again.
+        has_marks: whether the marks of its rows follow its columns, see `moved.marks`.
+        packed: its columns, and marks; if None, `body` reads and verifies them again.
         access: the most that permissions of an index with this table may allow.
         columns: (old name, new name) of each renamed field.
         container, reach: as in ShardInfo.
@@ -85,6 +87,7 @@ class CostTable:
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
     reach: int = 0
+    has_marks: bool = False
 
     @classmethod
     def open(
@@ -114,10 +117,13 @@ class CostTable:
         access: Access | None = None,
     ) -> CostTable:
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
-        if memoryview(body).nbytes != body_bytes(size):
-            raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
+        has_marks = bool(values.get("marks"))
+        expected = marked_bytes(size) if has_marks else body_bytes(size)
+        if memoryview(body).nbytes != expected:
+            raise Damaged(f"a table of {size} has {expected} bytes, there are {memoryview(body).nbytes}")
         fields, totals, root = tuple(values["fields"]), values["totals"], values["media_root"]
-        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, root, access)
+        named = {"media_root": root, "access": access, "has_marks": has_marks}
+        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, **named)
 
     @property
     def shard(self) -> ShardInfo:
@@ -135,7 +141,7 @@ class CostTable:
         """Return whether its columns have values that a build can write. Raises as `body`."""
         try:
             check_columns(
-                views(self.body(), self.size),
+                views(memoryview(self.body())[: body_bytes(self.size)], self.size),
                 modalities=self.kinds,
                 num_fields=len(self.fields),
                 shard_rows=np.array([0, self.size.rows], np.int64),
@@ -146,7 +152,10 @@ class CostTable:
         return not self.meta.lost_bytes or bool(self.size.bad)
 
     def body(self) -> Buffer:
-        """Return its packed columns. Raises StorageError if the file was removed, StaleIndexError if replaced."""
+        """Return its packed columns, and marks.
+
+        Raises StorageError if the file was removed, StaleIndexError if it was replaced.
+        """
         if self.packed is not None:
             return self.packed
         try:
@@ -166,6 +175,7 @@ class ShardCosts(NamedTuple):
         fields: names for `member_field`.
         kinds: modalities by code.
         new: counts to be kept.
+        marks: of its rows, see `moved.marks`; empty if there are none.
     """
 
     columns: Columns
@@ -173,6 +183,7 @@ class ShardCosts(NamedTuple):
     totals: Totals
     kinds: Sequence[str]
     new: NewCounts
+    marks: bytes = b""
 
     def values(self, url: str, meta: FactsMeta, media_root: str | None) -> dict[str, Any]:
         """Return the head of a table, JSON-safe: all but its columns."""
@@ -189,8 +200,8 @@ class ShardCosts(NamedTuple):
         self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
     ) -> CostTable:
         """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
-        values = self.values(url, meta, media_root)
-        body = pack(self.columns)
+        values = self.values(url, meta, media_root) | ({"marks": True} if self.marks else {})
+        body = pack(self.columns) + self.marks
         file, digest = seal(KIND, COSTS_FORMAT, values, [body])
         write_whole(path, file, access)
         return CostTable.of(path, values, digest, body, self.kinds, access)
@@ -238,7 +249,7 @@ def cost_shard(
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
-    return ShardCosts(columns, fields, totals, recipe.kinds, new)
+    return ShardCosts(columns, fields, totals, recipe.kinds, new, row_marks(facts, columns))
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

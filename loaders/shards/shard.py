@@ -31,6 +31,7 @@ class ShardInfo:
             Parquet or Arrow file; samples of a container of the user's. The checksum is then of what the facts of these
             samples say. 0: all of it was indexed.
         packed: whether an object of storage is compressed; of files this is not recorded, but read from them.
+        unproven: whether it was indexed in another place, and its content here has not been compared.
     """
 
     url: str
@@ -44,11 +45,12 @@ class ShardInfo:
     container: str = ""
     reach: int = 0
     packed: bool = False
+    unproven: bool = False
 
     def as_list(self) -> list[Any]:
         """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
-        *values, columns, container, reach, packed = (getattr(self, name) for name in ShardInfo.__slots__)
-        more = [[list(pair) for pair in columns], container, reach, packed]
+        *values, columns, container, reach, packed, unproven = (getattr(self, name) for name in ShardInfo.__slots__)
+        more = [[list(pair) for pair in columns], container, reach, packed, unproven]
         while more and not more[-1]:
             more.pop()
         return [*values, *more]

@@ -54,7 +54,7 @@ def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
     """Raise ValueError if the head of stored costs under these modalities is malformed."""
     if type(meta := values.get("meta")) is dict:
         values = {**values, "meta": _without_met(meta)}
-    _check_costs(values, "the head")
+    _check_costs(_without_marks(values), "the head")
     _check_of_totals(tuple(modalities))(values["totals"], "totals")
 
 
@@ -66,9 +66,10 @@ def check_index(values: Mapping[str, Any]) -> None:
         _check_renamed([each[:1] for each in more], "shards")
         _check_containers([each[1:2] for each in more if each[1:]], "shards")
         _check_reaches([each[2:3] for each in more if each[2:]], "shards")
-        _check_packed([each[3:] for each in more if each[3:]], "shards")
+        _check_flags([each[3:4] for each in more if each[3:]], "shards")
+        _check_flags([each[4:] for each in more if each[4:]], "shards")
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
-    _check_index(values, "the head")
+    _check_index(_without_marks(values), "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
     starts = [0, *rows[:-1]] if rows else []
     if len(rows) != len(values["shards"]) + 1 or rows[0] or any(map(int.__gt__, starts, rows)):
@@ -88,6 +89,13 @@ def _check_of_totals(modalities: tuple[str, ...]) -> Check:
     return check_of(_TOTALS | {"modalities": counted})
 
 
+def _without_marks(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a head without what says that marks follow the columns, after a check of it."""
+    if values.get("marks", True) is not True:
+        raise ValueError(f"marks is said to be {values['marks']!r:.40}")
+    return {name: value for name, value in values.items() if name != "marks"}
+
+
 def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of facts without what only some shards have, after a check of it: `met`, `packed`."""
     _check_met(meta.get("met", {}), "met")
@@ -101,4 +109,4 @@ _check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])
 _check_reaches = check_of([(COUNT,)])
-_check_packed = check_of([(bool,)])
+_check_flags = check_of([(bool,)])
