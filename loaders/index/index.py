@@ -349,15 +349,11 @@ class Index:
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
     def proof(self, row: int) -> Proof | None:
-        """Return the member by which a sample is recognized; None if it has no members. Raises DamagedIndexError if it
-        has no mark.
-        """
+        """Return the member by which a sample of a plain tar is recognized; None if it has no mark."""
         mine = self._member_slice(row)
         pieces = np.flatnonzero(self.member_encoding[mine] != SPARSE)
-        if mine.start == mine.stop:
-            return None
         if self.marks is None or not self.marks[row] or not len(pieces):
-            raise self.damaged(f"row {row} has no mark, and its shard is said to be recognized by them")
+            return None
         first = mine.start + int(pieces[self.member_offset[mine][pieces].argmin()])
         return Proof(int(self.member_offset[first]), int(self.member_size[first]), int(self.marks[row]))
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import FieldError, ShardError
+from orchdata.loaders.errors import FieldError, ShardError, StaleIndexError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
@@ -32,6 +32,7 @@ from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
+from orchdata.loaders.shards.marks import Proof, proven, with_proof
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.remote.urls import is_remote
@@ -105,8 +106,13 @@ class StoredSample:
         """
         specs, distinct, num_bytes = self._wanted(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
+        proof = self._proof() if distinct else None
         try:
-            contents = self._open_shard(recipe).read_many(distinct)
+            shard = self._open_shard(recipe)
+            if proof is None:
+                contents = shard.read_many(distinct)
+            else:
+                contents = self._proven(distinct, proof, shard.read_many(with_proof(distinct, proof)))
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(num_bytes)
@@ -117,7 +123,24 @@ class StoredSample:
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
     ) -> list[Spec]:
         """Return what `read` with the same arguments reads of the shard, for `Shard.expect`."""
-        return self._wanted(recipe, text=text, parts=parts, kept=kept)[1]
+        distinct = self._wanted(recipe, text=text, parts=parts, kept=kept)[1]
+        proof = self._proof() if distinct else None
+        return distinct if proof is None else with_proof(distinct, proof)
+
+    def _proof(self) -> Proof | None:
+        """Return the member by which the sample is recognized; None if its shard is known, or compared as a whole."""
+        return self._index.proof(self.row) if self._info.unproven else None
+
+    def _proven(self, members: Sequence[Spec], proof: Proof, contents: Sequence[bytes | memoryview]) -> list[Any]:
+        """Return the contents of members that were read with their proof. Raises StaleIndexError if it differs."""
+        proved = proven(members, proof, contents)
+        if proved is None:
+            raise StaleIndexError(
+                self.shard,
+                f"sample {self.key!r} is not the one that was indexed in another place under this name: its header or "
+                "its first bytes differ: run `orchdata index` for this place",
+            )
+        return proved
 
     def _wanted(
         self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool

@@ -15,6 +15,7 @@ from orchdata.loaders.versions import (
     COSTS_FORMAT,
     FACTS_FORMAT,
     FIELDS_FORMAT,
+    PLACE_FORMAT,
     SIZES_FORMAT,
     TABLE_FORMAT,
     TEXTS_FORMAT,
@@ -133,8 +134,8 @@ KINDS: Final = (
     Kind(
         folder="index",
         content="indexes",
-        suffixes=(".index",),
-        sealed={b"indx": Sealed(TABLE_FORMAT, _of_shards)},
+        suffixes=(".index", ".place"),
+        sealed={b"indx": Sealed(TABLE_FORMAT, _of_shards), b"plac": Sealed(PLACE_FORMAT, _of_none)},
         claims="index",
         is_held=True,
     ),

@@ -6,7 +6,7 @@ tasks --ahead--> engine --under way--> delivery (waits, counts, masks, sends to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import chain
@@ -43,6 +43,7 @@ class LoopContext:
         is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
         in_order: whether steps come in order; else as they are ready.
         num_workers: number of workers that build steps; 1 if this process builds them.
+        before_step: called before a step is delivered; what it raises ends the iteration as a failed step does.
     """
 
     steps: Steps
@@ -52,6 +53,7 @@ class LoopContext:
     is_single_rank: bool
     in_order: bool
     num_workers: int
+    before_step: Callable[[], None] = lambda: None
 
 
 class PlannedStream:
@@ -98,6 +100,7 @@ class PlannedStream:
             raise StopIteration
         self._bring_forward()
         try:
+            self._context.before_step()
             batches = self._deliver()
         except Exception as error:
             if is_checked:

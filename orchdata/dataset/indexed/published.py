@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from orchdata.dataset.indexed.found import Wanted, built
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index.fields.merged import IndexFields
+from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
+from orchdata.loaders.index.moved.places import note_place
 from orchdata.loaders.index.published.copies import opened_copy
 from orchdata.loaders.index.published.fields import fetch_fields, publish_fields
 from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
@@ -32,6 +34,7 @@ from orchdata.loaders.index.published.publish import publish
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import Reading
 from orchdata.notices import warn_once
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.ranks.first_comer import done_by_first
 
 
@@ -85,6 +88,7 @@ class StoredIndex:
         again = f"`{self.command} --force` writes it again"
         index = opened_copy(self.folder, manifest, local=None if local is None else local.path, again=again)
         check_function_of(index, self.recipe)
+        note_place(index, self.recipe.count_fingerprint(), self.reading, CacheFolder())
         return index
 
     def published(self, index: Index, parts: Parts, *, force: bool = False) -> Manifest:
@@ -176,6 +180,24 @@ class StoredIndex:
             how = f"`{self.command}` publishes the next generation"
             raise DamagedIndexError(error.path, f"{error.reason} ({how})") from None
 
+    def _moved(self, wanted: Callable[[], Wanted]) -> Generation | None:
+        """Publish an index of these shards in another place, for all ranks; None if the first of them has none."""
+        found: list[Index] = []
+
+        def publish_moved() -> dict[str, Any] | None:
+            urls, recipe, reading = wanted()[:3]
+            index, _ = moved_index(urls, recipe, reading)
+            if index is None:
+                return None
+            found.append(index)
+            return self.published(index, self.parts(0, gives=False)).as_dict()
+
+        values = done_by_first(f"moved/{self._key()}", publish_moved)
+        if values is None:
+            return None
+        manifest = Manifest.of_dict(values)
+        return Generation(self.opened(manifest, found[0] if found else None), manifest)
+
     def _key(self, *more: Any) -> str:
         return digest([self.store.url, self.name, *more])
 
@@ -185,6 +207,8 @@ class StoredIndex:
         Args:
             wanted: lists the shards.
         """
+        if not rebuild and (moved := self._moved(wanted)) is not None:
+            return moved
         if num_ranks > 1 and rank is None:
             raise MissingIndexError(
                 f"no index of these shards under this recipe on {self.store.url}, and {num_ranks} ranks need one; "
@@ -211,4 +235,6 @@ def _is_current(index: Index, urls: Sequence[str], reading: Reading) -> bool:
         return False
     if any(shard.media_root or not shard.checksum for shard in index.shards):
         return False  # media may have changed, and a shard that could not be read may be there again
+    if any(shard.unproven for shard in index.shards):
+        return False  # once they are indexed here, nothing has to be compared
     return all(reading.files.version(shard.url) == (shard.size, shard.version) for shard in index.shards)

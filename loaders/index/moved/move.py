@@ -1,0 +1,115 @@
+"""Moving: an index of shards in one place -> an index of the same shards in another one, without reading a shard.
+
+Rows and columns are the same. Paths and versions of the shards are those of the new place, and each shard is
+`unproven`: its content is compared when it is read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DamagedIndexError
+from orchdata.loaders.index.index import KIND, Index, digest
+from orchdata.loaders.shards.builtin import RecordContainer, TarContainer, builtin_of
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.atomic import replaced, write_at
+from orchdata.loaders.storage.local import read_into_at
+from orchdata.loaders.storage.paths import is_compressed
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.sealed import BLOCK_BYTES, body_start, finish, head_of
+from orchdata.loaders.storage.shared.access import Access, Accesses, access_of
+from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.versions import TABLE_FORMAT
+
+_FEW: Final = 3
+
+
+class CannotMove(Exception):
+    """The index cannot serve another place; the message is the reason."""
+
+
+def moved_shards(
+    index: Index, urls: Sequence[str], versions: Mapping[str, FileVersion], is_packed: Callable[[str], bool]
+) -> list[ShardInfo] | None:
+    """Return the shards of an index in another place. None: files of this machine were copied on it, or an object was
+    replaced, and both are indexed again.
+
+    Args:
+        urls: in the new place, with the names and sizes of the shards.
+        versions: of each of them there.
+        is_packed: whether a shard there is compressed; called where the index does not say so.
+
+    Raises CannotMove.
+    """
+    unmarked = _unmarked(index)
+    moved, refused = [], []
+    for number, (shard, url) in enumerate(zip(index.shards, urls, strict=True)):
+        version = versions[url].version
+        if url == shard.url and version == shard.version:
+            moved.append(shard)
+            continue
+        if url == shard.url or not (is_remote(url) or is_remote(shard.url)):
+            return None
+        if shard.reach or shard.container or shard.media_root or not shard.checksum:
+            raise CannotMove(f"{shard.url} has media of its own elsewhere, a container of yours, or could not be read")
+        packed = _may_be_packed(shard, bool(unmarked[number])) and (shard.packed or is_packed(url))
+        if unmarked[number] and not packed and isinstance(builtin_of(shard.url), TarContainer):
+            refused.append(shard.url)
+        packed = packed and is_remote(url)
+        moved.append(replace(shard, url=url, version=version, packed=packed, unproven=True))
+    if refused:
+        raise CannotMove(
+            f"{len(refused):,} tars have samples without a mark, by which they are recognized (sparse members, or tars "
+            f"that an earlier release scanned): {', '.join(refused[:_FEW])}{', ...' if len(refused) > _FEW else ''}"
+        )
+    return moved
+
+
+def write_moved(index: Index, path: Path, shards: Sequence[ShardInfo]) -> None:
+    """Write an index of the same rows in other shards. It appears when it is complete.
+
+    Raises StorageError, and DamagedIndexError if the index has changed since it was opened.
+    """
+    with opened(index.path) as source:
+        head = head_of(source, KIND, TABLE_FORMAT)
+        listed = [shard.as_list() for shard in shards]
+        values = {**head.values, "shards": listed, "build_id": digest([index.build_id, listed])}
+        start = body_start(values, head.size)
+        with replaced(path, _access(index, shards)) as fd:
+            buffer = memoryview(bytearray(BLOCK_BYTES))
+            for number, expected in enumerate(head.crcs):
+                at = number * BLOCK_BYTES
+                block = buffer[: min(BLOCK_BYTES, head.size - at)]
+                if read_into_at(source, head.start + at, block) < len(block) or zlib.crc32(block) != expected:
+                    raise DamagedIndexError(str(index.path), "it was changed while it was copied")
+                write_at(fd, block, start + at)
+            finish(fd, KIND, TABLE_FORMAT, values, start, head.size)
+
+
+def _unmarked(index: Index) -> NDArray[np.int64]:
+    """Return the number of rows of each shard that have members and no mark, int64 (num_shards,)."""
+    has_members = np.diff(index.member_offsets) > 0
+    missing = has_members if index.marks is None else has_members & (index.marks == 0)
+    return np.diff(np.concatenate([[0], np.cumsum(missing)])[index.shard_rows])
+
+
+def _may_be_packed(shard: ShardInfo, has_unmarked: bool) -> bool:
+    """Return whether a shard can be compressed: a plain tar has marks."""
+    container = builtin_of(shard.url)
+    if isinstance(container, TarContainer):
+        return has_unmarked
+    return isinstance(container, RecordContainer) and is_compressed(shard.url)
+
+
+def _access(index: Index, shards: Sequence[ShardInfo]) -> Access:
+    accesses = Accesses()
+    local = [accesses.of(shard.url) for shard in shards if not is_remote(shard.url)]
+    return Access.joined([access_of(str(index.path)), *local])

@@ -1,0 +1,86 @@
+"""The same data in another place: an index of shards of the same names and sizes serves there, without indexing again.
+
+new URLs --listed by one rank--> names, sizes, versions --noted index?--> the same rows, with the new URLs --> Index
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.errors import DamagedIndexError
+from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.locations import check_function_of, index_path, open_index
+from orchdata.loaders.index.moved.move import CannotMove, moved_shards, write_moved
+from orchdata.loaders.index.moved.places import has_notes, noted, place_name
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.compressed import compression
+from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import FileVersion
+from orchdata.notices import warn_user
+from orchdata.ranks.first_comer import done_by_first
+
+
+def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tuple[Index | None, Reading]:
+    """Return an index that was made of these shards in another place; None if there is none, or it cannot serve.
+
+    Also return how the shards are read, with their sizes and versions if they were looked up.
+
+    Raises StorageError, and FunctionError as `open_index`.
+    """
+    cache = CacheFolder()
+    if reading.media_root is not None or reading.containers or not has_notes(cache):
+        return None, reading
+    versions, reading = _looked_up(urls, reading)
+    if len(versions) < len(urls):
+        return None, reading
+    fingerprint = recipe.count_fingerprint()
+    index = noted(place_name([(url, versions[url].size) for url in urls], fingerprint, reading), cache)
+    if index is None:
+        return None, reading
+    check_function_of(index, recipe)
+    path = index_path(urls, fingerprint, cache, reading)
+    with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
+        try:
+            if (moved := open_index(urls, recipe, cache=cache, reading=reading)) is not None:
+                return moved, reading  # another rank of this node has written it
+            shards = moved_shards(index, urls, versions, lambda url: _is_packed(url, versions[url], reading))
+            if shards is None:
+                return None, reading
+            write_moved(index, path, shards)
+            return open_index(urls, recipe, cache=cache, reading=reading), reading
+        except CannotMove as error:
+            warn_user(f"the index of these shards in another place cannot serve here, and they are indexed: {error}")
+        except DamagedIndexError as error:
+            warn_user(f"the index of these shards in another place is damaged, and they are indexed: {error}")
+    return None, reading
+
+
+def _looked_up(urls: tuple[str, ...], reading: Reading) -> tuple[dict[str, FileVersion], Reading]:
+    """Return size and version of each shard that exists. One rank looks at objects for all ranks of the job, so that
+    all read the same versions.
+    """
+    remote = [url for url in urls if is_remote(url)]
+    found: dict[str, FileVersion] = {}
+    if remote:
+
+        def look() -> list[Any]:
+            files = reading.looked_up(remote).files
+            return [None if (file := files.version(url)) is None else list(file) for url in remote]
+
+        listed = done_by_first(f"place/{digest(remote)}", look)
+        found = {url: FileVersion(*file) for url, file in zip(remote, listed, strict=True) if file is not None}
+        reading = replace(reading, files=reading.files.knowing(found))
+    local: Mapping[str, FileVersion | None] = {url: LOCAL.version(url) for url in urls if not is_remote(url)}
+    return found | {url: file for url, file in local.items() if file is not None}, reading
+
+
+def _is_packed(url: str, version: FileVersion, reading: Reading) -> bool:
+    with closing(reading.files.open(url, version)) as file:
+        return compression(file.read(0, 4)) is not None

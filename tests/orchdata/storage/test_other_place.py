@@ -1,0 +1,333 @@
+"""The same data in another place: no indexing again, equal batches, and nothing that differs comes into a batch."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from global_digest import content
+from servers.fixtures import Proxied
+from servers.http_server import HttpServer
+from servers.proxy import Proxy
+from servers.s3_server import S3Server
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+from orchdata.loaders.index import build
+
+SHARDS, SAMPLES = 3, 6
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    return omni_shards(folder, shards=SHARDS, samples=SAMPLES)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The shards that are measured: a build measures each of them once, and nothing else does."""
+    real, shards = build.cost_shard, []
+
+    def noted(facts: Any, *rest: Any, **more: Any) -> Any:
+        shards.append(facts.meta.url)
+        return real(facts, *rest, **more)
+
+    monkeypatch.setattr(build, "cost_shard", noted)
+    return shards
+
+
+class Place:
+    """A bucket before which a proxy counts."""
+
+    def __init__(self, server: S3Server, bucket: str, proxy: Proxy) -> None:
+        self.server, self.bucket, self.proxy = server, bucket, proxy
+        self.options = server.options_of("all", proxy.endpoint)
+        self.pattern = f"s3://{bucket}/data/*"
+
+    def put(self, paths: list[str]) -> None:
+        for path in paths:
+            self.server.put(self.bucket, f"data/{Path(path).name}", Path(path).read_bytes())
+
+    def dataset(self, recipe: od.Recipe = RECIPE, **more: Any) -> od.ShardDataset:
+        return od.ShardDataset(self.pattern, recipe, storage_options=self.options, **more)
+
+
+@pytest.fixture
+def place(s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied) -> Place:
+    return Place(s3_server, new_bucket(), proxied(s3_server))
+
+
+def loader_of(dataset: od.ShardDataset, **more: Any) -> od.DataLoader:
+    return od.DataLoader(dataset, batch_size=3, shuffle=True, seed=5, **more)
+
+
+def contents(batch: od.Batch) -> Any:
+    """What a batch has, with names of shards in place of their URLs."""
+    sequences, media = content([batch])
+    return [(os.path.basename(shard), key, digest) for shard, key, digest in sequences], media
+
+
+def epoch(loader: od.DataLoader) -> list[Any]:
+    return [contents(batch) for batch in loader]
+
+
+def kinds(place: Place) -> set[str]:
+    return {request.kind for request in place.proxy.requests()}
+
+
+def test_from_files_to_a_bucket_to_a_server_without_etags(
+    paths: list[str], place: Place, http_server: HttpServer, measured: list[str], tmp_path: Path
+) -> None:
+    expected = epoch(loader_of(od.ShardDataset(paths, RECIPE)))
+    assert len(measured) == SHARDS
+    place.put(paths)
+    loader = loader_of(place.dataset())
+    assert kinds(place) == {"LIST"}, "one listing before the first step"
+    assert epoch(loader) == expected
+    assert kinds(place) == {"LIST", "RANGE"}
+    ranges = place.proxy.requests("RANGE")
+    assert len(ranges) <= SHARDS * SAMPLES, "no request for a header alone"
+    assert all(request.if_match for request in ranges)
+
+    urls = [http_server.put(f"{tmp_path.name}/{Path(path).name}", Path(path).read_bytes()) for path in paths]
+    assert epoch(loader_of(od.ShardDataset(urls, RECIPE, storage_options=http_server.options))) == expected
+    assert len(measured) == SHARDS
+
+
+def test_a_later_start_lists_nothing_but_the_pattern(paths: list[str], place: Place, measured: list[str]) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    first = place.dataset().index()
+    place.proxy.clear()
+    assert place.dataset().index().path == first.path
+    assert [request.kind for request in place.proxy.requests()] == ["LIST"]
+    assert len(measured) == SHARDS
+    assert all(shard.unproven for shard in first.shards)
+
+
+def test_from_a_bucket_to_files(paths: list[str], place: Place, measured: list[str]) -> None:
+    place.put(paths)
+    expected = epoch(loader_of(place.dataset()))
+    assert len(measured) == SHARDS
+    assert epoch(loader_of(od.ShardDataset(paths, RECIPE))) == expected
+    assert len(measured) == SHARDS
+
+
+def test_copies_of_files_are_indexed_again(paths: list[str], measured: list[str], tmp_path: Path) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    copies = [shutil.copy(path, tmp_path) for path in paths]
+    index = od.ShardDataset(copies, RECIPE).index()
+    assert len(measured) == 2 * SHARDS
+    assert not any(shard.unproven for shard in index.shards)
+
+
+def test_state_and_quarantine_go_on(paths: list[str], place: Place, measured: list[str]) -> None:
+    left_out = [(os.path.basename(paths[0]), od.ShardDataset(paths, RECIPE).index().key(1))]
+    whole = epoch(loader_of(od.ShardDataset(paths, RECIPE), quarantine=left_out))
+    assert sum(len(names) for names, _ in whole) == SHARDS * SAMPLES - 1
+    loader = loader_of(od.ShardDataset(paths, RECIPE), quarantine=left_out)
+    batches = iter(loader)
+    begun = [contents(next(batches)) for _ in range(2)]
+    state = loader.state_dict()
+    place.put(paths)
+    resumed = loader_of(place.dataset(), quarantine=left_out)
+    resumed.load_state_dict(state)
+    assert begun + epoch(resumed) == whole
+    assert len(measured) == SHARDS
+
+
+def rewritten(path: str, change: Callable[[tarfile.TarInfo, bytes], bytes]) -> bytes:
+    """A tar with the same members, after a change of each."""
+    out = io.BytesIO()
+    with tarfile.open(path) as source, tarfile.open(fileobj=out, mode="w", format=tarfile.DEFAULT_FORMAT) as target:
+        for info in source:
+            data = source.extractfile(info).read()  # type: ignore[union-attr]
+            target.addfile(info, io.BytesIO(change(info, data)))
+    data = out.getvalue()
+    return data + bytes(os.path.getsize(path) - len(data))
+
+
+def first_of(path: str) -> str:
+    with tarfile.open(path) as archive:
+        return archive.getnames()[0]
+
+
+def test_the_same_tar_written_again_is_taken(paths: list[str], place: Place, measured: list[str]) -> None:
+    """The control of the tests below: only the change makes the difference."""
+    expected = epoch(loader_of(od.ShardDataset(paths, RECIPE)))
+    for path in paths:
+        place.server.put(place.bucket, f"data/{Path(path).name}", rewritten(path, lambda info, data: data))
+    assert epoch(loader_of(place.dataset())) == expected
+    assert len(measured) == SHARDS
+
+
+def another_time(info: tarfile.TarInfo, data: bytes) -> bytes:
+    info.mtime = 1
+    return data
+
+
+def another_byte(info: tarfile.TarInfo, data: bytes) -> bytes:
+    return data[:200] + bytes([data[200] ^ 1]) + data[201:] if len(data) > 200 else bytes([data[0] ^ 1]) + data[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", [another_time, another_byte])
+def test_another_tar_of_the_same_name_and_size_comes_into_no_batch(
+    paths: list[str], place: Place, measured: list[str], change: Callable[..., bytes], workers: int
+) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    name = first_of(paths[1])
+    key = name.split(".")[0]
+    data = rewritten(paths[1], lambda info, data: change(info, data) if info.name == name else data)
+    assert len(data) == os.path.getsize(paths[1])
+    place.server.put(place.bucket, f"data/{Path(paths[1]).name}", data)
+
+    loader = loader_of(place.dataset(), num_workers=workers, on_error="skip")
+    seen: list[Any] = []
+    with pytest.raises(od.StaleIndexError, match=r"(?s)omni-000001\.tar.*sample.*orchdata index"):
+        for batch in loader:
+            seen += [(os.path.basename(shard), each) for shard, each in batch.sample_ids]
+    assert (Path(paths[1]).name, key) not in seen
+    assert len(seen) < SHARDS * SAMPLES
+    assert len(measured) == SHARDS
+    # What the error says helps.
+    build.build_index(place.dataset().urls, RECIPE, reading=place.dataset().reading)
+    assert len(measured) == 2 * SHARDS
+
+
+def test_another_size_or_order_is_indexed_again(paths: list[str], place: Place, measured: list[str]) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    urls = [f"s3://{place.bucket}/data/{Path(path).name}" for path in reversed(paths)]
+    od.ShardDataset(urls, RECIPE, storage_options=place.options).index()
+    assert len(measured) == 2 * SHARDS
+    place.server.put(place.bucket, f"data/{Path(paths[0]).name}", Path(paths[0]).read_bytes() + bytes(10240))
+    place.dataset().index()
+    assert len(measured) == 2 * SHARDS + 1, "the others are in the same place"
+
+
+def tables(folder: Path, suffix: str) -> list[str]:
+    """Parquet or JSON Lines with texts of 100 letters."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for number in range(2):
+        path = folder / f"texts-{number}.{suffix}"
+        texts = [f"{number} {row} ".ljust(100, "x") for row in range(40)]
+        if suffix == "parquet":
+            pq.write_table(pa.table({"text": texts}), path, compression="none")
+        else:
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        paths.append(str(path))
+    return paths
+
+
+def epochs_until(loader: od.DataLoader, thread: str) -> None:
+    """Iterate until the comparison has ended, and once more."""
+    for batch in loader:
+        del batch
+    for each in threading.enumerate():
+        if each.name == thread:
+            each.join()
+    for batch in loader:
+        del batch
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_tables_are_compared_whole(place: Place, measured: list[str], tmp_path: Path, suffix: str) -> None:
+    paths = tables(tmp_path / "here", suffix)
+    od.ShardDataset(paths).index()
+    place.put(paths)
+    epochs_until(loader_of(place.dataset(od.Recipe())), "orchdata-compare")
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_table_with_another_byte_is_an_error(place: Place, measured: list[str], tmp_path: Path, suffix: str) -> None:
+    paths = tables(tmp_path / "here", suffix)
+    od.ShardDataset(paths).index()
+    place.put(paths)
+    data = Path(paths[1]).read_bytes().replace(b"1 7 xxx", b"1 7 xyx", 1)
+    place.server.put(place.bucket, f"data/{Path(paths[1]).name}", data)
+    with pytest.raises(od.StaleIndexError, match=r"texts-1.*orchdata index"):
+        epochs_until(loader_of(place.dataset(od.Recipe())), "orchdata-compare")
+    assert len(measured) == 2
+
+
+def test_a_published_index_moves_and_is_published(
+    paths: list[str], place: Place, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    first = place.dataset(index_store=f"s3://{place.bucket}/index")
+    assert len(first) == SHARDS * SAMPLES
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "another-node"))
+    second = place.dataset(index_store=f"s3://{place.bucket}/index")
+    assert len(epoch(loader_of(second))) == SHARDS * SAMPLES // 3
+    assert (second.generation, second.index().build_id) == (1, first.index().build_id)
+    assert len(measured) == SHARDS
+
+
+def test_another_recipe_is_indexed(paths: list[str], place: Place, measured: list[str]) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    place.dataset(od.Recipe()).index()
+    assert len(measured) == 2 * SHARDS
+
+
+def test_tars_without_marks_are_indexed_again(
+    paths: list[str], place: Place, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:  # as an earlier release left them
+        before.setattr("orchdata.loaders.index.shard_costs.row_marks", lambda facts, columns: b"")
+        assert od.ShardDataset(paths, RECIPE).index().marks is None
+    place.put(paths)
+    with pytest.warns(UserWarning, match="samples without a mark"):
+        place.dataset().index()
+    assert len(measured) == 2 * SHARDS
+
+
+def test_a_write_that_fails_leaves_nothing(
+    paths: list[str], place: Place, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = od.ShardDataset(paths, RECIPE).index().path.parent
+    before = sorted(os.listdir(kept))
+    place.put(paths)
+    real = os.pwrite
+    written = 0
+    for failing in range(1, 100):
+        count = 0
+
+        def pwrite(*given: Any, failing: int = failing) -> int:
+            nonlocal count
+            count += 1
+            if count == failing:
+                raise OSError(28, "No space left on device")
+            return real(*given)
+
+        with monkeypatch.context() as faults:
+            faults.setattr(os, "pwrite", pwrite)
+            try:
+                place.dataset().index()
+            except od.StorageError:
+                assert [name for name in sorted(os.listdir(kept)) if not name.endswith(".verified")] == [
+                    name for name in before if not name.endswith(".verified")
+                ]
+                written += 1
+                continue
+        break
+    assert written >= 2, "head and body"
+    assert len(measured) == SHARDS
+    assert len(epoch(loader_of(place.dataset()))) == SHARDS * SAMPLES // 3
