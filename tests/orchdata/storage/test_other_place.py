@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from global_digest import content
+from published_job import __file__ as JOB
+from rank_jobs import run_ranks
 from servers.fixtures import Proxied
 from servers.http_server import HttpServer
 from servers.proxy import Proxy
@@ -331,3 +335,71 @@ def test_a_write_that_fails_leaves_nothing(
     assert written >= 2, "head and body"
     assert len(measured) == SHARDS
     assert len(epoch(loader_of(place.dataset()))) == SHARDS * SAMPLES // 3
+
+
+def test_compressed_tars_are_compared_when_they_are_decompressed(
+    paths: list[str], place: Place, measured: list[str]
+) -> None:
+    for path in paths:
+        data = Path(path).read_bytes()
+        Path(f"{path}.gz").write_bytes(gzip.compress(data, mtime=0))
+    packed = [f"{path}.gz" for path in paths]
+    expected = epoch(loader_of(od.ShardDataset(packed, RECIPE)))
+    place.put(packed)
+    assert epoch(loader_of(place.dataset())) == expected
+    assert len(measured) == SHARDS
+    assert all(shard.packed for shard in place.dataset().index().shards)
+
+
+def test_unusual_tars_have_marks_too(place: Place, measured: list[str], tmp_path: Path) -> None:
+    """With numbers in base 256 and hard links: the whole archive is read by tarfile."""
+    path = tmp_path / "unusual.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
+        for number in range(4):
+            info = tarfile.TarInfo(f"{number}.txt")
+            data = f"text {number} ".encode() * 80
+            info.size, info.uid = len(data), 1 << 40
+            archive.addfile(info, io.BytesIO(data))
+        link = tarfile.TarInfo("4.txt")
+        link.type, link.linkname = tarfile.LNKTYPE, "0.txt"
+        archive.addfile(link)
+    index = od.ShardDataset(path).index()
+    assert index.marks is not None
+    assert index.marks[0] == index.marks[4] != 0
+    assert len(set(index.marks.tolist())) == 4
+    expected = epoch(loader_of(od.ShardDataset(path)))
+    place.put([str(path)])
+    assert epoch(loader_of(place.dataset(od.Recipe()))) == expected
+    assert len(measured) == 1
+
+
+def test_sources_of_a_mixture_move(paths: list[str], place: Place, measured: list[str]) -> None:
+    def mixed(first: od.ShardDataset, second: od.ShardDataset) -> list[Any]:
+        sources = {"one": od.Source(first, weight=1), "two": od.Source(second, weight=2)}
+        return list(itertools.islice(epoch(loader_of(od.Mixture(sources))), 4))
+
+    here = od.ShardDataset(paths[:2], RECIPE), od.ShardDataset(paths[2:], RECIPE)
+    expected = mixed(*here)
+    place.put(paths)
+    urls = [f"s3://{place.bucket}/data/{Path(path).name}" for path in paths]
+    there = [od.ShardDataset(part, RECIPE, storage_options=place.options) for part in (urls[:2], urls[2:])]
+    assert mixed(*there) == expected
+    assert len(measured) == SHARDS
+
+
+@pytest.mark.parametrize("index_store", [False, True])
+def test_ranks_list_the_place_once(
+    paths: list[str], place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index_store: bool
+) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "node-0"))
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    store = {"index_store": f"s3://{place.bucket}/index"} if index_store else {}
+    given = {"paths": place.pattern, "options": place.options, "ranks_per_node": 3, "folder": str(tmp_path)} | store
+    ranks = run_ranks(JOB, json.dumps(given | {"common": True}), num_ranks=3, folder=tmp_path)
+    assert [rank["measured"] for rank in ranks] == [[]] * 3
+    assert len({json.dumps(rank["state"]) for rank in ranks}) == 1
+    keys = [key for rank in ranks for key in rank["keys"]]
+    assert len(keys) == len(set(keys)) == SHARDS * SAMPLES
+    listed = [request for request in place.proxy.requests("LIST") if "prefix=data" in request.query]
+    assert len(listed) == 1 + index_store, "with index_store, new shards are looked for after the first step"
