@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.found import Wanted, built
+from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index.fields.merged import IndexFields
-from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
 from orchdata.loaders.index.moved.places import note_place
@@ -33,8 +33,8 @@ from orchdata.loaders.index.published.parts import Parts, PublishedMeanwhile
 from orchdata.loaders.index.published.publish import publish
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import Reading
-from orchdata.notices import warn_once
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first
 
 
