@@ -109,7 +109,7 @@ def test_under_skip_too_trouble_in_training_ends_the_run(
     assert loader.stats()["failures"]["count"] == 0
 
 
-@pytest.mark.parametrize("name", ["orchdata.loaders.storage.cache.create_temporary", "os.fsync"])
+@pytest.mark.parametrize("name", ["orchdata.loaders.storage.node.entries.create_temporary", "os.fsync"])
 def test_a_full_cache_ends_a_build_and_records_nothing(
     shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

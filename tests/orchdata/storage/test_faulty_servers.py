@@ -171,6 +171,7 @@ def test_an_outage_that_lasts_is_one_error_on_one_line(
     assert len(list(loader)) > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_storage_is_not_suspected(
     s3_server: S3Server, local: Epochs, through: Remote, proxied: Proxied
 ) -> None:
@@ -178,10 +179,10 @@ def test_a_worker_that_waits_for_storage_is_not_suspected(
     proxy = proxied(s3_server)
     dataset = through(proxy)
     dataset.index()
-    loader = od.DataLoader(dataset, on_error="skip", num_workers=1, num_threads=2, timeout=1, **LOADER)
+    loader = od.DataLoader(dataset, on_error="skip", num_workers=1, num_threads=2, timeout=6, **LOADER)
     batches = iter(loader)
     found = digests([next(batches)])
-    proxy.faults = (Fault("stall", kinds=("RANGE",), after=10, seconds=2.5, times=2),)
+    proxy.faults = (Fault("stall", kinds=("RANGE",), after=10, seconds=15, times=2),)
     found += digests(batches)
     assert found == local.local
     assert loader.stats()["failures"]["count"] == 0
@@ -193,7 +194,7 @@ def test_the_timeout_of_a_loader_limits_an_outage(
     proxy = proxied(s3_server)
     dataset = through(proxy)  # for 5 minutes, if the loader said nothing
     dataset.index()
-    loader = od.DataLoader(dataset, on_error="skip", num_workers=1, num_threads=2, timeout=3, **LOADER)
+    loader = od.DataLoader(dataset, on_error="skip", num_workers=1, num_threads=2, timeout=8, **LOADER)
     batches = iter(loader)
     next(batches)
     Outage(proxy).begin()

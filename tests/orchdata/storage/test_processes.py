@@ -163,7 +163,9 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
             print("interrupted", flush=True)
     """
     support = Path(__file__).parents[2] / "support"
-    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{textwrap.dedent(program)}"
+    # Where tests run in the background of a shell, children would ignore the signal.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{heard}\n{textwrap.dedent(program)}"
     options = s3_server.options_of("all", proxy.endpoint)
     command = [sys.executable, "-c", lines, f"s3://{bucket}/train/", json.dumps(options)]
     if not is_read:
