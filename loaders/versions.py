@@ -22,9 +22,6 @@ COSTS_FORMAT = 5
 TABLE_FORMAT = 4
 """Layout of the merged index."""
 
-PLACE_FORMAT = 1
-"""Layout of notes of indexes under names and sizes of their shards."""
-
 FIELDS_FORMAT = 1
 """Layout of files with the user's own columns of a shard, and of a data set."""
 

@@ -38,7 +38,6 @@ from orchdata.loaders.index.locations import (
 )
 from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
-from orchdata.loaders.index.moved.places import note_place
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -189,7 +188,6 @@ def build_index(
             check_met(reading.columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
-        patience.keep_trying(lambda: note_place(index, fingerprint, reading, cache), StorageError)
         keep_within(cache, build, [table.path for table in tables])
     remove_leftovers(cache)
     return index

@@ -15,7 +15,6 @@ from orchdata.loaders.versions import (
     COSTS_FORMAT,
     FACTS_FORMAT,
     FIELDS_FORMAT,
-    PLACE_FORMAT,
     SIZES_FORMAT,
     TABLE_FORMAT,
     TEXTS_FORMAT,
@@ -134,8 +133,8 @@ KINDS: Final = (
     Kind(
         folder="index",
         content="indexes",
-        suffixes=(".index", ".place"),
-        sealed={b"indx": Sealed(TABLE_FORMAT, _of_shards), b"plac": Sealed(PLACE_FORMAT, _of_none)},
+        suffixes=(".index",),
+        sealed={b"indx": Sealed(TABLE_FORMAT, _of_shards)},
         claims="index",
         is_held=True,
     ),

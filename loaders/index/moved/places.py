@@ -1,72 +1,70 @@
-"""Places: names and sizes of shards -> an index of the same shards in another place.
+"""Places: names of shards -> the indexes in the cache folder of shards of the same names in other places.
 
-An index that is merged, or fetched, is noted in the cache folder under the names and sizes of its shards, without their
-folders. An index of shards in a new place is looked for by them.
+The head of each index there is read: this is done where shards have no index, before all of them would be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import NamedTuple
 
-from orchdata.loaders.errors import DamagedIndexError
-from orchdata.loaders.index.index import Index, basename, digest
+from orchdata.loaders.index.checks.heads import check_index
+from orchdata.loaders.index.index import KIND, basename, content_fingerprint
 from orchdata.loaders.shards.reading import Reading
-from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import access_of
-from orchdata.loaders.storage.shared.files import names_in
-from orchdata.loaders.storage.shared.values import check_shape
-from orchdata.loaders.versions import PLACE_FORMAT, TABLE_FORMAT, rules_digest
-
-KIND: Final = b"plac"
-SUFFIX: Final = ".place"
+from orchdata.loaders.storage.sealed import head_of
+from orchdata.loaders.storage.shared.files import names_in, opened, status_of
+from orchdata.loaders.versions import TABLE_FORMAT
 
 
-def place_name(shards: Iterable[tuple[str, int]], recipe: str, reading: Reading) -> str:
-    """Return the name of shards wherever they are, under a recipe fingerprint.
+class Elsewhere(NamedTuple):
+    """An index of shards of the same names.
+
+    Attributes:
+        sizes: of the shards, in bytes.
+    """
+
+    path: Path
+    sizes: list[int]
+
+
+def indexes_elsewhere(urls: Sequence[str], recipe: str, reading: Reading, cache: CacheFolder) -> list[Elsewhere]:
+    """Return the indexes of shards with these names in this order, the newest first; compared ones before others.
 
     Args:
-        shards: path and size of each, in order.
+        recipe: fingerprint of the recipe.
+        reading: with neither media_root nor containers.
     """
-    contents = [[basename(url), size] for url, size in shards]
-    return digest([TABLE_FORMAT, rules_digest(), recipe, contents, *reading.identity()])
-
-
-def note_place(index: Index, recipe: str, reading: Reading, cache: CacheFolder) -> None:
-    """Note an index in the cache folder for `noted`. Raises StorageError."""
-    name = place_name([(shard.url, shard.size) for shard in index.shards], recipe, reading)
-    path = cache.root / "index" / f"{name}{SUFFIX}"
-    if _named(path) != index.path.name:
-        write_whole(path, seal(KIND, PLACE_FORMAT, {"index": index.path.name}, [])[0], access_of(str(index.path)))
-
-
-def has_notes(cache: CacheFolder) -> bool:
-    """Return whether any index is noted: else nothing has to be looked up."""
-    try:
-        return any(name.endswith(SUFFIX) for name in names_in(cache.root / "index"))
-    except OSError:
-        return False
-
-
-def noted(name: str, cache: CacheFolder) -> Index | None:
-    """Return the index that is noted under a name of `place_name`; None if there is none, or it is damaged."""
+    names = [basename(url) for url in urls]
+    found: list[tuple[bool, float, Elsewhere]] = []
     folder = cache.root / "index"
-    file = _named(folder / f"{name}{SUFFIX}")
     try:
-        return None if file is None else Index(folder / file)
-    except (FileNotFoundError, DamagedIndexError):
-        return None
+        paths = [folder / name for name in names_in(folder) if name.endswith(".index")]
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            shards, changed = _shards_in(path, recipe), status_of(path)
+        except (OSError, ValueError):
+            continue  # damaged, of another release, or removed just now
+        is_same = changed is not None and [basename(shard.url) for shard in shards] == names
+        if is_same and all(_is_read_so(shard, reading) for shard in shards):
+            assert changed is not None
+            unproven = any(shard.unproven for shard in shards)
+            found.append((unproven, -changed.st_mtime, Elsewhere(path, [shard.size for shard in shards])))
+    return [each for _, _, each in sorted(found, key=lambda one: one[:2])]
 
 
-def _named(path: Path) -> str | None:
-    """Return the name of the index that a note has; None if there is no sound note."""
-    try:
-        head, _ = read_sealed(path, KIND, PLACE_FORMAT)
-        check_shape(head.values, {"index": str}, "the head")
-    except (OSError, ValueError):
-        return None
-    file = str(head.values["index"])
-    return file if file == Path(file).name and file.endswith(".index") else None
+def _shards_in(path: Path, recipe: str) -> list[ShardInfo]:
+    """Return the shards of an index; none if it has another recipe or rules. Raises OSError, ValueError."""
+    with opened(path) as fd:
+        values = head_of(fd, KIND, TABLE_FORMAT).values
+    check_index(values)
+    shards = [ShardInfo.of_list(shard) for shard in values["shards"]]
+    return shards if values["fingerprint"] == content_fingerprint(shards, recipe) else []
+
+
+def _is_read_so(shard: ShardInfo, reading: Reading) -> bool:
+    return (shard.columns, shard.container, shard.media_root, shard.reach) == (reading.columns, "", "", 0)

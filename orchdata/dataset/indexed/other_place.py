@@ -1,6 +1,6 @@
 """The same data in another place: an index of shards of the same names and sizes serves there, without indexing again.
 
-new URLs --listed by one rank--> names, sizes, versions --noted index?--> the same rows, with the new URLs --> Index
+new URLs --names--> an index in the cache folder --one rank lists: sizes, versions--> the same rows, new URLs --> Index
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from orchdata.loaders.claims import Claims
@@ -15,7 +16,7 @@ from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of, index_path, open_index
 from orchdata.loaders.index.moved.move import CannotMove, moved_shards, write_moved
-from orchdata.loaders.index.moved.places import has_notes, noted, place_name
+from orchdata.loaders.index.moved.places import indexes_elsewhere
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.compressed import compression
 from orchdata.loaders.shards.reading import Reading
@@ -35,13 +36,16 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
     Raises StorageError, and FunctionError as `open_index`.
     """
     cache = CacheFolder()
-    if reading.media_root is not None or reading.containers or not has_notes(cache):
-        return None, reading
-    versions, reading = _looked_up(urls, reading)
-    if len(versions) < len(urls):
+    if reading.media_root is not None or reading.containers:
         return None, reading
     fingerprint = recipe.count_fingerprint()
-    index = noted(place_name([(url, versions[url].size) for url in urls], fingerprint, reading), cache)
+    elsewhere = indexes_elsewhere(urls, fingerprint, reading, cache)
+    if not elsewhere:
+        return None, reading
+    versions, reading = _looked_up(urls, reading)
+    sizes = [versions[url].size if url in versions else None for url in urls]
+    opened = (_opened(each.path) for each in elsewhere if each.sizes == sizes)
+    index = next((found for found in opened if found is not None), None)
     if index is None:
         return None, reading
     check_function_of(index, recipe)
@@ -60,6 +64,14 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
         except DamagedIndexError as error:
             warn_user(f"the index of these shards in another place is damaged, and they are indexed: {error}")
     return None, reading
+
+
+def _opened(path: Path) -> Index | None:
+    """Return an index; None if it is damaged, or was removed."""
+    try:
+        return Index(path)
+    except (FileNotFoundError, DamagedIndexError):
+        return None
 
 
 def _looked_up(urls: tuple[str, ...], reading: Reading) -> tuple[dict[str, FileVersion], Reading]:

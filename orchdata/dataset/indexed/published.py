@@ -17,7 +17,6 @@ from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, Storag
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
-from orchdata.loaders.index.moved.places import note_place
 from orchdata.loaders.index.published.copies import opened_copy
 from orchdata.loaders.index.published.fields import fetch_fields, publish_fields
 from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
@@ -33,7 +32,6 @@ from orchdata.loaders.index.published.parts import Parts, PublishedMeanwhile
 from orchdata.loaders.index.published.publish import publish
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import Reading
-from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first
 
@@ -88,7 +86,6 @@ class StoredIndex:
         again = f"`{self.command} --force` writes it again"
         index = opened_copy(self.folder, manifest, local=None if local is None else local.path, again=again)
         check_function_of(index, self.recipe)
-        note_place(index, self.recipe.count_fingerprint(), self.reading, CacheFolder())
         return index
 
     def published(self, index: Index, parts: Parts, *, force: bool = False) -> Manifest:
