@@ -81,7 +81,9 @@ def write_moved(index: Index, path: Path, shards: Sequence[ShardInfo]) -> None:
     with opened(index.path) as source:
         head = head_of(source, KIND, TABLE_FORMAT)
         listed = [shard.as_list() for shard in shards]
-        values = {**head.values, "shards": listed, "build_id": digest([index.build_id, listed])}
+        is_same = listed == head.values["shards"]  # they are where they were, and the index was in another file
+        build_id = index.build_id if is_same else digest([index.build_id, listed])
+        values = {**head.values, "shards": listed, "build_id": build_id}
         start = body_start(values, head.size)
         with replaced(path, _access(index, shards)) as fd:
             buffer = memoryview(bytearray(BLOCK_BYTES))
