@@ -70,6 +70,7 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/python -m benchmarks.parquet
+	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.first_look
 	$(BIN)/python -m benchmarks.throughput
@@ -94,13 +95,14 @@ $(VENV)/torchvision: $(STAMP)
 
 # Loaders and solvers that benchmarks compare with, one to an environment, because together they have no solution. Each
 # environment sees the packages of $(VENV) behind its own, so that none brings another torch.
-PEERS := energon grain litdata ortools ray spdl streaming
+PEERS := energon grain lance litdata ortools ray spdl streaming
 PEER_VENVS := .venv-peers
 energon_packages := megatron-energon
 grain_packages := grain
+lance_packages := pylance
 # These two ask for torchvision, which is built for one torch: they come without what they ask for, and what they use.
 litdata_packages := --no-deps litdata boto3 botocore certifi charset_normalizer jmespath lightning-utilities obstore requests \
-	s3transfer tifffile urllib3
+	s3transfer tifffile urllib3 zstd
 ortools_packages := ortools
 ray_packages := ray[data]
 spdl_packages := spdl

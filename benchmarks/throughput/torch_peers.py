@@ -94,7 +94,7 @@ def write_litdata(job: PeersJob, folder: Path) -> None:
     from litdata import optimize
 
     optimize(
-        fn=_Joined(job.records),
+        fn=JoinedRecords(job.records),
         inputs=list(range(len(job.records))),
         output_dir=str(folder),
         chunk_bytes="32MB",
@@ -123,7 +123,7 @@ class _Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class JoinedRecords:
     """Numbers to records, where another library writes them."""
 
     records: Records

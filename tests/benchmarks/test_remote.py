@@ -1,0 +1,103 @@
+"""`python -m benchmarks.remote` at tiny sizes: all loaders deliver the samples of two epochs, and the server counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.remote import lanes as lanes_module
+from benchmarks.remote import ours
+from benchmarks.remote.job import RemoteJob, measure
+from benchmarks.remote.lanes import ALONE, LANES, NEAR, PEERS, chosen_lanes
+from benchmarks.remote.run import RemotePeersBench, run
+from orchdata.bench.harness import make_report
+from orchdata.bench.throughput.lanes import Lane
+
+
+def job_of(samples: int) -> Any:
+    return SimpleNamespace(cache="", samples=range(samples))
+
+
+def lane_of(*counts: int) -> Lane:
+    def load(job: RemoteJob) -> Iterator[int]:
+        yield from counts
+
+    return Lane("torch", load)
+
+
+def test_two_epochs_are_parted_by_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", "")
+    first, second = measure(lane_of(*[2] * 5, *[2] * 5), job_of(10), 2)
+    assert first.began < first.ended <= second.began < second.ended
+
+
+@pytest.mark.parametrize(
+    ("counts", "delivered"),
+    [((2, 2, 2, 2), 8), ((4, 4, 4), 12), ((2, 2, 2, 2, 2, 2), 2)],
+    ids=["few", "many", "second"],
+)
+def test_an_epoch_of_another_size_is_an_error(
+    counts: tuple[int, ...], delivered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", "")
+    with pytest.raises(RuntimeError, match=f"an epoch delivered {delivered} of 10 samples"):
+        measure(lane_of(*counts), job_of(10), 2)
+
+
+def test_peers_are_chosen_by_name() -> None:
+    ours_alone = {**LANES, **(lanes_module.CACHED if ours.has_cache() else {})}
+    assert chosen_lanes("none") == ours_alone
+    assert list(chosen_lanes("all")) == [*ours_alone, *PEERS]
+    assert set(chosen_lanes("litdata, lance")) - set(ours_alone) == {"LitData", "LitData, raw files", "Lance"}
+    with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of lance, "):
+        chosen_lanes("dali")
+
+
+def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setitem(PEERS, "Lance", Lane("torch", len, "no_such_module"))
+    found = chosen_lanes("no_such_module,webdataset")
+    assert found["Lance"].absent == "not installed: make peers-no_such_module"
+    assert (found["webdataset"].python, found["webdataset"].absent) == (sys.executable, "")
+    (tmp_path / "no_such_module").mkdir()
+    (tmp_path / "no_such_module" / ".installed").touch()
+    assert chosen_lanes("no_such_module")["Lance"].python == str(tmp_path / "no_such_module" / "bin" / "python")
+
+
+def test_every_peer_has_an_environment_or_is_among_our_packages() -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    environments = set(makefile.split("PEERS := ")[1].splitlines()[0].split())
+    assert {lane.module for lane in PEERS.values()} - environments == {"webdataset"}
+
+
+@pytest.mark.parametrize("given", [{"samples": 100}, {"repeats": 0}, {"latency_ms": -1.0}, {"index_shards": -1}])
+def test_what_cannot_be_measured_is_an_error(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="samples|must be at least"):
+        RemotePeersBench(**given)
+
+
+@pytest.mark.slow
+def test_every_loader_delivers_two_epochs_from_the_bucket() -> None:
+    config = RemotePeersBench(samples=16, batch_size=2, workers=1, repeats=1, index_shards=1, latency_ms=1.0)
+    report = make_report("python -m benchmarks.remote", config, run(config))
+    shown = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    speeds, reads = ({row[0]: row[1:] for row in table["rows"]} for table in shown["tables"][:2])
+    lanes = chosen_lanes("all")
+    there = [name for name, lane in lanes.items() if not lane.absent]
+    assert list(speeds) == there
+    assert list(reads) == [name for name in there if NEAR not in name]
+    # One range a sample, and the headers between its members: both epochs.
+    assert reads[ALONE][:2] == [1.0, 1.0]
+    assert 1.0 < reads[ALONE][2] < 1.1
+    # Whole tars through pipes: 8 of them for 16 samples.
+    assert reads["webdataset"][:2] == [0.5, 0.5]
+    for name in ("orchdata, threads", "orchdata, processes"):
+        assert 0.5 < reads[name][0] <= 1.2
+        assert 1.0 <= reads[name][2] < 1.1
+    assert {"indexing / fetching the tars whole"} < {result["name"] for result in shown["results"]}
