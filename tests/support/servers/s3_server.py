@@ -14,6 +14,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,11 +36,15 @@ class S3Server:
     """One server, from `with` to its end, with credentials for each of: `all`, `reader`, `lister`, `nothing`.
 
     A reader may read any key and list no bucket. Buckets are made by `make_bucket` alone.
+
+    Args:
+        options: more options of `weed server`, without their dash.
     """
 
     region = REGION
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, object] | None = None) -> None:
+        self._more = dict(options or {})
         self._folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
         # Other servers know no such key: an answer can come only from this one.
         self._credentials = {name: (secrets.token_hex(10), secrets.token_hex(20)) for name in _RIGHTS}
@@ -141,6 +146,7 @@ class S3Server:
             "filer.port.grpc": filer_grpc,
             "s3.localSocket": folder / "s3.sock",
             "filer.localSocket": folder / "filer.sock",
+            **self._more,
         }
         given = [f"-{name}={value}" for name, value in options.items()]
         log = folder / "log"
