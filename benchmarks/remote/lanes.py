@@ -19,8 +19,6 @@ LANES: Final[dict[str, Lane]] = {
     f"orchdata, processes{NEAR}": Lane("limit", ours.near_processes, OURS, in_processes=True),
     "orchdata, threads": Lane("ours", ours.threads, OURS),
     "orchdata, processes": Lane("ours", ours.processes, OURS, in_processes=True),
-}
-CACHED: Final[dict[str, Lane]] = {
     "orchdata, threads, od.Cache": Lane("ours", ours.cached_threads, OURS),
     "orchdata, processes, od.Cache": Lane("ours", ours.cached_processes, OURS, in_processes=True),
 }
@@ -46,7 +44,7 @@ def chosen_lanes(chosen: str) -> dict[str, Lane]:
     names = {"all": known, "none": []}.get(chosen, [name.strip() for name in chosen.split(",")])
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no peer is called {', '.join(unknown)}: say all, none, or some of {', '.join(known)}")
-    return LANES | (CACHED if ours.has_cache() else {}) | dict(_placed(names))
+    return LANES | dict(_placed(names))
 
 
 def _placed(names: list[str]) -> Iterator[tuple[str, Lane]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.remote.job import EPOCHS, RemoteJob
 from orchdata.bench.throughput.job import Shards
+from orchdata.loaders.storage.node.cache import Cache
 
 _CACHE_BYTES: Final = 1 << 40
 _READERS: Final = 32
@@ -33,20 +33,13 @@ def near_processes(job: RemoteJob) -> Iterator[int]:
 
 
 def cached_threads(job: RemoteJob) -> Iterator[int]:
-    return _epochs(job, job.shards, num_threads=job.workers, cache=_cache(job))
+    return _epochs(job, job.shards, num_threads=job.workers, cache=Cache(job.scratch, max_bytes=_CACHE_BYTES))
 
 
 def cached_processes(job: RemoteJob) -> Iterator[int]:
-    return _epochs(job, job.shards, num_workers=job.workers, num_threads=1, cache=_cache(job))
-
-
-def has_cache() -> bool:
-    return "Cache" in dir(import_module("orchdata"))
-
-
-def _cache(job: RemoteJob) -> Any:
-    orchdata: Any = import_module("orchdata")
-    return orchdata.Cache(job.scratch, max_bytes=_CACHE_BYTES)
+    return _epochs(
+        job, job.shards, num_workers=job.workers, num_threads=1, cache=Cache(job.scratch, max_bytes=_CACHE_BYTES)
+    )
 
 
 def _epochs(job: RemoteJob, shards: Shards, **options: Any) -> Iterator[int]:

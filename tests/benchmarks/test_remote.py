@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks.remote import lanes as lanes_module
-from benchmarks.remote import ours
 from benchmarks.remote.job import RemoteJob, measure
 from benchmarks.remote.lanes import ALONE, LANES, NEAR, PEERS, chosen_lanes
 from benchmarks.remote.run import RemotePeersBench, run
@@ -51,10 +50,9 @@ def test_an_epoch_of_another_size_is_an_error(
 
 
 def test_peers_are_chosen_by_name() -> None:
-    ours_alone = {**LANES, **(lanes_module.CACHED if ours.has_cache() else {})}
-    assert chosen_lanes("none") == ours_alone
-    assert list(chosen_lanes("all")) == [*ours_alone, *PEERS]
-    assert set(chosen_lanes("litdata, lance")) - set(ours_alone) == {"LitData", "LitData, raw files", "Lance"}
+    assert chosen_lanes("none") == LANES
+    assert list(chosen_lanes("all")) == [*LANES, *PEERS]
+    assert set(chosen_lanes("litdata, lance")) - set(LANES) == {"LitData", "LitData, raw files", "Lance"}
     with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of lance, "):
         chosen_lanes("dali")
 
