@@ -134,6 +134,8 @@ class ObstoreClient:
                 )
         elif url.scheme == "s3":
             config |= _aws_settings(self._options, config)
+            # obstore reads it only where no client options are given.
+            client.setdefault("allow_http", is_true(os.environ.get("AWS_ALLOW_HTTP", "false"), "AWS_ALLOW_HTTP"))
         try:
             if url.scheme in HTTP:
                 return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
