@@ -349,13 +349,14 @@ class Index:
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
     def proof(self, row: int) -> Proof | None:
-        """Return the member by which a sample of a plain tar is recognized; None if it has no mark."""
+        """Return the members by which a sample of a plain tar is recognized; None if it has no mark."""
         mine = self._member_slice(row)
-        pieces = np.flatnonzero(self.member_encoding[mine] != SPARSE)
-        if self.marks is None or not self.marks[row] or not len(pieces):
+        encodings = self.member_encoding[mine].tolist()
+        if self.marks is None or not self.marks[row] or not encodings:
             return None
-        first = mine.start + int(pieces[self.member_offset[mine][pieces].argmin()])
-        return Proof(int(self.member_offset[first]), int(self.member_size[first]), int(self.marks[row]))
+        places = zip(self.member_offset[mine].tolist(), self.member_size[mine].tolist(), encodings, strict=True)
+        sizes = {offset: size for offset, size, encoding in places if encoding != SPARSE}
+        return Proof(tuple(sorted(sizes.items())), int(self.marks[row]))
 
     def members(self, row: int) -> list[Member]:
         """Return the members that a sample uses, as arguments of `compose`."""

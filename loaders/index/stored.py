@@ -114,6 +114,7 @@ class StoredSample:
             else:
                 contents = self._proven(distinct, proof, shard.read_many(with_proof(distinct, proof)))
         except FieldError as error:
+            self.refuse_unproven(error)
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(num_bytes)
         payloads = dict(zip(distinct, contents, strict=True))
@@ -128,8 +129,19 @@ class StoredSample:
         return distinct if proof is None else with_proof(distinct, proof)
 
     def _proof(self) -> Proof | None:
-        """Return the member by which the sample is recognized; None if its shard is known, or compared as a whole."""
+        """Return the members by which the sample is recognized; None if its shard is known, or compared as a whole."""
         return self._index.proof(self.row) if self._info.unproven else None
+
+    def refuse_unproven(self, error: FieldError) -> None:
+        """Raise StaleIndexError for a failure in a shard of another place that was not compared yet: its bytes may be
+        others, and no sample is to blame.
+        """
+        if self._info.unproven:
+            raise StaleIndexError(
+                self.shard,
+                f"sample {self.key!r} cannot be read as it was indexed in another place under this name (field "
+                f"{error.field!r}: {error.reason}): run `orchdata index` for this place",
+            ) from None
 
     def _proven(self, members: Sequence[Spec], proof: Proof, contents: Sequence[bytes | memoryview]) -> list[Any]:
         """Return the contents of members that were read with their proof. Raises StaleIndexError if it differs."""
@@ -137,8 +149,8 @@ class StoredSample:
         if proved is None:
             raise StaleIndexError(
                 self.shard,
-                f"sample {self.key!r} is not the one that was indexed in another place under this name: its header or "
-                "its first bytes differ: run `orchdata index` for this place",
+                f"sample {self.key!r} is not the one that was indexed in another place under this name: the header "
+                "or the first bytes of a member differ: run `orchdata index` for this place",
             )
         return proved
 

@@ -1,14 +1,15 @@
 """Marks: 8 bytes that tell whether a member of a tar is the one that was indexed, in another place of the same data.
 
 A mark is of the 512 bytes of the header in front of a content, and of the first 512 bytes of the content. A scan of a
-tar has both in memory. A sample of a tar that no one has compared is read with that header, and its mark is compared.
+tar has both in memory. The mark of a sample joins those of all members that it uses. A sample of a tar that no one has
+compared is read with these headers, and its mark is compared.
 
-    Proof (offset, size, mark) --with_proof--> what to read --proven--> contents, or the mark differs
+    Proof (places, mark) --with_proof--> what to read --proven--> contents, or the mark differs
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,16 +23,17 @@ Spec = tuple[int, int, int, str]
 """(offset, size, encoding, field), as of `Shard.read_many`."""
 
 MARK_BYTES: Final = 8
+JOIN: Final = 0x9E3779B97F4A7C15
+"""Odd factor by which the marks of members are joined in their order."""
 _STEPS: Final = np.arange(1, 2 * MARKED_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Proof(NamedTuple):
-    """The member by which a sample is recognized: the place of its content, and its mark."""
+    """The members by which a sample is recognized: places of their contents in the tar, in order, and their mark."""
 
-    offset: int
-    size: int
+    pieces: tuple[tuple[int, int], ...]
     mark: int
 
 
@@ -63,31 +65,55 @@ def mark_of(data: Bytes) -> int:
     return int(total.view(np.int64)[0]) or 1
 
 
+def joined_mark(marks: Iterable[int]) -> int:
+    """Return the mark of a sample, of those of its members in the order of the tar. All of them must have one."""
+    total = 0
+    for mark in marks:
+        total = (total * JOIN + mark) % (1 << 64)
+    return (total - (1 << 64) if total >> 63 else total) or 1
+
+
 def with_proof(members: Sequence[Spec], proof: Proof) -> list[Spec]:
-    """Return what to read in place of members, so that `proven` can compare the mark: a header more, in one range."""
-    whole = _position(members, proof)
-    if whole is None:
-        return [*members, (proof.offset - MARKED_BYTES, MARKED_BYTES + min(proof.size, MARKED_BYTES), RAW, "*")]
-    offset, size, encoding, field = members[whole]
-    wider = offset - MARKED_BYTES, size + MARKED_BYTES, encoding, field
-    return [*members[:whole], wider, *members[whole + 1 :]]
+    """Return what to read in place of members, so that `proven` can compare the mark: each with the header in front of
+    it, and the first bytes of those that are not read, or not as they are stored.
+    """
+    places, wanted = _positions(members, proof), list(members)
+    for (offset, size), at in zip(proof.pieces, places, strict=True):
+        if at is None:
+            wanted.append((offset - MARKED_BYTES, MARKED_BYTES + min(size, MARKED_BYTES), RAW, "*"))
+        else:
+            _, _, encoding, field = members[at]
+            wanted[at] = offset - MARKED_BYTES, size + MARKED_BYTES, encoding, field
+    return wanted
 
 
 def proven(members: Sequence[Spec], proof: Proof, contents: Sequence[Bytes]) -> list[Bytes] | None:
     """Return the contents of members, read as `with_proof` says; None if the mark of the proof differs."""
-    whole = _position(members, proof)
-    marked = contents[-1 if whole is None else whole]
-    if mark_of(marked) != proof.mark:
-        return None
-    if whole is None:
-        return list(contents[:-1])
-    return [*contents[:whole], memoryview(marked)[MARKED_BYTES:], *contents[whole + 1 :]]
+    places, found = _positions(members, proof), list(contents[: len(members)])
+    others, marks = iter(contents[len(members) :]), []
+    for at in places:
+        marked = next(others) if at is None else contents[at]
+        marks.append(mark_of(marked))
+        if at is not None:
+            found[at] = memoryview(marked)[MARKED_BYTES:]
+    return found if joined_mark(marks) == proof.mark else None
 
 
-def _position(members: Sequence[Spec], proof: Proof) -> int | None:
-    """Return which of the members is the one of the proof and is read as it is stored; None if none is."""
-    wanted = proof.offset, proof.size, RAW
-    return next((at for at, member in enumerate(members) if member[:3] == wanted), None)
+def _positions(members: Sequence[Spec], proof: Proof) -> list[int | None]:
+    """Return which of the members each piece of a proof is, if it is read as it is stored."""
+    read = {member[:3]: at for at, member in reversed(list(enumerate(members)))}
+    return [read.get((offset, size, RAW)) for offset, size in proof.pieces]
 
 
-__all__ = ["MARKED_BYTES", "MARK_BYTES", "NO_MARK", "Proof", "mark_of", "marks_in", "proven", "with_proof"]
+__all__ = [
+    "JOIN",
+    "MARKED_BYTES",
+    "MARK_BYTES",
+    "NO_MARK",
+    "Proof",
+    "joined_mark",
+    "mark_of",
+    "marks_in",
+    "proven",
+    "with_proof",
+]

@@ -229,8 +229,12 @@ class PackedAssembly:
 
 
 def located(error: Exception, sample: StoredSample) -> DataError:
-    """Return the failure of a sample that an exception is, with the exception as its cause."""
+    """Return the failure of a sample that an exception is, with the exception as its cause. Raises as
+    `StoredSample.refuse_unproven`.
+    """
     known = isinstance(error, FieldError)
+    if isinstance(error, FieldError):
+        sample.refuse_unproven(error)
     failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
     failure.__cause__ = error.__cause__ if known else error
     return failure

@@ -1,6 +1,6 @@
 """Marks of rows: marks of the members of a tar -> the mark by which each sample is recognized in another place.
 
-The mark of a row is that of its first member in the tar. It follows the columns of a table: 8 bytes a row.
+The mark of a row joins those of its members. It follows the columns of a table: 8 bytes a row.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.loaders.index.table import Columns
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.fields import SPARSE
-from orchdata.loaders.shards.marks import NO_MARK
+from orchdata.loaders.shards.marks import JOIN, NO_MARK, joined_mark
 
-_PAST_ALL: Final = (1 << 63) - 1
 _FEW_ROWS: Final = 16
 
 
@@ -27,31 +25,41 @@ def row_marks(facts: Facts, columns: Columns) -> bytes:
         return b""
     if len(facts.table) <= _FEW_ROWS:
         return _of_few(facts, columns)
-    has_members = np.diff(columns.member_offsets) > 0
-    first = first_offsets(columns)
-    offsets, known = np.array(facts.table.offset, np.int64), np.frombuffer(facts.marks, np.int64)
-    order = np.argsort(offsets, kind="stable")
-    at = np.minimum(np.searchsorted(offsets, first, sorter=order), len(offsets) - 1)
-    found = order[at]
-    marks = np.zeros(len(has_members), np.int64)
-    marks[has_members] = np.where(offsets[found] == first, known[found], NO_MARK)
-    return marks.tobytes()
+
+    # The mark of each member of each row, in the order of the tar, each place once.
+    counts = np.diff(columns.member_offsets)
+    row, places = np.repeat(np.arange(len(counts)), counts), columns.member_offset.astype(np.int64)
+    order = np.lexsort((places, row))
+    order = order[columns.member_encoding[order] != SPARSE]
+    row, places = row[order], places[order]
+    is_new = np.ones(len(row), np.bool_)
+    is_new[1:] = (np.diff(row) != 0) | (np.diff(places) != 0)
+    row, places = row[is_new], places[is_new]
+    offsets, known = np.array(facts.table.offset, np.int64), np.frombuffer(facts.marks, np.uint64)
+    by_offset = np.argsort(offsets, kind="stable")
+    found = by_offset[np.minimum(np.searchsorted(offsets, places, sorter=by_offset), len(offsets) - 1)]
+    marks = np.where(offsets[found] == places, known[found], np.uint64(NO_MARK))
+
+    # Joined as by `joined_mark`, the n-th member of all rows at a time.
+    used = np.bincount(row, minlength=len(counts))
+    starts = np.cumsum(used) - used
+    joined = np.zeros(len(counts), np.uint64)
+    for number in range(int(used.max(initial=0))):
+        rows = np.flatnonzero(used > number)
+        joined[rows] = joined[rows] * np.uint64(JOIN) + marks[starts[rows] + number]
+    joined[(joined == 0) & (used > 0)] = 1
+    joined[row[marks == NO_MARK]] = NO_MARK
+    return joined.tobytes()
 
 
 def _of_few(facts: Facts, columns: Columns) -> bytes:
     """Return the same, in less time for a shard of a few samples."""
-    known = dict(zip(facts.table.offset, memoryview(facts.marks).cast("q"), strict=True))
+    known = dict(zip(facts.table.offset, memoryview(facts.marks).cast("Q"), strict=True))
     bounds, places = columns.member_offsets.tolist(), columns.member_offset.tolist()
     encodings = columns.member_encoding.tolist()
     marks = array("q")
     for start, stop in pairwise(bounds):
-        pieces = [places[at] for at in range(start, stop) if encodings[at] != SPARSE]
-        marks.append(known.get(min(pieces), NO_MARK) if pieces else NO_MARK)
+        pieces = sorted({places[at] for at in range(start, stop) if encodings[at] != SPARSE})
+        members = [known.get(place, NO_MARK) for place in pieces]
+        marks.append(joined_mark(members) if pieces and NO_MARK not in members else NO_MARK)
     return marks.tobytes()
-
-
-def first_offsets(columns: Columns) -> NDArray[np.int64]:
-    """Return the offset of the first member of each row that has members, of those that are stored as one piece."""
-    places = np.where(columns.member_encoding == SPARSE, _PAST_ALL, columns.member_offset)
-    starts = columns.member_offsets[:-1][np.diff(columns.member_offsets) > 0]
-    return np.minimum.reduceat(places, starts)

@@ -5,11 +5,13 @@ new URLs --names--> an index in the cache folder --one rank lists: sizes, versio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError
@@ -19,13 +21,18 @@ from orchdata.loaders.index.moved.move import CannotMove, moved_shards, write_mo
 from orchdata.loaders.index.moved.places import indexes_elsewhere
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.compressed import compression
+from orchdata.loaders.shards.marks import proven, with_proof
 from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
+
+_COMPARED: Final = 8
+"""Samples that are compared before an index serves another place."""
 
 
 def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tuple[Index | None, Reading]:
@@ -55,7 +62,7 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
             if (moved := open_index(urls, recipe, cache=cache, reading=reading)) is not None:
                 return moved, reading  # another rank of this node has written it
             shards = moved_shards(index, urls, versions, lambda url: _is_packed(url, versions[url], reading))
-            if shards is None:
+            if shards is None or _are_others(index, shards, urls, reading):
                 return None, reading
             write_moved(index, path, shards)
             return open_index(urls, recipe, cache=cache, reading=reading), reading
@@ -64,6 +71,36 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
         except DamagedIndexError as error:
             warn_user(f"the index of these shards in another place is damaged, and they are indexed: {error}")
     return None, reading
+
+
+def _are_others(index: Index, shards: Sequence[ShardInfo], urls: tuple[str, ...], reading: Reading) -> bool:
+    """Return whether the data are others that have the same names and sizes: some samples are compared, and none of
+    them is the same. One rank compares for all.
+    """
+    marked = np.array([], np.int64) if index.marks is None else np.flatnonzero(index.marks)
+    unproven = np.array([shard.unproven and not shard.packed for shard in shards])
+    rows = marked[unproven[np.asarray(index.shard)[marked]]]
+    chosen = rows[np.linspace(0, len(rows) - 1, min(_COMPARED, len(rows))).astype(np.int64)].tolist()
+    if not chosen:
+        return False
+
+    def compare() -> bool:
+        return not any(_is_same(index, row, shards[int(index.shard[row])], reading) for row in chosen)
+
+    return bool(done_by_first(f"compared/{digest([index.build_id, list(urls)])}", compare))
+
+
+def _is_same(index: Index, row: int, shard: ShardInfo, reading: Reading) -> bool:
+    """Return whether a sample of a tar is the one that was indexed."""
+    proof = index.proof(row)
+    if proof is None:
+        return True
+    ranges = with_proof([], proof)
+    with closing(reading.files.open(shard.url, FileVersion(shard.size, shard.version))) as file:
+        ahead = file.expect([(offset, size) for offset, size, _, _ in ranges])
+        contents = [file.read(offset, size) for offset, size, _, _ in ranges]
+        del ahead
+    return proven([], proof, contents) is not None
 
 
 def _opened(path: Path) -> Index | None:

@@ -98,9 +98,13 @@ def test_from_files_to_a_bucket_to_a_server_without_etags(
     assert len(measured) == SHARDS
     place.put(paths)
     loader = loader_of(place.dataset())
-    assert kinds(place) == {"LIST"}, "one listing before the first step"
-    assert epoch(loader) == expected
     assert kinds(place) == {"LIST", "RANGE"}
+    assert len(place.proxy.requests("LIST")) == 1, "one listing before the first step"
+    compared = place.proxy.requests("RANGE")
+    assert 0 < len(compared) <= 16, "and some samples, to know whether the data are others of the same names and sizes"
+    place.proxy.clear()
+    assert epoch(loader) == expected
+    assert kinds(place) == {"RANGE"}
     ranges = place.proxy.requests("RANGE")
     assert len(ranges) <= SHARDS * SAMPLES, "no request for a header alone"
     assert all(request.if_match for request in ranges)
@@ -210,6 +214,60 @@ def test_another_tar_of_the_same_name_and_size_comes_into_no_batch(
     # What the error says helps.
     build.build_index(place.dataset().urls, RECIPE, reading=place.dataset().reading)
     assert len(measured) == 2 * SHARDS
+
+
+def another_member(path: str, key: str) -> bytes:
+    """A tar of the same size in which a member after the first of a sample has another name and content."""
+    out, number = io.BytesIO(), 0
+    with tarfile.open(path) as source, tarfile.open(fileobj=out, mode="w", format=tarfile.DEFAULT_FORMAT) as target:
+        for info in source:
+            data = source.extractfile(info).read()  # type: ignore[union-attr]
+            if info.name.split(".")[0] == key and (number := number + 1) > 1:
+                data = bytes(reversed(data))
+            target.addfile(info, io.BytesIO(data))
+    data = out.getvalue()
+    return data + bytes(os.path.getsize(path) - len(data))
+
+
+def test_members_after_the_first_are_compared(paths: list[str], place: Place, measured: list[str]) -> None:
+    od.ShardDataset(paths, RECIPE).index()
+    place.put(paths)
+    with tarfile.open(paths[1]) as archive:
+        keys = [name.split(".")[0] for name in archive.getnames()]
+    key = next(each for each in keys if keys.count(each) > 1)
+    place.server.put(place.bucket, f"data/{Path(paths[1]).name}", another_member(paths[1], key))
+    with pytest.raises(od.StaleIndexError, match=rf"sample '{key}' is not the one"):
+        epoch(loader_of(place.dataset()))
+
+
+def test_other_data_of_the_same_names_and_sizes_are_indexed(place: Place, measured: list[str], tmp_path: Path) -> None:
+    """Two data sets with equal names of shards, as train and validation have: neither is taken for the other."""
+    for name, word in (("train", "a training sample"), ("validation", "b")):
+        folder = tmp_path / name
+        folder.mkdir()
+        with tarfile.open(folder / "0.tar", "w") as archive:
+            for number in range(4):
+                data = f"{word} {number}".encode()
+                info = tarfile.TarInfo(f"{number:06d}.txt")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    train, validation = (str(tmp_path / name / "0.tar") for name in ("train", "validation"))
+    assert os.path.getsize(train) == os.path.getsize(validation)
+    od.ShardDataset(train, RECIPE).index()
+    place.put([validation])
+    assert epoch(loader_of(place.dataset())) == epoch(loader_of(od.ShardDataset(validation, RECIPE)))
+    assert len(measured) == 2
+
+
+def test_a_line_of_another_file_blames_no_sample(place: Place, measured: list[str], tmp_path: Path) -> None:
+    """Lines that changed places under one size are no bad JSON, whether or not the whole file was compared before."""
+    lines = [f'{{"text": "sample {number} {"x" * number}"}}\n' for number in range(6)]
+    (tmp_path / "0.jsonl").write_text("".join(lines))
+    od.ShardDataset(tmp_path / "0.jsonl", RECIPE).index()
+    lines[1], lines[4] = lines[4], lines[1]
+    place.server.put(place.bucket, "data/0.jsonl", "".join(lines).encode())
+    with pytest.raises(od.StaleIndexError, match="orchdata index"):
+        epoch(loader_of(place.dataset(), on_error="skip"))
 
 
 def test_another_size_or_order_is_indexed_again(paths: list[str], place: Place, measured: list[str]) -> None:
