@@ -242,6 +242,37 @@ def test_a_profile_of_aws_is_found(
     assert epoch(remote(url, options)) == local.local
 
 
+def test_an_endpoint_of_one_service(
+    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, s3_server, "team", s3_server.secret_key)
+    services = f"services = here\n[services here]\ns3 =\n  endpoint_url = {s3_server.endpoint}\n"
+    (tmp_path / ".aws/config").write_text(f"[profile team]\nregion = {s3_server.region}\n{services}")
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", {"allow_http": True})) == local.local
+
+
+def test_keys_of_the_environment_and_an_endpoint_of_the_profile(
+    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, s3_server, "default", "another-one")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", {"allow_http": True})) == local.local
+
+
+def test_given_keys_take_no_token_of_the_environment(
+    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("ACCESS_KEY_ID", "ASIA"),
+        ("SECRET_ACCESS_KEY", "other"),
+        ("SESSION_TOKEN", "of-another-login"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", s3_server.options)) == local.local
+
+
 def test_wrong_keys_of_a_profile(
     s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,12 +10,12 @@ import base64
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
+from orchdata.loaders.storage.remote.clients.aws import with_aws_settings
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
 from orchdata.loaders.storage.remote.clients.obstore_errors import trouble_of
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
@@ -133,7 +133,7 @@ class ObstoreClient:
                     f"storage_options has {', '.join(sorted(config))}, which {url.scheme}:// does not take"
                 )
         elif url.scheme == "s3":
-            config |= _aws_settings(self._options, config)
+            config = with_aws_settings(config, self._options.get("profile"))
             # obstore reads it only where no client options are given.
             client.setdefault("allow_http", is_true(os.environ.get("AWS_ALLOW_HTTP", "false"), "AWS_ALLOW_HTTP"))
         try:
@@ -222,41 +222,3 @@ def _version_of(meta: Any) -> FileVersion:
         return FileVersion(meta["size"], tag if tag.startswith(('"', "W/")) else f'"{tag}"')
     changed = meta["last_modified"]
     return FileVersion(meta["size"], f"of {changed:%Y-%m-%dT%H:%M:%SZ}" if changed and changed.year > 1970 else "")
-
-
-def _aws_settings(options: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return credentials, region and endpoint of an AWS profile, if these are where the user has them."""
-    given = {name.removeprefix("aws_") for name in config}
-    if given & {"access_key_id", "skip_signature", "role_arn", "web_identity_token_file"}:
-        return {}
-    of_environment = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
-    files = [
-        Path(os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{folder}").expanduser()
-        for name, folder in (("SHARED_CREDENTIALS", "credentials"), ("CONFIG", "config"))
-    ]
-    profile = options.get("profile")
-    if profile is None and (any(map(os.environ.get, of_environment)) or not any(file.exists() for file in files)):
-        return {}
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise PackageError("boto3", str(error), way_out("boto3", error), "a profile of AWS") from error
-    try:
-        session = boto3.Session(profile_name=profile)
-    except Exception as error:
-        if type(error).__name__ != "ProfileNotFound":
-            raise
-        named = "AWS_PROFILE" if profile is None else f"storage_options profile: {profile!r}"
-        raise ValueError(f"{named}: AWS has no such profile on this machine") from None
-    if session.get_credentials() is None:
-        return {}
-    found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}
-    if session.region_name and not given & {"region", "default_region"} and "AWS_REGION" not in os.environ:
-        found["region"] = session.region_name
-    if not given & {"endpoint", "endpoint_url"} and not os.environ.get("AWS_ENDPOINT_URL"):
-        scoped = session._session.get_scoped_config()
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or (scoped.get("s3") or {}).get("endpoint_url")
-        if endpoint := endpoint or scoped.get("endpoint_url"):
-            found["endpoint"] = endpoint
-    return found
