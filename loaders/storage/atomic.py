@@ -85,10 +85,14 @@ def create_temporary(path: str | Path, suffix: str, access: Access | None = None
 
 def move(temporary: str | Path, path: str | Path) -> None:
     """Rename a file, replacing any file with that name. Raises OSError."""
-    try:
-        os.replace(temporary, path)
-    except IsADirectoryError:
-        raise OSError(errno.EISDIR, f"a folder has the name {path}: remove it") from None
+    while True:
+        try:
+            os.replace(temporary, path)
+        except InterruptedError:  # of a network file system: Python repeats other calls itself, and not this one
+            continue
+        except IsADirectoryError:
+            raise OSError(errno.EISDIR, f"a folder has the name {path}: remove it") from None
+        return
 
 
 def remove(path: str | Path) -> None:

@@ -139,6 +139,11 @@ class Filler:
                 failures = 0
             if added == "busy":
                 left.append(number)
+            elif added == "too large":
+                _warn(
+                    f"the cache {self.cache.path} holds {self.cache.max_bytes:,} bytes, less than the shard "
+                    f"{self._index.shards[number].url}: shards of this size are not copied"
+                )
             elif added == "full":
                 return
 

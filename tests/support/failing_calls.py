@@ -116,12 +116,14 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
         name: of the run: another one begins with another errno.
     """
     points, turn = [], zlib.crc32(name.encode())
-    for nth, (kind, _, _) in enumerate(trace, 1):
+    for nth, (kind, _, path) in enumerate(trace, 1):
         for lasts in ("once", LASTS[1 + nth % 2]):
             turn += _STRIDE
             code = _ERRNOS[turn % len(_ERRNOS)]
-            if kind == "lock" and code in ("EAGAIN", "EACCES") and lasts != "once":
-                code = "EIO"  # another process has the lock: it is waited for
+            if code in ("EAGAIN", "EACCES") and lasts != "once":
+                fails = [each for each in trace[nth - 1 :] if lasts == "everything" or each[2] == path]
+                if any(each[0] == "lock" for each in fails):
+                    code = "EIO"  # another process has a lock: it is waited for
             if code == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
                 code = "EIO"
             points.append(Fault(name=code, nth=nth, lasts=lasts, kinds=KINDS))
@@ -236,6 +238,7 @@ class Worker:
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        Control(self._folder / "control").disarm()  # one that hung was armed
         self._log = open(self._folder / "log", "wb")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=self._environment

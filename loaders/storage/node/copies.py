@@ -39,8 +39,9 @@ SUFFIX: Final = ".copy"
 _NEXT_TO_IT_BYTES: Final = 1 << 10
 """Most bytes of what lies next to a copy: its checksum, its mark of use, a note that it was verified."""
 
-Added = Literal["added", "there", "busy", "full"]
-"""What became of a copy: another process is making it ("busy"), or there is no room for it below the cap ("full")."""
+Added = Literal["added", "there", "busy", "full", "too large"]
+"""What became of a copy: another process is making it ("busy"), there is no room for it now below the cap ("full"), or
+never ("too large")."""
 
 
 class Copies:
@@ -113,7 +114,7 @@ class Copies:
         path = self._path(url, file)
         needed = file.size + _NEXT_TO_IT_BYTES
         if needed > self.max_bytes:
-            return "full"
+            return "too large"
         self._cache.make_root()
         self._cache.make(FOLDER)
         with self._cache.lock(name, waits=False) as is_mine:

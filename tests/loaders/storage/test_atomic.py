@@ -98,3 +98,16 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_an_interrupted_rename_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, interrupted = os.replace, [InterruptedError(), InterruptedError()]
+
+    def once_more(source: str, target: str) -> None:
+        if interrupted:
+            raise interrupted.pop()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", once_more)
+    write_once(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content" and not interrupted

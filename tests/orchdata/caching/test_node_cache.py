@@ -207,6 +207,19 @@ def test_a_full_cache_keeps_its_own_shards_and_costs_no_batch(remote: Remote, tm
     assert _bytes_in(cache) <= cap
 
 
+def test_a_cap_below_a_shard_costs_one_warning_and_keeps_smaller_ones(remote: Remote, tmp_path: Path) -> None:
+    largest = max(remote.sizes.values())
+    cache = od.Cache(tmp_path / "nvme", max_bytes=largest)
+    loader = remote.loader(cache)
+    with pytest.warns(UserWarning, match=f"holds {largest:,} bytes, less than the shard s3://"):
+        epoch(loader)
+    assert copies(cache)
+    assert _bytes_in(cache) <= largest
+    small = od.Cache(tmp_path / "small", max_bytes=10)
+    assert epoch(remote.loader(small)) == epoch(remote.loader())
+    assert not copies(small)
+
+
 def _bytes_in(cache: od.Cache) -> int:
     return sum(path.stat().st_size for path in (Path(cache.path) / FOLDER).iterdir())
 

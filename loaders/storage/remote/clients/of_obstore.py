@@ -151,9 +151,9 @@ class ObstoreClient:
         for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_storage_endpoint"):
             endpoint = self._options.get(name)
             if endpoint is not None and not re.match(r"https?://[^/?#\s]", endpoint):
+                # Not shown: what is no URL may hold a password anywhere.
                 raise ValueError(
-                    f"storage_options {name} is a URL such as https://storage.example.com, got "
-                    f"{without_secrets(endpoint)!r}"
+                    f"storage_options {name} must be a URL such as https://storage.example.com, with its scheme"
                 )
 
     def _refused(self, error: BaseException, given: Sequence[str]) -> BaseException:

@@ -121,7 +121,7 @@ def test_one_that_is_read_stays(cache: od.Cache) -> None:
 
 
 def test_one_above_the_cap_is_not_made(cache: od.Cache) -> None:
-    assert Copies(od.Cache(cache.path, max_bytes=len(CONTENT))).add(URL, FILE, never) == "full"
+    assert Copies(od.Cache(cache.path, max_bytes=len(CONTENT))).add(URL, FILE, never) == "too large"
 
 
 def test_what_a_killed_process_left_takes_no_room(cache: od.Cache) -> None:
