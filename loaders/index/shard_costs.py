@@ -231,7 +231,7 @@ def cost_shard(
         ShardError: the shard can no longer be opened.
         StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
-    facts = with_inner(facts, recipe)
+    scanned, facts = facts, with_inner(facts, recipe)
     rows, new = CostRows(facts.table, recipe), NewCounts(recipe)
     progress = Progress(here(), len(facts.table))
 
@@ -249,7 +249,7 @@ def cost_shard(
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
-    return ShardCosts(columns, fields, totals, recipe.kinds, new, row_marks(facts, columns))
+    return ShardCosts(columns, fields, totals, recipe.kinds, new, row_marks(scanned, columns))
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

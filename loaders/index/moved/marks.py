@@ -20,7 +20,12 @@ _FEW_ROWS: Final = 16
 
 
 def row_marks(facts: Facts, columns: Columns) -> bytes:
-    """Return the marks of the rows of a shard, int64; empty if its members have none."""
+    """Return the marks of the rows of a shard, int64; empty if its members have none.
+
+    Args:
+        facts: as scanned, without rows for parts inside members.
+        columns: of all parts; one inside a member has its place, which counts once.
+    """
     if not facts.marks or not columns.member_offset.size:
         return b""
     if len(facts.table) <= _FEW_ROWS:

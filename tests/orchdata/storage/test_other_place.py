@@ -24,7 +24,7 @@ from servers.fixtures import Proxied
 from servers.http_server import HttpServer
 from servers.proxy import Proxy
 from servers.s3_server import S3Server
-from shard_factory import RECIPE, omni_shards
+from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.index import build
@@ -340,6 +340,25 @@ def test_a_published_index_moves_and_is_published(
     assert len(epoch(loader_of(second))) == SHARDS * SAMPLES // 3
     assert (second.generation, second.index().build_id) == (1, first.index().build_id)
     assert len(measured) == SHARDS
+
+
+def test_sound_inside_of_clips_has_the_mark_of_its_clip(place: Place, measured: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from video_clips import clip
+
+    samples = [
+        {"__key__": f"{number:02d}", "mp4": clip("h264", audio="aac" if number % 3 else None), "txt": b"of %d" % number}
+        for number in range(24)
+    ]
+    paths = [write_shard(tmp_path / name, some) for name, some in (("a.tar", samples[:3]), ("b.tar", samples[3:]))]
+    video = od.VideoPreprocessor(patch_size=8, fps=4, min_tokens=1, max_tokens=24, dtype="float32")
+    recipe = od.Recipe(image=None, audio=od.AudioPreprocessor(num_mels=16, tracks=True), video=video)
+    here = od.ShardDataset(paths, recipe)
+    assert here.index().marks is not None and here.index().marks.all() and not here.index().bad_rows().size
+    expected = epoch(loader_of(here))
+    place.put(paths)
+    assert epoch(loader_of(place.dataset(recipe))) == expected
+    assert len(measured) == len(paths)
 
 
 def test_another_recipe_is_indexed(paths: list[str], place: Place, measured: list[str]) -> None:
