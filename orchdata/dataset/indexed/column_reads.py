@@ -137,9 +137,10 @@ def warn_of_column_reads(dataset: DataSet, index: Index, order: Positions, num_r
 
     ratio = float(done_by_first(f"column reads/{index.build_id}", find))
     if ratio > MOST:
+        others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
         warn_once(
             f"column reads of {index.fingerprint}",
-            f"{urls[0]} and {len(urls) - 1} others: about {ratio:.1f} bytes are read for each byte that samples use, "
+            f"{urls[0]}{others}: about {ratio:.1f} bytes are read for each byte that samples use, "
             "because a sample of Parquet is read with the column chunks of its whole row group. Write smaller row "
             "groups (row_group_size= of pyarrow), keep a group's samples together with Balance(scope='grouped') and "
             "Shuffle(streams=<groups>), or keep whole shards on the node with cache=od.Cache(...)",
