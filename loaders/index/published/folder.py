@@ -235,4 +235,4 @@ def _version_of(status: os.stat_result) -> FileVersion:
 
 def _is_gone(error: StorageError | StaleIndexError) -> bool:
     """Return whether there is no such object, or another one now."""
-    return isinstance(error, StaleIndexError) or error.errno == errno.ENOENT
+    return isinstance(error, StaleIndexError) or error.is_absent

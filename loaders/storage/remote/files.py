@@ -72,7 +72,7 @@ class Files:
         given = float(self.options.get("retry_seconds", RETRY_SECONDS))
         options = self.options if given <= _OF_TIMEOUT * timeout else {"retry_seconds": _OF_TIMEOUT * timeout}
         files = Files(self.options | options, self.store, self.given)
-        files.others = {url: other.limited(timeout) for url, other in self.others.items()}
+        files.others = self._others_as(lambda other: other.limited(timeout))
         return files
 
     def cached(self, cache: Cache | None) -> Files:
@@ -80,10 +80,14 @@ class Files:
         if cache is None:
             return self
         files = Files(self.options, self.store, self.given)
-        known = {id(other): other.cached(cache) for other in self.others.values()}
-        files.others = {url: known[id(other)] for url, other in self.others.items()}
+        files.others = self._others_as(lambda other: other.cached(cache))
         files.cache, files._objects = cache, self.objects
         return files
+
+    def _others_as(self, change: Callable[[Files], Files]) -> dict[str, Files]:
+        """Return `others`, changed: the URLs of a data set share one, and so its clients."""
+        changed = {id(other): change(other) for other in {id(other): other for other in self.others.values()}.values()}
+        return {url: changed[id(other)] for url, other in self.others.items()}
 
     @property
     def copies(self) -> Copies | None:

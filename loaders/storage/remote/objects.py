@@ -5,17 +5,17 @@ expect(ranges) --merged--> fetches under way --read--> a sample's bytes, out of 
 
 from __future__ import annotations
 
-import re
+import errno
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.coalesce import Extent, runs_of
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import process, requests, urls
@@ -39,7 +39,6 @@ _PIECES_AHEAD: Final = 4
 _ENDED_SECONDS: Final = 0.2
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
-_MAGIC: Final = re.compile(r"[*?[]")
 
 
 class ObjectRange(NamedTuple):
@@ -94,12 +93,14 @@ class Objects:
 
     def version(self, url: str) -> FileVersion | None:
         """Return size and version of an object; None if there is none. Raises StorageError."""
+        client, key = self._client_of(url)
+        if not key or key.endswith("/"):
+            return None
         try:
-            client, key = self._client_of(url)
-            if not key or key.endswith("/"):
-                return None
             return self._called(url, "cannot be looked at", "head", client, partial(client.head, key))
-        except _Absent:
+        except StorageError as error:
+            if not error.is_absent:
+                raise
             return None
 
     def read(self, wanted: ObjectRange, reads: ReadBytes | None = None) -> Buffer:
@@ -154,37 +155,30 @@ class Objects:
                 listing = client.pages(key, after)
                 raise
 
-        try:
-            while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:
-                if page:
-                    after = page[-1].key
-                    yield page
-        except _Absent as absent:
-            raise absent.trouble.as_error(folder, "cannot be listed", 1) from None
+        while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:
+            if page:
+                after = page[-1].key
+                yield page
 
     def put(self, url: str, data: Buffer, *, create: bool = False) -> bool:
         """Write an object; with `create` only if there is none. Return whether it was written. Raises StorageError."""
         client, key = self._client_of(url)
         try:
             self._called(url, "cannot be written", "put", client, partial(client.put, key, data, create=create))
-        except _Absent as absent:
-            raise absent.trouble.as_error(url, "cannot be written", 1) from None
-        except _Exists:
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
             return False
         return True
 
     def delete(self, url: str) -> None:
         """Remove an object, if it is there. Raises StorageError."""
         client, key = self._client_of(url)
-        with suppress(_Absent):
+        try:
             self._called(url, "cannot be removed", "put", client, partial(client.delete, key))
-
-    def whole(self, url: str) -> tuple[Buffer, FileVersion] | None:
-        """Return a small object and its version; None if there is none. Raises StorageError."""
-        file = self.version(url)
-        if file is None:
-            return None
-        return (self.read(ObjectRange(url, file, 0, file.size)) if file.size else b""), file
+        except StorageError as error:
+            if not error.is_absent:
+                raise
 
     def pieces(
         self, url: str, file: FileVersion, reads: ReadBytes, ended: Callable[[], bool] = lambda: False
@@ -233,14 +227,7 @@ class Objects:
 
         def request() -> T:
             counts.add(kind)
-            try:
-                return call()
-            except Trouble as trouble:
-                if trouble.kind == "absent":
-                    raise _Absent(trouble) from None
-                if trouble.kind == "exists":
-                    raise _Exists from None
-                raise
+            return call()
 
         pending = requests.HERE.submit(partial(self._try, request, url, doing, client, counts))
         return requests.HERE.wait(pending, url)
@@ -367,18 +354,6 @@ class Objects:
         if self._store is None or is_filesystem(self._store):
             return FsspecClient(parts, self._options, self._store)
         return ObstoreClient(parts, self._options, self._store)
-
-
-class _Absent(Exception):
-    """There is no such object."""
-
-    def __init__(self, trouble: Trouble) -> None:
-        super().__init__(trouble.reason)
-        self.trouble = trouble
-
-
-class _Exists(Exception):
-    """There is an object of this name."""
 
 
 def check(answer: Answer, wanted: ObjectRange) -> None:
