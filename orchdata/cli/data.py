@@ -29,11 +29,8 @@ from orchdata.cli.options import (
     RecipeOption,
     StorageOptionsOption,
     caps_of,
-    columns_of,
-    containers_of,
     load_object,
     ranks_list,
-    storage_options_of,
 )
 from orchdata.cli.output import (
     FIRST_FAILURES,
@@ -90,14 +87,7 @@ def index(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     start = time.perf_counter()
-    given = DataOptions(
-        media_root,
-        columns_of(column),
-        containers_of(container),
-        tuple(index_field or ()),
-        storage_options_of(storage_options),
-        to,
-    )
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to)
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
     if dataset.index_store is not None and dataset.index_store.generation is not None:
         raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
@@ -184,14 +174,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions(
-        media_root,
-        columns_of(column),
-        containers_of(container),
-        tuple(index_field or ()),
-        storage_options_of(storage_options),
-        index_store,
-    )
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store)
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -246,9 +229,7 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    given = DataOptions(
-        media_root, columns_of(column), containers_of(container), (), storage_options_of(storage_options), index_store
-    )
+    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_store)
     dataset = ShardDataset(paths, chosen, **given.arguments)
     built = _build_of(dataset)
     how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}

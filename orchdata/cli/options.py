@@ -105,6 +105,26 @@ class DataOptions(NamedTuple):
     storage_options: Mapping[str, str] | None = None
     index_store: str | None = None
 
+    @classmethod
+    def parsed(
+        cls,
+        media_root: str | None,
+        column: Sequence[str] | None,
+        container: Sequence[str] | None,
+        index_field: Sequence[str] | None,
+        storage_options: Sequence[str] | None,
+        index_store: str | None,
+    ) -> DataOptions:
+        """Return the options as a command was given them. Raises ValueError for what they cannot be."""
+        return cls(
+            media_root,
+            columns_of(column),
+            containers_of(container),
+            tuple(index_field or ()),
+            storage_options_of(storage_options),
+            index_store,
+        )
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Return them as keywords of ShardDataset."""

@@ -25,10 +25,7 @@ from orchdata.cli.options import (
     RecipeOption,
     StorageOptionsOption,
     caps_of,
-    columns_of,
-    containers_of,
     load_object,
-    storage_options_of,
 )
 from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
@@ -144,14 +141,7 @@ def show(
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            given = DataOptions(
-                media_root,
-                columns_of(column),
-                containers_of(container),
-                tuple(index_field or ()),
-                storage_options_of(storage_options),
-                index_store,
-            )
+            given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store)
             dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)

@@ -18,7 +18,7 @@ from orchdata.loaders.storage.retries import tried
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//)?")
 MISSING: Final = "no such file"
-# The texts of these errors are part of `state`, and so of the digest in kept facts: a change measures shards again.
+# The texts of these errors are part of a scan's `_state`, and of the digest in kept facts: a change measures again.
 _NAME_ERRORS: Final = {
     errno.ENOENT: MISSING,
     errno.ENOTDIR: f"{MISSING}: a part of its path is none",
@@ -117,14 +117,6 @@ class MediaFolder:
                 if name.startswith(root.rstrip("/") + "/"):
                     return name[len(root.rstrip("/")) :].lstrip("/")
         return name
-
-    def state(self, name: str) -> str:
-        """Return size and stamp of a file as text, by which a change is noticed; the reason if it cannot be opened."""
-        try:
-            with self.open(name) as file:
-                return f"{file.size} {file.stamp}"
-        except DecodeError as error:
-            return error.reason
 
     def opened(self, name: str) -> tuple[int, os.stat_result]:
         """Open a file for reading, in one attempt; return its descriptor and status. Raises OSError, and as `open`."""

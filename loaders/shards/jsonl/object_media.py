@@ -181,14 +181,6 @@ class ObjectFolder:
                 ranges.append(ObjectRange(url, FileVersion(size, stamped(stamp)), 0, size))
         return self._files.objects.expect(ranges, self._reads)
 
-    def state(self, name: str) -> str:
-        """Return size and stamp of an object as text; the reason if it cannot be read."""
-        try:
-            with self.open(name) as file:
-                return f"{file.size} {file.stamp}"
-        except DecodeError as error:
-            return error.reason
-
     def _checked(self, name: str) -> str:
         """Return the name below the root. A full URL below it is allowed. Raises DecodeError for any other."""
         if is_remote(name) and (url := identity(name)).startswith(f"{self.root}/"):

@@ -213,7 +213,14 @@ def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[I
 
 
 def _state(path: str | None, folder: Folder | None) -> str:
-    return "" if path is None or folder is None else f"{path}\0{folder.state(path)}"
+    """Return a path with size and stamp of its file, by which a change is noticed; the reason if it cannot be read."""
+    if path is None or folder is None:
+        return ""
+    try:
+        with folder.open(path) as file:
+            return f"{path}\0{file.size} {file.stamp}"
+    except DecodeError as error:
+        return f"{path}\0{error.reason}"
 
 
 def _probe(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
