@@ -1,7 +1,7 @@
 """A build and an epoch of one good sample under limits of memory in steps; prints what came of each, as JSON.
 
-Each trial is a fork of this process, which has everything imported. After each, the next build without a limit has to
-give the sample.
+Each trial is a fork of this process, which has imported and compiled all with a small sample: memory that it had freed
+would be at hand in each fork, within any limit. After each trial, the next build without a limit has to give the sample.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ RECIPE = od.Recipe(video=od.VideoPreprocessor())
 NOT_DATA = (MemoryError, od.StorageError, od.PackageError)
 
 
-def picture() -> bytes:
+def picture(scale: int) -> bytes:
     stream = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 3), dtype=np.uint8)
-    Image.fromarray(pixels).resize((4000, 3000)).save(stream, "WEBP", quality=20)
+    Image.fromarray(pixels).resize((40 * scale, 30 * scale)).save(stream, "WEBP", quality=20)
     return stream.getvalue()
 
 
-def made(kind: str, folder: Path) -> tuple[str, str | None]:
-    """A shard with one good sample, and media_root."""
+def made(kind: str, folder: Path, scale: int) -> tuple[str, str | None]:
+    """A shard with one good sample, whose pictures have this many times 40 x 30 pixels, and media_root."""
+    folder.mkdir(parents=True)
+    size = (40 * scale, 30 * scale)
     if kind in ("gif", "mp4"):
-        data = animation(12, (1280, 960)) if kind == "gif" else clip(frames=12, size=(1280, 960))
+        data = animation(12, size) if kind == "gif" else clip(frames=12, size=size)
         return write_shard(folder / "a.tar", [{"__key__": "good", kind: data, "txt": b"<video>"}]), None
     if kind == "webp":
-        return write_shard(folder / "a.tar", [{"__key__": "good", "webp": picture(), "txt": b"<image>"}]), None
+        return write_shard(folder / "a.tar", [{"__key__": "good", "webp": picture(scale), "txt": b"<image>"}]), None
     if kind == "parquet":
-        pq.write_table(pa.table({"image": [picture()], "text": ["<image>"]}), folder / "a.parquet")
+        pq.write_table(pa.table({"image": [picture(scale)], "text": ["<image>"]}), folder / "a.parquet")
         return str(folder / "a.parquet"), None
     (folder / "media").mkdir()
-    (folder / "media" / "good.webp").write_bytes(picture())
+    (folder / "media" / "good.webp").write_bytes(picture(scale))
     (folder / "a.jsonl").write_text(json.dumps({"image": "good.webp", "text": "<image>"}))
     return str(folder / "a.jsonl"), str(folder / "media")
 
@@ -105,8 +107,8 @@ def forked(trial: Any) -> str:
 def main(kind: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # a fork has no pool of threads
-    url, root = made(kind, folder)
-    assert outcome(url, root, str(folder / "warm")) == "whole"
+    assert outcome(*made(kind, folder / "small", 4), str(folder / "warm")) == "whole"
+    url, root = made(kind, folder / "large", 100)
     found: Counter[str] = Counter()
     for step in range(1, STEPS):
         cache = str(folder / "cache")
