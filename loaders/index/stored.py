@@ -16,11 +16,13 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import FieldError, ShardError, StaleIndexError
+from orchdata.loaders.errors import DecodeError, FieldError, ShardError, StaleIndexError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.memory import room
+from orchdata.loaders.modalities.modality import PartSize, counts_from_header
+from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
@@ -32,9 +34,11 @@ from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
+from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.marks import Proof, proven, with_proof
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
@@ -66,6 +70,7 @@ class StoredSample:
         needs_whole_text = not self._is_undivided and self._window is None
         self._made_sample: MadeSample | None = None
         self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
+        self._asked: tuple[tuple[Any, ...], _Places] | None = None
 
     def _find_window(self) -> Window | None:
         """Return the range of the piece's text; None if it cannot be tokenized alone."""
@@ -104,7 +109,7 @@ class StoredSample:
             kept: whether to read the fields that the recipe keeps. A record that a function of the user's made is then
                 read as it was before, too, under `~member`.
         """
-        specs, distinct, num_bytes = self._wanted(recipe, text=text, parts=parts, kept=kept)
+        specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
         proof = self._proof() if distinct else None
         try:
@@ -117,14 +122,45 @@ class StoredSample:
             self.refuse_unproven(error)
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(num_bytes)
-        payloads = dict(zip(distinct, contents, strict=True))
-        return {member: payloads[spec] for member, spec in specs.items()}
+        by_spec = dict(zip(distinct, contents, strict=True))
+        payloads = {member: by_spec[spec] for member, spec in specs.items()}
+        if self._info.moved_media:
+            self._check_headers(recipe, specs, payloads)
+        return payloads
+
+    def _check_headers(
+        self, recipe: Recipe, specs: Mapping[int, Spec], payloads: Mapping[int, bytes | memoryview]
+    ) -> None:
+        """Raise StaleIndexError if a file that the record names has another header than in the place where it was
+        indexed: nothing else is known of it but its size, which was compared.
+        """
+        for part in self.parts:
+            member = self.member_of(part)
+            if member not in specs or specs[member][2] != NAMED:
+                continue
+            modality, data = recipe.modalities[self._index.modality_of(part)], payloads[member]
+            if not counts_from_header(modality):
+                continue
+            field, then = self.members[member].field, self.members[member].header
+            try:
+                now = read_header(type(modality), len(data), partial(_head, data), recipe.limits)
+            except DecodeError as error:
+                raise self._other_file(field, error.reason) from None
+            if tuple(map(int, now)) != then[: len(now)]:
+                raise self._other_file(field, f"its header says {now}, {then[: len(now)]} when it was indexed")
+
+    def _other_file(self, field: str, reason: str) -> StaleIndexError:
+        return StaleIndexError(
+            self.shard,
+            f"sample {self.key!r}, field {field!r}: the file is not the one that was indexed in another place under "
+            f"this name ({reason}): run `orchdata index` for this place",
+        )
 
     def ranges(
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
     ) -> list[Spec]:
         """Return what `read` with the same arguments reads of the shard, for `Shard.expect`."""
-        distinct = self._wanted(recipe, text=text, parts=parts, kept=kept)[1]
+        distinct = self._places(recipe, text=text, parts=parts, kept=kept).distinct
         proof = self._proof() if distinct else None
         return distinct if proof is None else with_proof(distinct, proof)
 
@@ -136,7 +172,7 @@ class StoredSample:
         """Raise StaleIndexError for a failure in a shard of another place that was not compared yet: its bytes may be
         others, and no sample is to blame.
         """
-        if self._info.unproven:
+        if self._info.unproven or self._info.moved_media:
             raise StaleIndexError(
                 self.shard,
                 f"sample {self.key!r} cannot be read as it was indexed in another place under this name (field "
@@ -154,10 +190,14 @@ class StoredSample:
             )
         return proved
 
-    def _wanted(
-        self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool
-    ) -> tuple[dict[int, Spec], list[Spec], int]:
-        """Return where each member to read is, the distinct places, and the bytes of the members."""
+    def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> _Places:
+        """Return where the members to read are. The last answer is kept: what is read ahead is read soon."""
+        asked = id(recipe), text, None if parts is None else tuple(parts), kept
+        if self._asked is None or self._asked[0] != asked:
+            self._asked = asked, self._find_places(recipe, text=text, parts=parts, kept=kept)
+        return self._asked[1]
+
+    def _find_places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> _Places:
         before: tuple[int, ...] = ()
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
@@ -170,7 +210,7 @@ class StoredSample:
         specs = {member: all_specs[member] for member in needed}
         num_bytes = sum(size for _, size, _, _ in dict.fromkeys(specs.values()))
         specs |= {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
-        return specs, list(dict.fromkeys(specs.values())), num_bytes  # some members share their bytes
+        return _Places(specs, list(dict.fromkeys(specs.values())), num_bytes)
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
         """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a
@@ -369,6 +409,10 @@ class StoredSample:
             raise FieldError(self.text_field(recipe), reason)
 
 
+def _head(data: bytes | memoryview, size: int) -> bytes:
+    return bytes(data[:size])
+
+
 def _decoded(field: str, data: bytes | memoryview) -> str:
     try:
         return bytes(data).decode()
@@ -376,39 +420,81 @@ def _decoded(field: str, data: bytes | memoryview) -> str:
         raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
 
 
+class _Places(NamedTuple):
+    """Where the members that are read of a sample are.
+
+    Attributes:
+        distinct: the places in `specs`, each once: some members share their bytes.
+        num_bytes: bytes of the members.
+    """
+
+    specs: dict[int, Spec]
+    distinct: list[Spec]
+    num_bytes: int
+
+
 class Wanted(NamedTuple):
-    """What a step reads of a row, as the arguments of `StoredSample.read`."""
+    """What a step reads of a row, as the arguments of `StoredSample.read`.
+
+    Attributes:
+        sample: that reads it, if it was made already.
+    """
 
     row: int
     text: bool = True
     parts: Sequence[int] | None = None
     kept: bool = False
-    whole: bool = False
+    sample: StoredSample | None = None
 
 
-def read_ahead(
-    index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe], wanted: Iterable[Wanted]
-) -> list[object]:
-    """Begin to read what is wanted of objects of storage. Keep the result until it was read.
+class Ahead(NamedTuple):
+    """What is being read for a step. Keep it until it was read.
 
-    What fails here fails again when the sample is read, and is raised there.
+    Attributes:
+        num_bytes: memory that the bytes take until then.
+    """
+
+    num_bytes: int = 0
+    reading: Sequence[object] = ()
+
+
+def _check_room(num_bytes: int) -> None:
+    """Raise MemoryError if a step's bytes, and those that are on their way, take more memory than is left."""
+    left = room()
+    if left is None or num_bytes + (under_way := requests.HERE.bytes_in_flight) <= left.left_bytes:
+        return
+    raise MemoryError(
+        f"not enough memory to read a step: its samples have {num_bytes} bytes in object storage, {under_way} bytes "
+        f"of other steps are on their way, and {left.left_bytes} are left under {left.limit}. Lower batch_size or "
+        "prefetch_factor, or raise the limit"
+    )
+
+
+def read_ahead(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe], wanted: Iterable[Wanted]) -> Ahead:
+    """Begin to read what is wanted of objects of storage.
+
+    What fails here fails again when the sample is read, and is raised there. Raises MemoryError, before anything is
+    read, if less memory is left than its bytes take: clients of object storage end the process for lack of memory.
     """
     if not shards.any_remote:
-        return []
+        return Ahead()
     by_shard: dict[tuple[str, str], tuple[ShardInfo, Recipe, list[Spec]]] = {}
-    for row, text, parts, kept, whole in wanted:
+    for row, text, parts, kept, sample in wanted:
         info = index.shard_of(row)
         # A compressed shard is fetched whole when it is opened.
         if info.packed or not (is_remote(info.url) or is_remote(info.media_root)):
             continue
         recipe = recipe_of(row)
         key = info.url, "" if recipe.record is None else recipe.record.id
-        ranges = StoredSample(index, shards, row, whole=whole).ranges(recipe, text=text, parts=parts, kept=kept)
+        stored = sample or StoredSample(index, shards, row)
+        ranges = stored.ranges(recipe, text=text, parts=parts, kept=kept)
         by_shard.setdefault(key, (info, recipe, []))[2].extend(ranges)
-    ahead: list[object] = []
+    num_bytes = sum(size for _, _, ranges in by_shard.values() for _, size, _, _ in ranges)
+    _check_room(num_bytes)
+    reading: list[object] = []
     for info, recipe, ranges in by_shard.values():
         try:
-            ahead.append(shards.get(info.url, info, recipe.record).expect(ranges))
+            reading.append(shards.get(info.url, info, recipe.record).expect(ranges))
         except ShardError:
             continue
-    return ahead
+    return Ahead(num_bytes, reading)

@@ -126,6 +126,7 @@ class RecordContainer(_BySuffix):
             content,
             limits=context.limits,
             media_root=media_root_of(source.url, context.media_root),
+            moved_media=context.moved_media,
             rules=rules,
             reads=context.reads,
             files=context.files,

@@ -43,6 +43,7 @@ def open_shard(
     limits: Limits,
     cache: CacheFolder,
     media_root: str | None = None,
+    moved_media: bool = False,
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
     reach: int = 0,
@@ -55,6 +56,7 @@ def open_shard(
     into the cache, once.
 
     Args:
+        moved_media: whether the files below `media_root` were in another folder when the shard was indexed.
         rules: names of fields, the function that makes records, and the container.
         reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
         reach: open its beginning up to here, as of ShardInfo; 0: all of it.
@@ -67,7 +69,9 @@ def open_shard(
         ValueError: unknown suffix.
         ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
-    context = OpenContext(limits=limits, cache=cache, media_root=media_root, reads=reads, files=files)
+    context = OpenContext(
+        limits=limits, cache=cache, media_root=media_root, moved_media=moved_media, reads=reads, files=files
+    )
     if rules.container is not None:
         storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
         return OpenedShard(rules.container, ShardSource(storage, reads), context, rules)
@@ -95,7 +99,7 @@ def open_indexed(
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
-    how: dict[str, Any] = {"files": files}
+    how: dict[str, Any] = {"files": files, "moved_media": indexed.moved_media}
     if is_remote(url):
         how |= {"known": FileVersion(indexed.size, indexed.version), "packed": indexed.packed}
     try:

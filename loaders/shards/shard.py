@@ -32,6 +32,8 @@ class ShardInfo:
             samples say. 0: all of it was indexed.
         packed: whether an object of storage is compressed; of files this is not recorded, but read from them.
         unproven: whether it was indexed in another place, and its content here has not been compared.
+        moved_media: whether the files that its records name were in another folder when it was indexed. Their versions
+            are then unknown: sizes and headers are compared.
     """
 
     url: str
@@ -46,11 +48,14 @@ class ShardInfo:
     reach: int = 0
     packed: bool = False
     unproven: bool = False
+    moved_media: bool = False
 
     def as_list(self) -> list[Any]:
         """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
-        *values, columns, container, reach, packed, unproven = (getattr(self, name) for name in ShardInfo.__slots__)
-        more = [[list(pair) for pair in columns], container, reach, packed, unproven]
+        *values, columns, container, reach, packed, unproven, moved = (
+            getattr(self, name) for name in ShardInfo.__slots__
+        )
+        more = [[list(pair) for pair in columns], container, reach, packed, unproven, moved]
         while more and not more[-1]:
             more.pop()
         return [*values, *more]

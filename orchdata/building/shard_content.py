@@ -20,7 +20,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import Ahead, StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards
@@ -52,7 +52,7 @@ class PackedAssembler:
             return PackedAssembly(self, share, indices, work)
         return self.begin_with(share, indices)
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
         return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
 
     stateful = None
@@ -70,11 +70,16 @@ class PackedAssembler:
 
 @dataclass
 class _Wanted:
-    """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode."""
+    """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode.
+
+    Attributes:
+        sample: that reads it, if it was read ahead.
+    """
 
     row: int
     number: int | None = None
     parts: list[tuple[MediaPages, int, int]] = field(default_factory=list)  # pages, number in them, part of the index
+    sample: StoredSample | None = None
 
 
 class PackedAssembly:
@@ -104,9 +109,11 @@ class PackedAssembly:
                 self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
 
     def wanted(self) -> Iterator[Wanted]:
+        source = self._assembler.source
         for each in self._wanted.values():
-            text, parts, kept = self._needs(each, self._assembler.source.recipe_of(each.row))
-            yield Wanted(each.row, text, parts, kept)
+            text, parts, kept = self._needs(each, source.recipe_of(each.row))
+            each.sample = StoredSample(source.index, self._assembler.shards, each.row)
+            yield Wanted(each.row, text, parts, kept, each.sample)
 
     def _needs(self, wanted: _Wanted, recipe: Recipe) -> tuple[bool, list[int], bool]:
         """Return what is read of a sample: whether its text, which parts, and whether what is kept."""
@@ -156,7 +163,8 @@ class PackedAssembly:
     def _read_and_decode(self, at: int, wanted: _Wanted, known_crash: str | None) -> None:
         started = time.perf_counter()
         source = self._assembler.source
-        sample, recipe = StoredSample(source.index, self._assembler.shards, wanted.row), source.recipe_of(wanted.row)
+        sample, recipe = wanted.sample, source.recipe_of(wanted.row)
+        sample, wanted.sample = sample or StoredSample(source.index, self._assembler.shards, wanted.row), None
         try:
             if known_crash is not None:
                 raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")

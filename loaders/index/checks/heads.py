@@ -58,6 +58,10 @@ def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
     _check_of_totals(tuple(modalities))(values["totals"], "totals")
 
 
+_SHARD_FLAGS: Final = 3
+"""`packed`, `unproven` and `moved_media` of a ShardInfo."""
+
+
 def check_index(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of an index is malformed."""
     if type(shards := values.get("shards")) is list:
@@ -66,8 +70,10 @@ def check_index(values: Mapping[str, Any]) -> None:
         _check_renamed([each[:1] for each in more], "shards")
         _check_containers([each[1:2] for each in more if each[1:]], "shards")
         _check_reaches([each[2:3] for each in more if each[2:]], "shards")
-        _check_flags([each[3:4] for each in more if each[3:]], "shards")
-        _check_flags([each[4:] for each in more if each[4:]], "shards")
+        flags = [each[3:] for each in more if each[3:]]
+        if any(len(each) > _SHARD_FLAGS for each in flags):
+            raise ValueError(f"shards have more than {_SHARD_FLAGS} flags")
+        _check_flags(flags, "shards")
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(_without_marks(values), "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
@@ -109,4 +115,4 @@ _check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])
 _check_reaches = check_of([(COUNT,)])
-_check_flags = check_of([(bool,)])
+_check_flags = check_of([[bool]])

@@ -21,7 +21,7 @@ from orchdata.loaders.shards.builtin import RecordContainer, TarContainer, built
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.local import read_into_at
-from orchdata.loaders.storage.paths import is_compressed
+from orchdata.loaders.storage.paths import is_compressed, media_root_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import BLOCK_BYTES, body_start, finish, head_of
 from orchdata.loaders.storage.shared.access import Access, Accesses, access_of
@@ -37,7 +37,11 @@ class CannotMove(Exception):
 
 
 def moved_shards(
-    index: Index, urls: Sequence[str], versions: Mapping[str, FileVersion], is_packed: Callable[[str], bool]
+    index: Index,
+    urls: Sequence[str],
+    versions: Mapping[str, FileVersion],
+    media_root: str | None,
+    is_packed: Callable[[str], bool],
 ) -> list[ShardInfo] | None:
     """Return the shards of an index in another place. None: files of this machine were copied on it, or an object was
     replaced, and both are indexed again.
@@ -45,6 +49,7 @@ def moved_shards(
     Args:
         urls: in the new place, with the names and sizes of the shards.
         versions: of each of them there.
+        media_root: as of `Reading`, there.
         is_packed: whether a shard there is compressed; called where the index does not say so.
 
     Raises CannotMove.
@@ -52,14 +57,18 @@ def moved_shards(
     unmarked = _unmarked(index)
     moved, refused = [], []
     for number, (shard, url) in enumerate(zip(index.shards, urls, strict=True)):
-        version = versions[url].version
+        if shard.reach or shard.container or not shard.checksum:
+            raise CannotMove(f"{shard.url} has a container of yours, or could not be read")
+        version, root = versions[url].version, media_root_of(url, media_root) or ""
+        if root != shard.media_root:
+            if not (is_remote(root) or is_remote(shard.media_root)):
+                return None
+            shard = replace(shard, media_root=root, moved_media=True)
         if url == shard.url and version == shard.version:
             moved.append(shard)
             continue
         if url == shard.url or not (is_remote(url) or is_remote(shard.url)):
             return None
-        if shard.reach or shard.container or shard.media_root or not shard.checksum:
-            raise CannotMove(f"{shard.url} has media of its own elsewhere, a container of yours, or could not be read")
         packed = _may_be_packed(shard, bool(unmarked[number])) and (shard.packed or is_packed(url))
         if unmarked[number] and not packed and isinstance(builtin_of(shard.url), TarContainer):
             refused.append(shard.url)

@@ -14,6 +14,7 @@ from orchdata.loaders.index.index import KIND, basename, content_fingerprint
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import media_root_of
 from orchdata.loaders.storage.sealed import head_of
 from orchdata.loaders.storage.shared.files import names_in, opened, status_of
 from orchdata.loaders.versions import TABLE_FORMAT
@@ -35,7 +36,7 @@ def indexes_elsewhere(urls: Sequence[str], recipe: str, reading: Reading, cache:
 
     Args:
         recipe: fingerprint of the recipe.
-        reading: with neither media_root nor containers.
+        reading: without containers.
     """
     names = [basename(url) for url in urls]
     found: list[tuple[bool, float, Elsewhere]] = []
@@ -67,4 +68,6 @@ def _shards_in(path: Path, recipe: str) -> list[ShardInfo]:
 
 
 def _is_read_so(shard: ShardInfo, reading: Reading) -> bool:
-    return (shard.columns, shard.container, shard.media_root, shard.reach) == (reading.columns, "", "", 0)
+    names_media = media_root_of(shard.url, reading.media_root) is not None
+    known = shard.columns, shard.container, bool(shard.media_root), shard.reach
+    return known == (reading.columns, "", names_media, 0)

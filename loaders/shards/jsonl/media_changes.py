@@ -65,7 +65,8 @@ def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = 
 
 def _is_checked(shard: ShardInfo) -> bool:
     """Return whether a shard and what its records name are files: each read of an object is of the indexed version."""
-    return bool(shard.media_root) and not (shard.container or is_remote(shard.url) or is_remote(shard.media_root))
+    is_local = not (is_remote(shard.url) or is_remote(shard.media_root))
+    return bool(shard.media_root) and is_local and not (shard.container or shard.moved_media)
 
 
 def _missing(index: Indexed, numbers: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, str]]]]:

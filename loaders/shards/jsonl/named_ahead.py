@@ -52,17 +52,32 @@ class NamedAhead:
         members: of samples; the records among them are being read.
         media_of: reads a record.
         taken: records whose objects are being read.
+        moved: whether objects were in another place when they were indexed, so that their stamps are not known.
     """
 
-    def __init__(self, folder: ObjectFolder, members: Sequence[Member], media_of: MediaOf, taken: TakenRecords) -> None:
+    def __init__(
+        self,
+        folder: ObjectFolder,
+        members: Sequence[Member],
+        media_of: MediaOf,
+        taken: TakenRecords,
+        *,
+        moved: bool = False,
+    ) -> None:
         self._ahead: list[object] = []
         taken.begin(offset >> STAMP_BITS for offset, _, encoding, _ in members if encoding == NAMED)
-        arguments = folder, list(members), media_of, taken, self._ahead
-        threading.Thread(target=_begin, args=arguments, name="orchdata-named", daemon=True).start()
+        begin = partial(_begin, folder, list(members), media_of, taken, self._ahead, moved=moved)
+        threading.Thread(target=begin, name="orchdata-named", daemon=True).start()
 
 
 def _begin(
-    folder: ObjectFolder, members: Sequence[Member], media_of: MediaOf, taken: TakenRecords, ahead: list[object]
+    folder: ObjectFolder,
+    members: Sequence[Member],
+    media_of: MediaOf,
+    taken: TakenRecords,
+    ahead: list[object],
+    *,
+    moved: bool,
 ) -> None:
     """Read each record, and begin to read what it names. What fails here is raised when the sample is read."""
     sizes = {offset: size for offset, size, encoding, _ in members if encoding != NAMED}
@@ -76,12 +91,12 @@ def _begin(
         except (OrchdataError, FieldError, DecodeError):
             continue
         wanted = [
-            (one.path, size, offset & _STAMP)
+            (one.path, size, None if moved else offset & _STAMP)
             for offset, size, _, field in named
             if (one := media.get(field)) is not None and one.path is not None
         ]
         taken.take_ahead(record, partial(_expect, folder, wanted, ahead))
 
 
-def _expect(folder: ObjectFolder, wanted: Sequence[tuple[str, int, int]], ahead: list[object]) -> None:
+def _expect(folder: ObjectFolder, wanted: Sequence[tuple[str, int, int | None]], ahead: list[object]) -> None:
     ahead.append(folder.expect(wanted))

@@ -25,7 +25,7 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote.clients.client import Listed
 from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.listing import looked_at
-from orchdata.loaders.storage.remote.objects import Ahead, ObjectRange
+from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, ObjectRange
 from orchdata.loaders.storage.remote.stamps import stamp_of_version, stamped
 from orchdata.loaders.storage.remote.urls import identity, is_remote, parsed
 from orchdata.loaders.storage.storage import FileVersion
@@ -148,12 +148,23 @@ class ObjectFolder:
         self.has_files = True
         yield MediaObject(self, name, file)
 
-    def indexed(self, name: str, size: int, stamp: int) -> bytes:
-        """Return the content of an object that was indexed with this size and stamp.
+    def indexed(self, name: str, size: int, stamp: int | None) -> bytes:
+        """Return the content of an object that was indexed with this size and stamp; None: in another place.
 
         Raises StorageError; DecodeError if it is another one now, or there is none.
         """
-        return self.content(self._checked(name), FileVersion(size, stamped(stamp)), size)
+        name = self._checked(name)
+        return self.content(name, self._version(name, size, stamp), size)
+
+    def _version(self, name: str, size: int, stamp: int | None) -> FileVersion:
+        """Return which version of an object to read. One that is read in pieces has the same version in all of them."""
+        if stamp is not None:
+            return FileVersion(size, stamped(stamp))
+        if size <= PIECE_BYTES:
+            return FileVersion(size, "")
+        if name not in self._versions:
+            self._versions[name] = self._files.objects.version(f"{self.root}/{name}")
+        return FileVersion(size, "" if (found := self._versions[name]) is None else found.version)
 
     def content(self, name: str, file: FileVersion, stop: int) -> bytes:
         """Return the first bytes of an object. Raises StorageError, DecodeError."""
@@ -169,16 +180,14 @@ class ObjectFolder:
             self._check_root()
             raise DecodeError(f"{shown_name(name)}: {MISSING}") from None
 
-    def expect(self, wanted: Sequence[tuple[str, int, int]]) -> Ahead:
-        """Begin to read objects (name, size, stamp) that were indexed. Keep the result until they were read."""
+    def expect(self, wanted: Sequence[tuple[str, int, int | None]]) -> Ahead:
+        """Begin to read objects (name, size, stamp), as of `indexed`. Keep the result until they were read."""
         ranges = []
         for name, size, stamp in wanted:
-            try:
-                url = f"{self.root}/{self._checked(name)}"
-            except DecodeError:
-                continue
-            if size:
-                ranges.append(ObjectRange(url, FileVersion(size, stamped(stamp)), 0, size))
+            with suppress(DecodeError, StorageError):
+                name = self._checked(name)
+                if size:
+                    ranges.append(ObjectRange(f"{self.root}/{name}", self._version(name, size, stamp), 0, size))
         return self._files.objects.expect(ranges, self._reads)
 
     def _checked(self, name: str) -> str:

@@ -46,6 +46,7 @@ class JsonLinesShard:
         file: its bytes.
         limits: applied by `facts` and `read`.
         media_root: folder that names of media are relative to; None: no media file is opened.
+        moved_media: whether media were in another folder when they were indexed, so that their versions are not known.
         rules: names of fields, and the function that makes records.
         reads: its `storage` counts the bytes read from other files.
         size, version: of the file as stored, if `file` is its decompressed content.
@@ -60,6 +61,7 @@ class JsonLinesShard:
         *,
         limits: Limits,
         media_root: str | None,
+        moved_media: bool = False,
         rules: FieldRules = NO_RULES,
         reads: ReadBytes | None = None,
         files: Files = PLAIN_FILES,
@@ -76,6 +78,7 @@ class JsonLinesShard:
         self._file = file
         self._limits = limits
         self._reads = reads
+        self._moved_media = moved_media
         self._reader = RecordReader(url, file, limits, folder_of(media_root, files, reads), rules)
         self._taken = TakenRecords()
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
@@ -188,7 +191,7 @@ class JsonLinesShard:
         folder = self._reader.folder
         if not isinstance(folder, ObjectFolder) or all(encoding != NAMED for _, _, encoding, _ in members):
             return ahead
-        return ahead, NamedAhead(folder, members, self._media_at, self._taken)
+        return ahead, NamedAhead(folder, members, self._media_at, self._taken, moved=self._moved_media)
 
     def close(self) -> None:
         self._file.close()
@@ -252,7 +255,7 @@ class JsonLinesShard:
             raise DecodeError("its record no longer names this file: run `orchdata index` again")
         folder = self._reader.folder
         if isinstance(folder, ObjectFolder) and media.path is not None:
-            return folder.indexed(media.path, size, stamp)
+            return folder.indexed(media.path, size, None if self._moved_media else stamp)
         name = "its list of files" if media.files else shown_name(media.path or media.field)
         contents, stamps, left = [], [], size
         for one in media.parts():
@@ -262,7 +265,7 @@ class JsonLinesShard:
             left -= len(data)
         if left:
             raise _changed(name, size - left, size)
-        if joined_stamp(stamps) != stamp:
+        if not self._moved_media and joined_stamp(stamps) != stamp:
             raise DecodeError(
                 f"{name} was changed since it was indexed: it has the same size, but another modification time. Run "
                 "`orchdata index` again. `cp -r` changes the time of a copy; `cp -a` and `rsync -a` keep it"

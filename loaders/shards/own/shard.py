@@ -40,6 +40,7 @@ class OpenContext:
         limits: of the recipe. The library applies them to every field; a container may stop earlier.
         cache: folder for files that can be made again.
         media_root: folder of files that shards name; None for none.
+        moved_media: whether these files were in another folder when the shard was indexed.
         reads: counts bytes; what is read from the shard's source is counted already. None: nothing is counted.
         files: opens other files, and objects of storage.
     """
@@ -47,6 +48,7 @@ class OpenContext:
     limits: Limits
     cache: CacheFolder
     media_root: str | None = None
+    moved_media: bool = False
     reads: ReadBytes | None = None
     files: Files = PLAIN_FILES
 

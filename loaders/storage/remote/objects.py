@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.memory import room
 from orchdata.loaders.storage.coalesce import Extent, runs_of
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import process, requests, urls
@@ -269,7 +270,8 @@ class Objects:
     def _pending(self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None) -> Pending[Buffer]:
         """Return a read that has not begun. Retries end with the last who may ask for it."""
         is_ended = lambda: pending.is_done or not pending.is_wanted  # noqa: E731 - the read and its end name each other
-        pending: Pending[Buffer] = Pending(partial(self._fetch, client, key, wanted, reads, is_ended))
+        read = partial(self._fetch, client, key, wanted, reads, is_ended)
+        pending: Pending[Buffer] = Pending(read, wanted.stop - wanted.start)
         return pending
 
     def _fetch(
@@ -280,6 +282,7 @@ class Objects:
 
         def request() -> Buffer:
             began = time.monotonic()
+            _check_room(wanted)
             counts.add("get")
             answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
             if reads is not None:
@@ -371,6 +374,16 @@ def check(answer: Answer, wanted: ObjectRange) -> None:
             f"the answer has {len(answer.data)} bytes from {answer.start} on, in place of {wanted.stop - wanted.start} "
             f"from {wanted.start} on",
             is_odd=True,
+        )
+
+
+def _check_room(wanted: ObjectRange) -> None:
+    """Raise MemoryError if less memory is left than reading takes: clients end the process for lack of memory."""
+    left, needed = room(), requests.needed_bytes(wanted.stop - wanted.start)
+    if left is not None and left.left_bytes < needed:
+        raise MemoryError(
+            f"reading {wanted.stop - wanted.start} bytes of {wanted.url} takes up to {needed} bytes, and "
+            f"{left.left_bytes} are left under {left.limit}"
         )
 
 

@@ -16,10 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 from orchdata.loaders import waits
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.memory import room
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.remote import process
 from orchdata.loaders.storage.remote.counts import RequestCounts
@@ -33,6 +35,12 @@ _LEAST_IN_FLIGHT: Final = 4
 _PER_MILLISECOND: Final = 2.0
 """Requests in flight for each millisecond that one takes."""
 _RECENT: Final = 64
+_COPIES: Final = 3
+"""Copies of an answer that are in memory at the same time: a client puts together what came in parts, and a reader
+takes its part.
+"""
+_CLIENT_BYTES: Final = 8 << 20
+"""Memory of a client that is not of answers: connections, and the stack of a thread."""
 _SLOW_SECONDS: Final = 0.3
 _SLOW_TIMES: Final = 4.0
 _MOST_SECOND: Final = 0.05
@@ -43,12 +51,14 @@ class Pending(Generic[T]):
     """The result of a call that a thread of the pool makes.
 
     Attributes:
+        num_bytes: memory that the result takes.
         began: when the call began, as `time.monotonic`; None if it has not.
         is_wanted: whether anyone may still ask for the result.
         is_awaited: whether someone waits for it, or will.
     """
 
-    def __init__(self, call: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T], num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
         self._call: Callable[[], T] | None = call
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -131,7 +141,7 @@ class Requests:
         self._changed = threading.Condition()
         self._num_threads = 0
         self._idle = 0
-        self._running = self._running_late = 0
+        self._running = self._running_late = self._running_bytes = 0
         self._times: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self._reads = self._second = 0
 
@@ -192,6 +202,13 @@ class Requests:
         quickest = min(seconds for seconds, _ in list(self._times))
         return max(_LEAST_IN_FLIGHT, min(self.most, int(1000 * quickest * _PER_MILLISECOND)))
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory that the results of all requests will take which are queued or under way."""
+        with self._changed:
+            queued = sum(each.num_bytes for queue in (self._urgent, self._later) for each in queue if each.is_wanted)
+            return queued + self._running_bytes
+
     def _slow_after(self, num_bytes: int) -> float:
         """Return after how many seconds a read of so many bytes is slow."""
         recent = list(self._times)
@@ -215,17 +232,20 @@ class Requests:
                 queue.appendleft(pending)
             else:
                 queue.append(pending)
-            if len(self._urgent) + len(self._later) > self._idle and self._num_threads < self.most:
-                try:
-                    threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
-                except (RuntimeError, MemoryError) as error:  # the system has no thread left
-                    if not self._num_threads:
-                        queue.remove(pending)
-                        pending.fail(_without_threads(error))
-                        return
-                else:
-                    self._num_threads += 1
+            try:
+                self._start_thread()
+            except (RuntimeError, MemoryError) as error:  # the system has no thread left
+                if not self._num_threads:
+                    queue.remove(pending)
+                    pending.fail(_without_threads(error))
+                    return
             self._changed.notify()
+
+    def _start_thread(self) -> None:
+        """Start a thread if more requests wait than threads, and one more may be under way. Each takes memory."""
+        if len(self._urgent) + len(self._later) > self._idle and self._num_threads < self.in_flight:
+            threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
+            self._num_threads += 1
 
     def _serve(self) -> None:
         while True:
@@ -237,12 +257,16 @@ class Requests:
                 pending, is_late = taken
                 self._running += 1
                 self._running_late += is_late
+                self._running_bytes += pending.num_bytes
             try:
                 pending.run()
             finally:
                 with self._changed:
                     self._running -= 1
                     self._running_late -= is_late
+                    self._running_bytes -= pending.num_bytes
+                    with suppress(RuntimeError, MemoryError):
+                        self._start_thread()
                     self._changed.notify()
             del pending, taken
 
@@ -251,13 +275,24 @@ class Requests:
 
         These have half of the requests in flight at most: they are large, and an urgent one would wait for their end.
         """
-        if self._running >= self.in_flight:
+        if self._running >= self.in_flight or (self._running and not self._has_room()):
             return None
         if self._urgent:
             return self._urgent.popleft(), False
         return (
             (self._later.popleft(), True) if self._later and self._running_late < max(1, self.in_flight // 2) else None
         )
+
+    def _has_room(self) -> bool:
+        """Return whether the next request fits into the memory that is left, with those that run."""
+        waiting = self._urgent or self._later
+        left = room() if waiting else None
+        return left is None or left.left_bytes >= needed_bytes(self._running_bytes + waiting[0].num_bytes)
+
+
+def needed_bytes(num_bytes: int) -> int:
+    """Return the memory that is needed to read this number of bytes."""
+    return _COPIES * num_bytes + _CLIENT_BYTES
 
 
 def _without_threads(error: BaseException) -> StorageError:

@@ -5,7 +5,7 @@ new URLs --names--> an index in the cache folder --one rank lists: sizes, versio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +14,15 @@ from typing import Any, Final
 import numpy as np
 
 from orchdata.loaders.claims import Claims
-from orchdata.loaders.errors import DamagedIndexError
+from orchdata.loaders.errors import DamagedIndexError, DataError, StaleIndexError
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of, index_path, open_index
 from orchdata.loaders.index.moved.move import CannotMove, moved_shards, write_moved
 from orchdata.loaders.index.moved.places import indexes_elsewhere
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.compressed import compression
-from orchdata.loaders.shards.marks import proven, with_proof
+from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
@@ -43,7 +44,7 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
     Raises StorageError, and FunctionError as `open_index`.
     """
     cache = CacheFolder()
-    if reading.media_root is not None or reading.containers:
+    if reading.containers:
         return None, reading
     fingerprint = recipe.count_fingerprint()
     elsewhere = indexes_elsewhere(urls, fingerprint, reading, cache)
@@ -61,8 +62,9 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
         try:
             if (moved := open_index(urls, recipe, cache=cache, reading=reading)) is not None:
                 return moved, reading  # another rank of this node has written it
-            shards = moved_shards(index, urls, versions, lambda url: _is_packed(url, versions[url], reading))
-            if shards is None or _are_others(index, shards, urls, reading):
+            is_packed: Callable[[str], bool] = lambda url: _is_packed(url, versions[url], reading)  # noqa: E731
+            shards = moved_shards(index, urls, versions, reading.media_root, is_packed)
+            if shards is None or _are_others(index, shards, urls, recipe, reading):
                 return None, reading
             write_moved(index, path, shards)
             return open_index(urls, recipe, cache=cache, reading=reading), reading
@@ -73,34 +75,41 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
     return None, reading
 
 
-def _are_others(index: Index, shards: Sequence[ShardInfo], urls: tuple[str, ...], reading: Reading) -> bool:
+def _are_others(
+    index: Index, shards: Sequence[ShardInfo], urls: tuple[str, ...], recipe: Recipe, reading: Reading
+) -> bool:
     """Return whether the data are others that have the same names and sizes: some samples are compared, and none of
     them is the same. One rank compares for all.
     """
-    marked = np.array([], np.int64) if index.marks is None else np.flatnonzero(index.marks)
-    unproven = np.array([shard.unproven and not shard.packed for shard in shards])
-    rows = marked[unproven[np.asarray(index.shard)[marked]]]
+    # Samples of tars have marks, and records name files: both are compared whenever a sample is read.
+    has_mark = np.zeros(index.num_rows, np.bool_) if index.marks is None else index.marks != 0
+    has_media = np.diff(index.part_offsets) > 0
+    is_unproven = np.array([shard.unproven and not shard.packed for shard in shards])[index.shard]
+    has_moved_media = np.array([shard.moved_media for shard in shards])[index.shard]
+    rows = np.flatnonzero((has_mark & is_unproven) | (has_media & has_moved_media))
     chosen = rows[np.linspace(0, len(rows) - 1, min(_COMPARED, len(rows))).astype(np.int64)].tolist()
     if not chosen:
         return False
 
     def compare() -> bool:
-        return not any(_is_same(index, row, shards[int(index.shard[row])], reading) for row in chosen)
+        index.shards = tuple(shards)  # no one else has this object
+        with closing(OpenShards(limits=recipe.limits, cache=CacheFolder(), files=reading.files, any_remote=True)) as at:
+            samples = [StoredSample(index, at, row) for row in chosen]
+            ahead = read_ahead(index, at, lambda _: recipe, [Wanted(each.row, sample=each) for each in samples])
+            is_same = any(_is_same(sample, recipe) for sample in samples)
+            del ahead
+        return not is_same
 
-    return bool(done_by_first(f"compared/{digest([index.build_id, list(urls)])}", compare))
+    return bool(done_by_first(f"compared/{digest([index.build_id, list(urls), reading.media_root])}", compare))
 
 
-def _is_same(index: Index, row: int, shard: ShardInfo, reading: Reading) -> bool:
-    """Return whether a sample of a tar is the one that was indexed."""
-    proof = index.proof(row)
-    if proof is None:
-        return True
-    ranges = with_proof([], proof)
-    with closing(reading.files.open(shard.url, FileVersion(shard.size, shard.version))) as file:
-        ahead = file.expect([(offset, size) for offset, size, _, _ in ranges])
-        contents = [file.read(offset, size) for offset, size, _, _ in ranges]
-        del ahead
-    return proven([], proof, contents) is not None
+def _is_same(sample: StoredSample, recipe: Recipe) -> bool:
+    """Return whether a sample is the one that was indexed. Raises StorageError."""
+    try:
+        sample.read(recipe)
+    except (StaleIndexError, DataError):
+        return False
+    return True
 
 
 def _opened(path: Path) -> Index | None:

@@ -17,13 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from global_digest import content
+from other_places import Place, contents, epoch, loader_of
 from published_job import __file__ as JOB
 from rank_jobs import run_ranks
-from servers.fixtures import Proxied
 from servers.http_server import HttpServer
-from servers.proxy import Proxy
-from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
@@ -37,54 +34,6 @@ def paths(tmp_path: Path) -> list[str]:
     folder = tmp_path / "here"
     folder.mkdir()
     return omni_shards(folder, shards=SHARDS, samples=SAMPLES)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that are measured: a build measures each of them once, and nothing else does."""
-    real, shards = build.cost_shard, []
-
-    def noted(facts: Any, *rest: Any, **more: Any) -> Any:
-        shards.append(facts.meta.url)
-        return real(facts, *rest, **more)
-
-    monkeypatch.setattr(build, "cost_shard", noted)
-    return shards
-
-
-class Place:
-    """A bucket before which a proxy counts."""
-
-    def __init__(self, server: S3Server, bucket: str, proxy: Proxy) -> None:
-        self.server, self.bucket, self.proxy = server, bucket, proxy
-        self.options = server.options_of("all", proxy.endpoint)
-        self.pattern = f"s3://{bucket}/data/*"
-
-    def put(self, paths: list[str]) -> None:
-        for path in paths:
-            self.server.put(self.bucket, f"data/{Path(path).name}", Path(path).read_bytes())
-
-    def dataset(self, recipe: od.Recipe = RECIPE, **more: Any) -> od.ShardDataset:
-        return od.ShardDataset(self.pattern, recipe, storage_options=self.options, **more)
-
-
-@pytest.fixture
-def place(s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied) -> Place:
-    return Place(s3_server, new_bucket(), proxied(s3_server))
-
-
-def loader_of(dataset: od.ShardDataset, **more: Any) -> od.DataLoader:
-    return od.DataLoader(dataset, batch_size=3, shuffle=True, seed=5, **more)
-
-
-def contents(batch: od.Batch) -> Any:
-    """What a batch has, with names of shards in place of their URLs."""
-    sequences, media = content([batch])
-    return [(os.path.basename(shard), key, digest) for shard, key, digest in sequences], media
-
-
-def epoch(loader: od.DataLoader) -> list[Any]:
-    return [contents(batch) for batch in loader]
 
 
 def kinds(place: Place) -> set[str]:

@@ -17,6 +17,7 @@ from children import in_a_child
 from remote_epochs import LOADER, Epochs, epoch, remote
 from servers.fixtures import Proxied
 from servers.s3_server import S3Server
+from shard_factory import write_shard
 
 import orchdata as od
 
@@ -188,3 +189,39 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+@pytest.mark.parametrize(
+    ("memory", "error"),
+    [
+        pytest.param(
+            24, r"not enough memory to read a step: its samples have 3355\d* bytes in object storage, 0 bytes"
+        ),
+        pytest.param(64, "went beyond worker_memory", marks=pytest.mark.slow),
+        pytest.param(600, None),
+    ],
+)
+def test_bytes_on_their_way_count_as_memory_of_the_step(
+    tmp_path: Path, s3_server: S3Server, memory: int, error: str | None
+) -> None:
+    samples = [{"__key__": str(number), "txt": b"hello", "bin": bytes(8 << 20)} for number in range(4)]
+    bucket = s3_server.make_bucket(f"memory-{memory}")
+    s3_server.put(bucket, "a.tar", Path(write_shard(tmp_path / "a.tar", samples)).read_bytes())
+    dataset = remote(f"s3://{bucket}/a.tar", s3_server.options, recipe=od.Recipe(keep=["bin"]))
+    loader = od.DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=1,
+        num_threads=2,
+        worker_memory=memory << 20,
+        on_error=od.ErrorPolicy("skip", max_failures=None),
+    )
+    if error is None:
+        assert [len(batch.sample_ids) for batch in loader] == [4]
+    else:
+        with pytest.raises(RuntimeError, match=error) as raised:
+            list(loader)
+        assert "none of its samples ends a process alone" in str(raised.value)
+        assert "Aborted" not in str(raised.value)  # as a client of object storage ends its process
+    assert loader.stats()["failures"]["count"] == 0
