@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import re
 import resource
+import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -69,12 +71,18 @@ def is_limited_below(num_bytes: int) -> bool:
 
 def _of_the_machine() -> list[Room]:
     with suppress(OSError):  # not every container has these files
-        if _OVERCOMMIT.read_bytes().strip() == b"2":
+        if _never_overcommits(int(time.monotonic())):
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
             values = {name: int(value.split()[0]) << 10 for name, value in (line.split(":") for line in lines)}
             limit = values["CommitLimit"]
             return [Room(f"vm.overcommit_memory=2 of {limit} bytes", max(0, limit - values["Committed_AS"]))]
     return []
+
+
+@lru_cache(maxsize=1)
+def _never_overcommits(second: int) -> bool:  # noqa: ARG001 - the file is read at most once a second
+    """Return whether the machine grants no more memory than it has. Raises OSError."""
+    return _OVERCOMMIT.read_bytes().strip() == b"2"
 
 
 def is_of_libav(error: BaseException) -> bool:
