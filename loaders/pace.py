@@ -21,9 +21,19 @@ _REST_SECONDS: Final = 15.0  # Pause after neither more nor fewer were faster; s
 _SHORT_SECONDS: Final = 1.0  # A thread that takes longer waits, or has large jobs: it is not counted.
 
 
-def threads_or_default(num_threads: int | None) -> int:
-    """Return a number of threads; for None one for each CPU, at most 8."""
-    return min(8, os.cpu_count() or 1) if num_threads is None else num_threads
+FAR_THREADS: Final = 4
+"""Least number of threads by default that read from object storage: some of them wait for it."""
+
+
+def threads_or_default(num_threads: int | None, *, far: bool = False) -> int:
+    """Return a number of threads; for None one for each CPU, at most 8.
+
+    Args:
+        far: whether they read from object storage.
+    """
+    if num_threads is not None:
+        return num_threads
+    return min(8, max(os.cpu_count() or 1, FAR_THREADS if far else 1))
 
 
 class Pace:

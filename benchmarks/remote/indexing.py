@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from benchmarks.remote.store import FarStore
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -60,7 +60,7 @@ def compare_indexing(store: FarStore, folder: Path, shards: int, repeats: int) -
 
 def _at_once() -> int:
     """Shards that a build reads at the same time."""
-    return min(8, len(os.sched_getaffinity(0)))
+    return threads_or_default(None, far=True)
 
 
 def _indexing(store: FarStore, keys: list[str], folder: Path) -> Callable[[], None]:

@@ -62,6 +62,7 @@ from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import remove
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
 from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
@@ -125,7 +126,8 @@ def build_index(
         recipe: defines the costs. Its tokenizer is called from several threads.
         cache: stores facts, costs and indexes; default: the folder that the environment names.
         reading: how the shards are read; part of the identity of the index.
-        num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
+        num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at least 4
+            for object storage, at most 8.
         jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
             the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
         progress: called in this thread after each shard.
@@ -150,7 +152,7 @@ def build_index(
     """
     if not urls:
         raise ValueError("no shards to index")
-    workers = threads_or_default(num_threads)
+    workers = threads_or_default(num_threads, far=any(map(is_remote, urls)))
     if workers < 1 or jobs < 1:
         raise ValueError(f"num_threads and jobs must be at least 1, got {num_threads} and {jobs}")
     if jobs > 1:

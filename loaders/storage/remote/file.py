@@ -9,6 +9,7 @@ from typing import Final
 
 from orchdata.loaders.storage.coalesce import Extent
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote.clients.client import Buffer
 from orchdata.loaders.storage.remote.objects import Ahead, ObjectRange, Objects
 from orchdata.loaders.storage.storage import FileVersion, Storage
 
@@ -35,10 +36,14 @@ class RemoteFile:
         self._reads = reads
 
     def read(self, offset: int, size: int) -> bytes:
+        return bytes(self.view(offset, size))
+
+    def view(self, offset: int, size: int) -> Buffer:
+        """Read as `read`, without a copy of what was read ahead."""
         stop = min(offset + size, self.size)
         if stop <= offset:
             return b""
-        return bytes(self._objects.read(ObjectRange(self.url, self._file, offset, stop), self._reads))
+        return self._objects.read(ObjectRange(self.url, self._file, offset, stop), self._reads)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         data = self.read(offset, len(buffer))
@@ -72,20 +77,35 @@ class Blocks:
         self._file = file
         self._blocks: OrderedDict[int, Ahead] = OrderedDict()
         self._last = -1
+        self._current: tuple[int, Buffer] = (-1, b"")  # a block's number and content: most reads are of the last one
         self._lock = threading.Lock()
 
     def read(self, offset: int, size: int) -> bytes:
+        return bytes(self._view(offset, size))
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        data = self._view(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _view(self, offset: int, size: int) -> Buffer:
         stop = min(offset + size, self.size)
         if stop <= offset:
             return b""
+        number, start = divmod(offset, BLOCK_BYTES)
+        if start + stop - offset <= BLOCK_BYTES:
+            return memoryview(self._block(number))[start : start + stop - offset]
         if size <= BLOCK_BYTES:
-            self._begin(offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES)
-        return self._file.read(offset, size)
+            self._begin(number, (stop - 1) // BLOCK_BYTES)
+        return self._file.view(offset, size)
 
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        data = self.read(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def _block(self, number: int) -> Buffer:
+        current, content = self._current
+        if current != number:
+            self._begin(number, number)
+            content = self._file.view(number * BLOCK_BYTES, BLOCK_BYTES)
+            self._current = number, content
+        return content
 
     def expect(self, extents: Sequence[Extent]) -> Ahead:
         return self._file.expect(extents)
@@ -96,6 +116,7 @@ class Blocks:
     def close(self) -> None:
         with self._lock:
             blocks, self._blocks = list(self._blocks.values()), OrderedDict()
+            self._current = -1, b""
         for block in blocks:
             block.close()
         self._file.close()

@@ -234,7 +234,7 @@ def test_a_build_goes_on_from_what_a_killed_one_left(
 
     def child() -> None:
         monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "killed"))
-        monkeypatch.setattr(build, "threads_or_default", lambda _: 1)
+        monkeypatch.setattr(build, "threads_or_default", lambda _, far: 1)
         calls = [0]
         local = type(opened_folder(str(store), Files()))
         for name in ("write", "remove"):

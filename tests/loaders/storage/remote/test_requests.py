@@ -144,7 +144,10 @@ class TestReadingAhead:
         ahead.close()
 
     def test_ranges_of_several_steps_overlap(self, objects: Objects, client: FakeClient) -> None:
+        gate = client.before = Gate()
         aheads = [objects.expect([ObjectRange(URL, whole(client), start, stop)]) for start, stop in STEPS]
+        gate.wait_for(len(STEPS))
+        gate.opened.set()
         for start in range(0, 1700, 50):
             for stop in range(start + 50, 1701, 150):
                 assert read(objects, client, start, stop) == client.content[start:stop]
