@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from orchdata.native.jit import load_numba
-
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
 
 
@@ -38,9 +36,8 @@ def in_a_child(work: Callable[[], None], seconds: int = 120) -> None:
 def as_user(user: int, work: Callable[[], None], *, groups: Sequence[int] = ()) -> None:
     """`in_a_child` of another user, which only root can: of the group of its number, and of further groups.
 
-    Files of the interpreter may be for root alone, so what is imported late is imported before.
+    Files of the interpreter may be for root alone: what the work imports must have been imported before.
     """
-    load_numba()
 
     def run() -> None:
         os.setgroups(groups)

@@ -351,6 +351,12 @@ def test_the_default_folder_is_for_its_user_alone(tmp_path: Path, monkeypatch: p
 # --- other users
 
 
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> None:
+    """What other users import late: files of the interpreter may be for root alone."""
+    samples_of([str(write_compressed(tmp_path_factory.mktemp("imported") / "a.tar.gz", "a"))])
+
+
 def as_one_of_the_team(user: int, work: Callable[[], None]) -> None:
     """Run in a child process of that user, who is in the team."""
 
@@ -362,6 +368,7 @@ def as_one_of_the_team(user: int, work: Callable[[], None]) -> None:
 
 
 @only_root
+@pytest.mark.usefixtures("imported")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("folder_mode", [0o2770, 0o770, 0o777])
 @pytest.mark.parametrize("shard_mode", [0o644, 0o640])
@@ -398,6 +405,7 @@ def test_two_users_of_a_team_share_a_folder(
 
 
 @only_root
+@pytest.mark.usefixtures("imported")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_files_of_another_user_are_never_touched(reached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alice, in a folder that Bob prepared: he may read nothing of hers through it, and none of her files changes."""
