@@ -57,10 +57,15 @@ def moved_shards(
     unmarked = _unmarked(index)
     moved, refused = [], []
     for number, (shard, url) in enumerate(zip(index.shards, urls, strict=True)):
-        if shard.reach or shard.container or not shard.checksum:
-            raise CannotMove(f"{shard.url} has a container of yours, or could not be read")
-        version, root = versions[url].version, media_root_of(url, media_root) or ""
+        if shard.reach or not shard.checksum:
+            raise CannotMove(f"{shard.url} could not be read")
+        version = versions[url].version
+        root = (media_root if shard.container else media_root_of(url, media_root)) or ""
         if root != shard.media_root:
+            if shard.container:
+                raise CannotMove(
+                    f"the container of yours that reads {shard.url} reads files of another media_root, too"
+                )
             if not (is_remote(root) or is_remote(shard.media_root)):
                 return None
             shard = replace(shard, media_root=root, moved_media=True)
@@ -70,7 +75,7 @@ def moved_shards(
         if url == shard.url or not (is_remote(url) or is_remote(shard.url)):
             return None
         packed = _may_be_packed(shard, bool(unmarked[number])) and (shard.packed or is_packed(url))
-        if unmarked[number] and not packed and isinstance(builtin_of(shard.url), TarContainer):
+        if unmarked[number] and not packed and not shard.container and isinstance(builtin_of(shard.url), TarContainer):
             refused.append(shard.url)
         packed = packed and is_remote(url)
         moved.append(replace(shard, url=url, version=version, packed=packed, unproven=True))
@@ -114,6 +119,8 @@ def _unmarked(index: Index) -> NDArray[np.int64]:
 
 def _may_be_packed(shard: ShardInfo, has_unmarked: bool) -> bool:
     """Return whether a shard can be compressed: a plain tar has marks."""
+    if shard.container:
+        return False
     container = builtin_of(shard.url)
     if isinstance(container, TarContainer):
         return has_unmarked

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from orchdata.loaders.index.checks.heads import check_index
 from orchdata.loaders.index.index import KIND, basename, content_fingerprint
+from orchdata.loaders.shards.own.checks import container_of
+from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
@@ -36,7 +38,6 @@ def indexes_elsewhere(urls: Sequence[str], recipe: str, reading: Reading, cache:
 
     Args:
         recipe: fingerprint of the recipe.
-        reading: without containers.
     """
     names = [basename(url) for url in urls]
     found: list[tuple[bool, float, Elsewhere]] = []
@@ -51,7 +52,7 @@ def indexes_elsewhere(urls: Sequence[str], recipe: str, reading: Reading, cache:
         except (OSError, ValueError):
             continue  # damaged, of another release, or removed just now
         is_same = changed is not None and [basename(shard.url) for shard in shards] == names
-        if is_same and all(_is_read_so(shard, reading) for shard in shards):
+        if is_same and all(_is_read_so(shard, url, reading) for shard, url in zip(shards, urls, strict=True)):
             assert changed is not None
             unproven = any(shard.unproven for shard in shards)
             found.append((unproven, -changed.st_mtime, Elsewhere(path, [shard.size for shard in shards])))
@@ -67,7 +68,9 @@ def _shards_in(path: Path, recipe: str) -> list[ShardInfo]:
     return shards if values["fingerprint"] == content_fingerprint(shards, recipe) else []
 
 
-def _is_read_so(shard: ShardInfo, reading: Reading) -> bool:
-    names_media = media_root_of(shard.url, reading.media_root) is not None
+def _is_read_so(shard: ShardInfo, url: str, reading: Reading) -> bool:
+    """Return whether a shard was indexed as it would be read in the new place, under this URL."""
+    container = container_of(reading.containers, url) if reading.containers else None
+    root = media_root_of(url, reading.media_root) if container is None else reading.media_root
     known = shard.columns, shard.container, bool(shard.media_root), shard.reach
-    return known == (reading.columns, "", names_media, 0)
+    return known == (reading.columns, "" if container is None else identity_of(container), root is not None, 0)

@@ -22,7 +22,7 @@ from orchdata.loaders.index.moved.places import indexes_elsewhere
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.compressed import compression
-from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
@@ -44,8 +44,6 @@ def moved_index(urls: tuple[str, ...], recipe: Recipe, reading: Reading) -> tupl
     Raises StorageError, and FunctionError as `open_index`.
     """
     cache = CacheFolder()
-    if reading.containers:
-        return None, reading
     fingerprint = recipe.count_fingerprint()
     elsewhere = indexes_elsewhere(urls, fingerprint, reading, cache)
     if not elsewhere:
@@ -93,7 +91,8 @@ def _are_others(
 
     def compare() -> bool:
         index.shards = tuple(shards)  # no one else has this object
-        with closing(OpenShards(limits=recipe.limits, cache=CacheFolder(), files=reading.files, any_remote=True)) as at:
+        how: dict[str, Any] = {"containers": by_identity(reading.containers), "files": reading.files}
+        with closing(OpenShards(limits=recipe.limits, cache=CacheFolder(), any_remote=True, **how)) as at:
             samples = [StoredSample(index, at, row) for row in chosen]
             ahead = read_ahead(index, at, lambda _: recipe, [Wanted(each.row, sample=each) for each in samples])
             is_same = any(_is_same(sample, recipe) for sample in samples)

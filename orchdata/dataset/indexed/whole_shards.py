@@ -15,7 +15,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.builtin import TarContainer, builtin_of
-from orchdata.loaders.shards.open import open_shard, rules_of
+from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import is_remote
@@ -107,14 +107,16 @@ def _compared_whole(index: Index) -> tuple[ShardInfo, ...]:
     return tuple(
         shard
         for shard in index.shards
-        if shard.unproven and not shard.packed and not isinstance(builtin_of(shard.url), TarContainer)
+        if shard.unproven
+        and not shard.packed
+        and (shard.container or not isinstance(builtin_of(shard.url), TarContainer))
     )
 
 
 def _compare(dataset: ShardDataset, indexed: ShardInfo) -> None:
     """Raise StaleIndexError if the content of a shard differs, StorageError if it cannot be read."""
-    recipe = dataset.recipe
-    how: dict[str, Any] = {"files": dataset.files, "rules": rules_of(indexed, {}, recipe.record), "whole": True}
+    recipe, containers = dataset.recipe, by_identity(dataset.containers)
+    how: dict[str, Any] = {"files": dataset.files, "rules": rules_of(indexed, containers, recipe.record), "whole": True}
     if is_remote(indexed.url):
         how |= {"known": FileVersion(indexed.size, indexed.version), "packed": False}
     with closing(open_shard(indexed.url, limits=recipe.limits, cache=CacheFolder(), **how)) as shard:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from other_places import Place, contents, epoch, loader_of
+from pairs_container import Pairs
 from published_job import __file__ as JOB
 from rank_jobs import run_ranks
 from servers.http_server import HttpServer
@@ -429,3 +430,22 @@ def test_ranks_list_the_place_once(
     assert len(keys) == len(set(keys)) == SHARDS * SAMPLES
     listed = [request for request in place.proxy.requests("LIST") if "prefix=data" in request.query]
     assert len(listed) == 1 + index_store, "with index_store, new shards are looked for after the first step"
+
+
+def test_shards_of_a_container_of_the_users_move(place: Place, measured: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "0.pairs"
+    path.write_text("".join(f"{number}\tsample {number}\n" for number in range(9)))
+    expected = epoch(loader_of(od.ShardDataset(path, RECIPE, containers=[Pairs()])))
+    place.put([str(path)])
+    there = place.dataset(containers=[Pairs()])
+    assert epoch(loader_of(there)) == expected
+    assert len(measured) == 1 and there.index().shards[0].unproven
+
+
+def test_another_shard_of_a_container_of_the_users_is_an_error(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "0.pairs"
+    path.write_text("".join(f"{number}\tsample {number}\n" for number in range(9)))
+    od.ShardDataset(path, RECIPE, containers=[Pairs()]).index()
+    place.server.put(place.bucket, "data/0.pairs", path.read_bytes().replace(b"sample 7", b"another7"))
+    with pytest.raises(od.StaleIndexError, match=r"0\.pairs.*orchdata index"):
+        epochs_until(loader_of(place.dataset(containers=[Pairs()])), "orchdata-compare")
