@@ -29,7 +29,8 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.jobs.jobs import Jobs
+from orchdata.loaders.index.jobs.jobs import Jobs, Processes
+from orchdata.loaders.index.jobs.work import Given, Measured
 from orchdata.loaders.index.locations import (
     check_function_of,
     index_path,
@@ -60,7 +61,7 @@ from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.atomic import remove
+from orchdata.loaders.storage.atomic import remove, write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
@@ -106,6 +107,7 @@ def build_index(
     reading: Reading = PLAIN,
     num_threads: int | None = None,
     jobs: int = 1,
+    processes: Processes | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
@@ -130,6 +132,7 @@ def build_index(
             for object storage, at most 8.
         jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
             the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
+        processes: where the processes of `jobs` run, also one alone; default: children of this process.
         progress: called in this thread after each shard.
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
             that are being measured count in part, and the number of all.
@@ -141,7 +144,7 @@ def build_index(
     Raises:
         ValueError: no shards, an unknown suffix, two paths of one file, columns to rename that the data do not have, or
             `jobs` with something that does not pickle, or with `num_threads`.
-        ProcessError: a process of `jobs` ended, twice with one shard.
+        ProcessError: a process of `jobs` ended, three times with one shard.
         StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
             below a media_root exists.
         MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
@@ -155,7 +158,8 @@ def build_index(
     workers = threads_or_default(num_threads, far=any(map(is_remote, urls)))
     if workers < 1 or jobs < 1:
         raise ValueError(f"num_threads and jobs must be at least 1, got {num_threads} and {jobs}")
-    if jobs > 1:
+    apart = jobs > 1 or processes is not None
+    if apart:
         if num_threads is not None:
             raise ValueError(f"num_threads={num_threads} is for jobs=1: each of {jobs} processes has one thread")
         workers = jobs
@@ -175,9 +179,10 @@ def build_index(
         warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
-    if jobs > 1:
-        open_builder = functools.partial(Builder, recipe, fingerprint, cache, reading, force)
-        builder.jobs = Jobs(jobs, open_builder, recipe, paths, reading.files)
+    if apart:
+        open_builder = functools.partial(Builder, recipe, fingerprint, reading=reading, force=force)
+        given = Given(open_builder, cache, recipe, jobs)
+        builder.jobs = Jobs(jobs, given, paths, reading.files, processes)
 
     # Measure the shards, then merge their tables in the given order.
     builder.parts = parts
@@ -456,7 +461,7 @@ class Builder:
                 if self.parts is not None and self.parts.take(path) and (table := cached()) is not None:
                     return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
-                    self.missing_media.add_found(self.jobs.measure(url))
+                    self._take(self.jobs.measure(url), access)
                     table = self._stored(path, url, root, access)
                     self._give(table)
                     return self._kept_in_memory(named(table, rules)), True
@@ -475,6 +480,13 @@ class Builder:
                 table = costs.write(path, url, facts.meta, root, access)
                 self._give(table)
                 return self._kept_in_memory(named(table, rules)), True
+
+    def _take(self, measured: Measured, access: Access) -> None:
+        """Keep what another process has measured."""
+        self.missing_media.add_found(measured.found)
+        for name, data in measured.files.items():
+            self._cache.make(Path(name).parts[0])
+            write_whole(self._cache.root / name, data, access)
 
     def _give(self, table: CostTable) -> None:
         if self.parts is not None and table.meta.checksum:  # without one it is not taken, see `_cached`

@@ -185,7 +185,7 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
             for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
         ),
         "orchdata.testing",
-        *(f"orchdata.loaders.index.jobs.{name}" for name in ("child", "process")),
+        *(f"orchdata.loaders.index.jobs.{name}" for name in ("child", "process", "work")),
     ]
     assert users == (ours if folder == "pickle" else [])
     assert "pickle.load" not in MODULES["orchdata.engines.pickling"].read_text().replace(

@@ -1,4 +1,4 @@
-"""Child processes that measure shards for a build.
+"""Processes that measure shards for a build: its children, or actors on other machines.
 
     thread of the build --shard--> a child: scans it, measures its samples, stores its costs --> done, or its error
     a shard that is too large for one child: scanned by the thread --chunks of samples--> children --> their outcomes
@@ -16,15 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from orchdata.loaders.errors import ProcessError
-from orchdata.loaders.index.jobs.child import Builds
 from orchdata.loaders.index.jobs.process import ATTEMPTS, ChildProcess, Died, check_may_have_children
+from orchdata.loaders.index.jobs.work import Given, Measured, new_mark, remove_mark
 from orchdata.loaders.index.measuring.chunk import Progress, Result
 from orchdata.loaders.index.measuring.reading import Chunk
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.remote.files import Files
@@ -32,30 +30,68 @@ from orchdata.loaders.storage.remote.files import Files
 _POLL_SECONDS: Final = 0.1
 
 
+class Process(Protocol):
+    """A process that measures; used by one thread at a time."""
+
+    def run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
+        """Return the result of a task, or its exception, as `Measurer.run`. Raises what `shown.check` raises, and Died.
+
+        Args:
+            shown: gets how much of the shard is done.
+        """
+
+    def close(self) -> None:
+        """End it now."""
+
+
+class Processes(Protocol):
+    """Where the processes of a build run."""
+
+    def open(self, given: bytes) -> Process:
+        """Return a new process, which gets a pickled `Given`."""
+
+    def close(self) -> None:
+        """The build has ended."""
+
+
+class Children:
+    """Children of this process, which see its cache folder."""
+
+    def __init__(self) -> None:
+        check_may_have_children()
+
+    def open(self, given: bytes) -> Process:
+        return ChildProcess(given)
+
+    def close(self) -> None:
+        pass
+
+
 class Jobs:
-    """The children of a build; they start when they are needed.
+    """The processes of a build; they start when they are needed.
 
     Args:
         count: the most of them.
-        open_builder: makes the builder of a child, which measures there what `urls` names; it must pickle.
-        recipe: of the builder.
+        given: what they get. It must pickle.
         urls: all shards of the build.
         files: where they are.
+        processes: opens them; default: children of this process.
 
     Raises:
         ValueError: something of the recipe, or of how shards are read, cannot be sent to a process.
     """
 
     def __init__(
-        self, count: int, open_builder: Callable[[], Builds], recipe: Recipe, urls: Sequence[str], files: Files
+        self, count: int, given: Given, urls: Sequence[str], files: Files, processes: Processes | None = None
     ) -> None:
-        check_may_have_children()
+        self._processes = Children() if processes is None else processes
         self._count = count
-        self._given = _pickled(open_builder, recipe, count)
+        self._seen = new_mark(given.cache) if processes is not None else ""
+        self._given = _pickled(replace(given, seen=self._seen))
         self._large = _larger_than_a_share(urls, count, files)
         self._changed = threading.Condition()
-        self._idle: list[ChildProcess] = []
-        self._all: set[ChildProcess] = set()
+        self._idle: list[Process] = []
+        self._all: set[Process] = set()
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="orchdata-chunks")
 
     def close(self) -> None:
@@ -65,17 +101,20 @@ class Jobs:
             children, self._all = self._all, set()
         for child in children:
             child.close()
+        self._processes.close()
+        if self._seen:
+            remove_mark(self._seen)
 
     def divides(self, url: str) -> bool:
         """Whether a shard is larger than the share of one child: then chunks of its samples are shared."""
         return url in self._large
 
-    def measure(self, url: str) -> Found:
-        """Have a child scan and measure a shard, and store its costs. Returns what it saw of the files that records
-        name. Raises what measuring it raises, and ProcessError.
+    def measure(self, url: str) -> Measured:
+        """Have a process scan and measure a shard, and store its costs. Raises what measuring it raises, and
+        ProcessError.
         """
-        found: Found = self._run(("shard", url), here())
-        return found
+        measured: Measured = self._run(("shard", url), here())
+        return measured
 
     def spread(self, url: str, num_members: int) -> Spread:
         """Return what shares the chunks of a shard with so many members."""
@@ -108,18 +147,18 @@ class Jobs:
                 return result
         raise AssertionError("the last attempt returns or raises")
 
-    def _take(self, shown: ThreadProgress) -> ChildProcess:
+    def _take(self, shown: ThreadProgress) -> Process:
         with self._changed:
             while not self._idle and len(self._all) >= self._count:
                 self._changed.wait(_POLL_SECONDS)
                 shown.check()
             if self._idle:
                 return self._idle.pop()
-            child = ChildProcess(self._given)
+            child = self._processes.open(self._given)
             self._all.add(child)
             return child
 
-    def _discard(self, child: ChildProcess) -> None:
+    def _discard(self, child: Process) -> None:
         child.close()
         with self._changed:
             self._all.discard(child)
@@ -177,9 +216,9 @@ def _sent(chunk: Chunk) -> Chunk:
     return replace(chunk, texts={row: bytes(text) if isinstance(text, memoryview) else text for row, text in texts})
 
 
-def _pickled(open_builder: Callable[[], Builds], recipe: Recipe, count: int) -> bytes:
+def _pickled(given: Given) -> bytes:
     try:
-        return bytes(ForkingPickler.dumps((open_builder, recipe, count)))
+        return bytes(ForkingPickler.dumps(given))
     except Exception as error:  # pickling a user's object may raise anything
         raise ValueError(
             f"the recipe, or how shards are read, cannot be sent to processes ({type(error).__name__}: {error}): "

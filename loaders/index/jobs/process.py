@@ -11,7 +11,7 @@ from typing import Any, Final
 from orchdata.loaders.index.jobs.child import run_child
 from orchdata.loaders.slow import ThreadProgress, log
 
-ATTEMPTS: Final = 2
+ATTEMPTS: Final = 3
 """How many children try the same task if they end."""
 _UNGUARDED: Final = 78
 _POLL_SECONDS: Final = 0.1

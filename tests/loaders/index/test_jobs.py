@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import pytest
 from shard_factory import RECIPE, omni_shards
 
 from orchdata.loaders.errors import ProcessError, StorageError
+from orchdata.loaders.index import build
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.jobs import jobs
+from orchdata.loaders.index.jobs.work import Measurer
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -98,12 +103,50 @@ def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Pat
     assert not any(map(is_running, processes(tmp_path) - {os.getpid()}))
 
 
+class Elsewhere:
+    """A process that does not see the cache folder of the build: a thread of this one, with a folder of its own."""
+
+    def __init__(self) -> None:
+        self.given: list[bytes] = []
+
+    def open(self, given: bytes) -> Elsewhere:
+        given = pickle.dumps(replace(pickle.loads(given), seen="/not/there"))
+        self._measurer = Measurer(given)
+        self.given.append(given)
+        return self
+
+    def run(self, task: tuple[Any, ...], shown: object) -> Any:
+        return self._measurer.run(*pickle.loads(pickle.dumps(task)))
+
+    def close(self) -> None:
+        self._measurer.close()
+
+
+def test_what_is_measured_elsewhere_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    urls = [*omni_shards(tmp_path, shards=2, samples=6), texts(tmp_path / "0.jsonl", 30)]
+    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
+    cache, elsewhere = CacheFolder(tmp_path / "cache"), Elsewhere()
+    assert same(build_index(urls, RECIPE, cache=cache, processes=elsewhere), alone)
+    assert len(elsewhere.given) == 1 and not any((tmp_path / "scratch").iterdir())
+    for kind in ("costs", "facts", "texts"):
+        kept = {path.name for path in (tmp_path / "alone" / kind).rglob("*.*")}
+        assert kept and {path.name for path in (tmp_path / "cache" / kind).rglob("*.*")} == kept
+    assert not list((tmp_path / "cache" / "locks").glob("seen-*"))
+
+    # Nothing is measured again: neither here nor there.
+    monkeypatch.setattr(build, "cost_shard", None)
+    assert same(build_index(urls, RECIPE, cache=cache, processes=elsewhere), alone)
+    assert len(elsewhere.given) == 1
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("kill", "was ended by SIGKILL, 2 times: is memory short"),
-        pytest.param("exit", "ended with status 5, 2 times", marks=pytest.mark.slow),
+        ("kill", "was ended by SIGKILL, 3 times: is memory short"),
+        pytest.param("exit", "ended with status 5, 3 times", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_ends_is_one_error_that_names_the_shard(
@@ -160,10 +203,10 @@ def test_two_builds_at_the_same_time_share_the_work(tmp_path: Path) -> None:
         build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "cache"), jobs=2, progress=note)
 
     builds = [threading.Thread(target=work) for _ in range(2)]
-    for build in builds:
-        build.start()
-    for build in builds:
-        build.join()
+    for each in builds:
+        each.start()
+    for each in builds:
+        each.join()
     assert sorted(measured) == urls
     alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
     assert same(build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "cache")), alone)
