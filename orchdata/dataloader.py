@@ -26,6 +26,7 @@ from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.replay import plan_again
 from orchdata.engines.choice import DEFAULT_PREFETCH
+from orchdata.engines.run import OpensEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
@@ -115,6 +116,10 @@ class DataLoader(Generic[T_co]):
             different shards, if torch.distributed is initialized. "require": raise.
         cache: an `od.Cache`: where each node keeps whole copies of its own shards of object storage. Default: what
             ORCHDATA_SHARD_CACHE and ORCHDATA_SHARD_CACHE_BYTES say, else none.
+        engine: builds steps in place of worker processes: an `od.RayEngine`, for workers on other machines, or a value
+            of your own with its method `open`. It gets `num_workers` workers for each rank that reads, with
+            `num_threads`, `prefetch_factor`, `timeout`, `worker_init_fn` and `persistent_workers` as processes have
+            them. ValueError with 0 workers, for an IterableDataset, and for data with a state of their own.
 
     Raises:
         ValueError: an argument is out of range, arguments contradict each other, or ranks differ.
@@ -161,6 +166,7 @@ class DataLoader(Generic[T_co]):
         quarantine: Quarantine | None = None,
         index: IndexUse = "build",
         cache: Cache | None = None,
+        engine: OpensEngine | None = None,
     ) -> None:
         arguments = Arguments(**{name: value for name, value in locals().items() if name != "self"})
         self._given = changed_arguments(DataLoader.__init__, vars(arguments))

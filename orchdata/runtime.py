@@ -78,7 +78,7 @@ class Runtime:
 
     def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
         # Check all arguments before the data set is read.
-        check_workers(arguments.num_workers, arguments.timeout, arguments.multiprocessing_context)
+        check_workers(arguments)
         check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
         check_cost_id(arguments)
         cache = checked_cache(arguments.cache, in_shards=arguments.in_shards)
@@ -88,7 +88,7 @@ class Runtime:
         self.rank = rank
         self.agreement = agreement
         self.is_single_rank = not arguments.in_shards and rank.size == 1
-        choice = _engine_choice(arguments, in_order=arguments.in_order or not self.is_single_rank)
+        choice = _engine_choice(arguments, rank, in_order=arguments.in_order or not self.is_single_rank)
         self.batch_size, options = _options(arguments, rank, agreement, listed, is_inline=choice.is_inline)
         options = replace(options, cache=cache)
         pin_memory = arguments.pin_memory and can_pin()
@@ -138,7 +138,8 @@ class Runtime:
             warming,
             pin_memory=pin_memory,
             persistent=arguments.persistent_workers,
-            keeps_after_break=self.is_single_rank and (self.builder is None or self.builder.stateful is None),
+            keeps_after_break=choice.given is not None
+            or (self.is_single_rank and (self.builder is None or self.builder.stateful is None)),
         )
         self._iterable: IterableSource | None = None
         if isinstance(self.prepared.spec.content, IterableContent):
@@ -309,7 +310,7 @@ class Runtime:
         return stream
 
 
-def _engine_choice(arguments: Arguments, *, in_order: bool) -> EngineChoice:
+def _engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> EngineChoice:
     return choose_engine(
         arguments.dataset,
         in_shards=arguments.in_shards,
@@ -322,6 +323,8 @@ def _engine_choice(arguments: Arguments, *, in_order: bool) -> EngineChoice:
         multiprocessing_context=arguments.multiprocessing_context,
         worker_memory=arguments.worker_memory,
         in_order=in_order,
+        engine=arguments.engine,
+        num_ranks=rank.size,
     )
 
 

@@ -21,7 +21,7 @@ settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["servers.fixtures"]
+pytest_plugins = ["servers.fixtures", "ray_clusters"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +77,7 @@ def ray_data(job: PeersJob) -> Iterator[int]:
     """A Parquet file mapped in batches by as many tasks at once as there are workers."""
     import ray
 
-    ray.init(num_cpus=job.workers, include_dashboard=False, logging_level="error")
+    ray.init(num_cpus=job.workers, include_dashboard=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # Without a limit it decodes the whole epoch ahead of the first batch.

@@ -49,6 +49,7 @@ _FEATURES: Final = {
     "torchvision": ("comparing the resizer with torchvision's; not needed to load", ""),
     "datasets": ("making Hugging Face data sets; those on disk are read without", ""),
     "matplotlib": ("plots of the demo", "plots"),
+    "ray": ("steps from other machines: od.RayEngine", "ray"),
 }
 """Package -> what it is for, and the extra that it is of, if any."""
 _REPLACED: Final = {

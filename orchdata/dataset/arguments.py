@@ -21,6 +21,7 @@ from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.policy import ErrorPolicy
+from orchdata.engines.run import OpensEngine
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle
@@ -73,6 +74,7 @@ class Arguments:
     quarantine: Quarantine | None
     index: IndexUse
     cache: Cache | None
+    engine: OpensEngine | None
 
     @property
     def in_shards(self) -> bool:
@@ -147,8 +149,10 @@ def check_cost_id(arguments: Arguments) -> None:
         raise ValueError("cost_id names the costs of a map-style data set that a function given as cost= computes")
 
 
-def check_workers(num_workers: Any, timeout: Any, multiprocessing_context: Any) -> None:
+def check_workers(arguments: Arguments) -> None:
     """Raise ValueError or TypeError for invalid arguments; warn if there are more processes than cores."""
+    num_workers: Any = arguments.num_workers
+    timeout: Any = arguments.timeout
     if isinstance(num_workers, int) and num_workers < 0:
         raise ValueError(
             f"num_workers option should be non-negative; use num_workers=0 to disable multiprocessing. "
@@ -160,7 +164,9 @@ def check_workers(num_workers: Any, timeout: Any, multiprocessing_context: Any) 
         raise ValueError(
             f"timeout is a number of seconds, 0 for no limit: timeout option should be non-negative, got {timeout!r}"
         )
-    _check_context(multiprocessing_context, num_workers)
+    _check_context(arguments.multiprocessing_context, num_workers)
+    if arguments.engine is not None:
+        return  # its workers may be on other machines
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if isinstance(num_workers, int) and num_workers > cores:
         warn_user(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from torch.utils.data import IterableDataset
@@ -29,7 +30,7 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
         if isinstance(dataset, IterableDataset):
             return prepare_iterable(dataset, options)
         workers = Workers(
-            count=arguments.num_workers,
+            count=_cost_workers(arguments),
             context=arguments.multiprocessing_context,
             init_fn=arguments.worker_init_fn,
             timeout=arguments.timeout,
@@ -53,6 +54,13 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
     return prepared
+
+
+def _cost_workers(arguments: Arguments) -> int:
+    """Return the processes of this machine that compute the costs of items: those of an engine may be on others."""
+    if arguments.engine is None:
+        return arguments.num_workers
+    return min(arguments.num_workers, len(os.sched_getaffinity(0)))
 
 
 def _advise_costs(options: LoaderOptions, phases: Sequence[str]) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from orchdata.balancers.checks import checked_count
+from orchdata.building.collate import stateful_source
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine
 from orchdata.engines.inline import InlineEngine
 from orchdata.engines.processes.engine import ProcessEngine, Workers, start_server
-from orchdata.engines.processes.worker import WorkerOptions
+from orchdata.engines.run import EngineRun, OpensEngine, WorkerOptions
 from orchdata.engines.threads import ThreadEngine
 
 DEFAULT_THREADS = 4
@@ -31,16 +32,18 @@ class EngineChoice:
         num_threads: threads of this process; 0 for none.
         depth: steps under way in these threads.
         workers: worker processes; None for none.
+        given: the user's `engine=`, and what it is opened with; None for none.
     """
 
     num_threads: int
     depth: int
     workers: Workers | None = None
+    given: tuple[OpensEngine, EngineRun] | None = None
 
     @property
     def is_inline(self) -> bool:
         """Whether the thread that iterates builds each step when it is requested."""
-        return self.workers is None and not self.num_threads
+        return self.workers is None and self.given is None and not self.num_threads
 
     @property
     def forks(self) -> bool:
@@ -50,7 +53,7 @@ class EngineChoice:
     @property
     def wants_kernels(self) -> bool:
         """Whether this process must load kernels: it calls them, or forks processes that would each load them."""
-        return self.workers is None or self.forks
+        return (self.workers is None and self.given is None) or self.forks
 
     def make(
         self,
@@ -69,6 +72,17 @@ class EngineChoice:
             known_bad_rows: row -> why it must not be loaded; worker processes add to it.
             states: for each worker, the state that its data set starts with; None for its own.
         """
+        if self.given is not None:
+            engine, run = self.given
+            filled = replace(
+                run,
+                base_seed=base_seed,
+                reads=builder.reads,
+                name_of=spec.content.name_of,
+                known_bad_rows=known_bad_rows,
+                states=states,
+            )
+            return engine.open(spec, filled)
         if self.workers is not None:
             return ProcessEngine(
                 spec,
@@ -97,6 +111,8 @@ def choose_engine(
     multiprocessing_context: Any,
     worker_memory: int | None,
     in_order: bool,
+    engine: OpensEngine | None = None,
+    num_ranks: int = 1,
 ) -> EngineChoice:
     """Choose by the arguments of a DataLoader. Raises ValueError for those that would have no effect, as torch does.
 
@@ -104,6 +120,8 @@ def choose_engine(
         dataset: as workers get it in `torch.utils.data.get_worker_info()`.
         in_shards: whether we decode. A map-style data set may not be safe to use from several threads, and its
             randomness follows `torch.manual_seed` in one thread only: it loads inline unless `num_threads` is given.
+        engine: of the user's; it gets the options of `num_workers` workers.
+        num_ranks: ranks of the loader.
     """
     num_workers = checked_count(num_workers, "num_workers", 0)
     iterated = isinstance(dataset, IterableDataset)
@@ -112,27 +130,38 @@ def choose_engine(
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
 
-    # Worker processes.
+    # Workers.
     if num_workers:
+        options = WorkerOptions(
+            num_workers=num_workers,
+            num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
+            max_jobs=depth,
+            worker_init_fn=worker_init_fn,
+            dataset=dataset,
+            as_torch=not in_shards,
+            memory=worker_memory,
+        )
+        in_turn = not in_shards and in_order
+        if engine is not None:
+            _check_given(engine, dataset, multiprocessing_context)
+            run = EngineRun(options=options, num_ranks=num_ranks, timeout=timeout, in_turn=in_turn)
+            return EngineChoice(num_threads=0, depth=0, given=(engine, run))
         workers = Workers(
             context=_context(multiprocessing_context, in_shards=in_shards),
-            options=WorkerOptions(
-                num_workers=num_workers,
-                num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
-                max_jobs=depth,
-                worker_init_fn=worker_init_fn,
-                dataset=dataset,
-                as_torch=not in_shards,
-                memory=worker_memory,
-            ),
+            options=options,
             timeout=timeout,
-            in_turn=not in_shards and in_order,
+            in_turn=in_turn,
             persistent=persistent_workers,
         )
         # A loader that is sent to a new process (mp.spawn) starts the server when it iterates.
         if not getattr(multiprocessing.current_process(), "_inheriting", False):
             start_server(workers.context)
         return EngineChoice(num_threads=0, depth=0, workers=workers)
+    if engine is not None:
+        raise ValueError(
+            f"engine={engine!r} builds steps in workers, and num_workers is 0: pass num_workers=, their number for "
+            "each rank, or leave engine out to build steps in this process"
+        )
 
     # This process: inline, or threads.
     for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
@@ -147,6 +176,25 @@ def choose_engine(
             "would seed the training process's random state. Leave it out, or pass num_workers"
         )
     return EngineChoice(num_threads=DEFAULT_THREADS if threads is None else threads, depth=depth)
+
+
+def _check_given(engine: Any, dataset: Any, multiprocessing_context: Any) -> None:
+    """Raise TypeError or ValueError if an engine of the user's cannot build the steps of a data set."""
+    if not callable(getattr(engine, "open", None)) or isinstance(engine, type):
+        raise TypeError(f"engine is a value with a method open(spec, run), such as od.RayEngine(), got {engine!r:.80}")
+    if multiprocessing_context is not None:
+        raise ValueError("multiprocessing_context is for worker processes of this machine: leave it out, or engine")
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
+            "engine out, or give the data as shards or as a map-style data set"
+        )
+    if stateful_source(dataset) is not None:
+        raise ValueError(
+            f"{type(dataset).__name__} has a state of its own (state_dict), and an engine may build a step again after "
+            "a worker is lost: it would draw from that state twice. Leave engine out, or make the data set a function "
+            "of the index"
+        )
 
 
 def _context(given: Any, *, in_shards: bool) -> BaseContext:

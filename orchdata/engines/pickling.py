@@ -12,6 +12,18 @@ from orchdata.building.spec import BuildSpec
 from orchdata.loaders.errors import ContainerError, OrchdataError
 
 _MAX_DEPTH = 16
+_WAY_OUT = (
+    "Define it at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context="
+    "'fork'; or build in this process, inline or with threads, where nothing is pickled"
+)
+
+
+def pickles(value: Any) -> bool:
+    try:
+        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
+        return False
+    return True
 
 
 def pickle_spec(spec: BuildSpec) -> bytes:
@@ -28,17 +40,21 @@ def pickle_spec(spec: BuildSpec) -> bytes:
         raise
 
 
-def explain_pickling(value: Any, error: Exception) -> None:
-    """Raise TypeError if a member that does not pickle caused `error`: with its name and the way out."""
+def explain_pickling(
+    value: Any, error: Exception, *, pickles: Callable[[Any], bool] = pickles, way_out: str = _WAY_OUT
+) -> None:
+    """Raise TypeError if a member that does not pickle caused `error`: with its name and the way out.
+
+    Args:
+        pickles: whether a value can be pickled, by the pickler that raised.
+    """
     if isinstance(error, OrchdataError) or pickles(value):
         return
     name, member = what_does_not_pickle(value, pickles)
     for ours in (".options", ".spec", ".content", ".shards"):
         name = name.removeprefix(ours)
     raise TypeError(
-        f"{name.removeprefix('.')} is {described(member)}, which cannot be sent to another process ({error}). Define it"
-        " at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context="
-        "'fork'; or build in this process, inline or with threads, where nothing is pickled"
+        f"{name.removeprefix('.')} is {described(member)}, which cannot be sent to another process ({error}). {way_out}"
     ) from error
 
 
@@ -90,14 +106,6 @@ def _slots(value: Any) -> Iterator[str]:
     for kind in type(value).__mro__:
         slots = getattr(kind, "__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
-
-
-def pickles(value: Any) -> bool:
-    try:
-        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
-        return False
-    return True
 
 
 def described(value: Any) -> str:

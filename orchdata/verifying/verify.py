@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from orchdata.building.spec import BuildSpec, IndexedShards
 from orchdata.building.step import BuiltStep
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.processes.worker import WorkerOptions
+from orchdata.engines.run import WorkerOptions
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index

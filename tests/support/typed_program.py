@@ -93,6 +93,7 @@ loaders = [
     od.DataLoader(dataset, 8, collate_fn=collate_samples),
     od.DataLoader(dataset, 8, collate_fn=lambda samples: len(samples)),
     od.DataLoader(torch.zeros(4, 2), None, collate_fn=one_item),
+    od.DataLoader(dataset, 8, num_workers=2, engine=od.RayEngine(num_cpus=1, resources={"loader": 1})),
 ]
 
 

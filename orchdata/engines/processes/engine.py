@@ -18,7 +18,9 @@ from orchdata.building.step import BuiltStep
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.restart_state import packed
 from orchdata.engines.processes.supervisor import Job, Supervisor
-from orchdata.engines.processes.worker import UNGUARDED, WorkerOptions, WorkerSpec
+from orchdata.engines.processes.worker import UNGUARDED
+from orchdata.engines.run import WorkerOptions
+from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 

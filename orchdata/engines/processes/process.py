@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from orchdata.engines.processes.channel import Channel, open_channel
 from orchdata.engines.processes.life import keep_from_children, reading_end
-from orchdata.engines.processes.message import Unit, pack_rows, read_value
+from orchdata.engines.processes.message import Unit, pack_rows
 from orchdata.engines.processes.slabs import MappedSlabs
-from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, WorkerSpec, run_worker
+from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, run_worker
+from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.watch import IDLE, WAITING
 from orchdata.order.steps import StepTask
@@ -206,18 +207,3 @@ def _ending(status: int | None) -> str:
     if status < 0:
         return f"was killed by signal: {signal.strsignal(-status) or -status}"
     return f"ended with status {status}"
-
-
-def error_of(message: dict[str, Any]) -> Exception:
-    """Return the error that a message contains."""
-    try:
-        value = read_value(message["units"][0])
-    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
-        return RuntimeError(f"a worker process failed, and its error cannot be read: {error!r}")
-    if isinstance(value, Exception):
-        return value
-    try:
-        value.reraise()
-    except Exception as error:  # noqa: BLE001 - it is passed on
-        return error.with_traceback(None)  # torch's frame there has the error as a variable: a cycle
-    return RuntimeError("a worker process failed without an error message")

@@ -27,9 +27,10 @@ from typing import Any
 from orchdata.building.step import BuiltStep
 from orchdata.engines.processes.isolate import FORK_SECONDS, START_SECONDS, CrashSuspects
 from orchdata.engines.processes.message import read_step
-from orchdata.engines.processes.process import Process, error_of
+from orchdata.engines.processes.process import Process
 from orchdata.engines.processes.restart_state import unpacked
-from orchdata.engines.processes.worker import UNGUARDED, WorkerSpec, alone
+from orchdata.engines.processes.worker import UNGUARDED
+from orchdata.engines.work import WorkerSpec, add_reads, alone, error_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
@@ -284,11 +285,11 @@ class Supervisor(threading.Thread):
             )
             return
         if not self._specs[0].options.as_torch or len(self._specs) == 1:
-            self._break(partial(error_of, message))
+            self._break(partial(error_of, message["units"][0]))
             return
-        self._start_failures[process.number] = partial(error_of, message)
+        self._start_failures[process.number] = partial(error_of, message["units"][0])
         for job in [self._jobs.pop(number) for number in process.jobs if number in self._jobs]:
-            job.future.set_exception(error_of(message))
+            job.future.set_exception(error_of(message["units"][0]))
 
     def _on_ready(self, process: Process) -> None:
         """A worker has started, or waits for storage: the timeout of its steps begins now."""
@@ -305,13 +306,9 @@ class Supervisor(threading.Thread):
         job = self._jobs.pop(number, None)
         if job is None:
             return
-        if self._reads is not None and message["reads"]:
-            counts = (self._reads.storage, self._reads.cache, self._reads.used)
-            for count, new in zip(counts, message["reads"], strict=True):
-                count.add(int(new))
-            self._reads.requests.merge(message["requests"])
+        add_reads(self._reads, message["reads"], message["requests"])
         if message["kind"] == "failed":
-            job.future.set_exception(error_of(message))
+            job.future.set_exception(error_of(message["units"][0]))
             return
         try:
             built = read_step(message["units"])

@@ -12,29 +12,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_specs import Specs, make_specs
 from forked_program import ForkedProgram
-from map_dataset import Numbers
-from shard_factory import RECIPE, omni_shards
-from spec_job import decoded, digest, words
+from spec_job import digest
 
-import orchdata as od
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine
 from orchdata.engines.inline import InlineEngine
 from orchdata.engines.pickling import pickle_spec
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.processes.worker import WorkerOptions
+from orchdata.engines.run import WorkerOptions
 from orchdata.engines.thread_pool import ThreadPool
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
@@ -75,50 +70,10 @@ def builder(load: Callable[[int], Any] = load, collate_fn: Callable[..., Any] = 
     return Builder(plan, 1, assembler)
 
 
-Specs = dict[str, tuple[BuildSpec, list[StepTask]]]
-
-
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs:
     """Every kind of spec there is, with some tasks of each."""
-    shards = omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
-    words_recipe = replace(RECIPE, text=od.TextPreprocessor(words, id="words"))
-    per_phase = od.Balance(assignment="per_phase", max_tokens=500, oversize="own")
-    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0, 0.5), llm=od.PhaseCost(3.0))
-    numbers, lengths = Numbers(40, bad=(7,)), np.arange(40) % 9
-    halves = [od.Source(od.ShardDataset(shard, RECIPE), loss_weight=1 + at) for at, shard in enumerate(shards)]
-    mixture = od.Mixture(dict(zip("ab", halves, strict=True)), stop="repeat", epoch_samples=50)
-    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "shards, packed, joint": (RECIPE, {}),
-        "shards, another seed": (RECIPE, {"seed": 1}),
-        "shards, own tokenizer, mrope": (words_recipe, {"collate_fn": od.Packed(positions="mrope", multiple_of=8)}),
-        "shards, per phase": (RECIPE, {"balance": per_phase, "cost": cost}),
-        "shards, one length": (RECIPE, {"collate_fn": od.Packed(length=512, encoder_lengths={"image": (64, 2048)})}),
-        "shards, padded": (RECIPE, {"collate_fn": od.Padded(encoders="padded"), "drop_last": True}),
-        "shards, collate_fn": (RECIPE, {"collate_fn": decoded}),
-        "shards, some left out": (RECIPE, {"quarantine": [(shards[0], "s0-0003"), (shards[1], "s1-0010")]}),
-        "shards, mixture": (mixture, {}),
-        "map-style": (numbers, {"cost": lengths, "on_error": od.ErrorPolicy("skip", max_failures=None)}),
-        "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
-        "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
-        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7, 8], [3, 4, 5]], "shuffle": None}),
-    }
-    made: Specs = {}
-    for name, (data, options) in kinds.items():
-        sampled = "sampler" in name
-        common = {"shuffle": True} | ({} if "batch_size" in options or sampled else {"batch_size": 4})
-        rank = (0, 1) if sampled else (1, 2)
-        dataset = od.ShardDataset(shards, recipe=data) if isinstance(data, od.Recipe) else data
-        if dataset is not data:
-            dataset.index()
-        for leaf in getattr(data, "leaves", ()):
-            leaf.dataset.index()
-        prepared = od.DataLoader(dataset, dp=rank, **common | options)._runtime.prepared
-        made[name] = (
-            prepared.spec,
-            [task for epoch in (0, 1) for task in islice(prepared.steps.tasks(epoch, 0, None, again=False), 2)],
-        )
-    return made
+    return make_specs(tmp_path_factory.mktemp("omni"))
 
 
 @pytest.fixture(scope="module")

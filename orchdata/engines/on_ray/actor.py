@@ -1,0 +1,122 @@
+"""An actor: a worker in a process of Ray's, on any node. It opens the spec that it is sent, and builds steps.
+
+Ray starts it again in another process if its own ends, and calls again what was under way: so it opens the spec when it
+is first called, and each call can be the first. What goes wrong is returned as a message, and never raised: what Ray
+raises is about processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Engine
+from orchdata.engines.on_ray.parcel import open_parcel
+from orchdata.engines.on_ray.reply import pack
+from orchdata.engines.processes.message import Unit, describe_step
+from orchdata.engines.threads import passed_on
+from orchdata.engines.work import Work, WorkerSpec, describe_error
+from orchdata.loaders.watch import Watch
+from orchdata.order.steps import StepTask
+
+Reply = list[Any]
+States = dict[str, bytes]
+
+
+class StepActor:
+    """Builds whole steps, as many at a time as Ray calls it.
+
+    Args:
+        number: of the worker.
+        parcel: the worker's spec, from `parcel.make_parcel`.
+    """
+
+    def __init__(self, number: int, parcel: bytes) -> None:
+        self._number = number
+        self._parcel = parcel
+        self._opening = threading.Lock()
+        self._watch = Watch()
+        self._worker: WorkerSpec | None = None
+        self._work: Work | None = None
+        self._engine: Engine | None = None
+
+    def start(self) -> Reply:
+        """Open the spec. Returns "ready" with the id and address of the node, or "not started" with the error."""
+        return self._failing("not started", self._open) or pack({"kind": "ready"} | _here(), [])
+
+    def build(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
+        """Build a step. Returns "built" with the units of `message.describe_step`, or "failed" with the error."""
+        return self._built(task, known_bad_rows)
+
+    def build_from(self, task: StepTask, known_bad_rows: dict[int, str], states: States | None) -> tuple[Reply, States]:
+        """Build a step that draws from the random states of this process.
+
+        Args:
+            states: after the worker's step before this one, which another process may have built; None for the first.
+        """
+        if failed := self._failing("not started", self._open):
+            return failed, states or {}
+        assert self._work is not None and self._work.random is not None
+        if states:
+            self._work.random.begin(states)
+        reply = self._built(task, known_bad_rows)
+        self._work.random.changed()
+        return reply, self._work.random.all()
+
+    def load_alone(self, row: int) -> Reply:
+        """Load one sample, and drop it: only whether this process survives it counts."""
+        if failed := self._failing("not started", self._open):
+            return failed
+        assert self._work is not None and self._work.builder is not None
+        with contextlib.suppress(BaseException):  # only an end of the process counts
+            self._work.builder.load_alone(row)
+        return pack({"kind": "survived"}, [])
+
+    def _built(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
+        if failed := self._failing("not started", self._open):
+            return failed
+        assert self._engine is not None and self._work is not None
+        self._watch.known_bad_rows.update(known_bad_rows)
+        message: dict[str, Any] = {"kind": "built"}
+        units: list[Unit] = []
+        try:
+            future: Future[BuiltStep] = self._engine.submit(task)
+            units = describe_step(future.result())
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            message, units = {"kind": "failed"}, [self._described(passed_on(error))]
+        message["reads"], message["requests"] = self._work.take_reads()
+        return pack(message | {"finished": time.time()}, units)
+
+    def _open(self) -> None:
+        with self._opening:
+            if self._engine is not None:
+                return
+            if self._worker is None:
+                self._worker = open_parcel(self._parcel)
+            if self._work is None:
+                threads = self._worker.num_loading_threads
+                self._work = Work(self._worker, max(1, len(os.sched_getaffinity(0)) // threads))
+            self._engine = self._work.open(self._watch)
+
+    def _failing(self, kind: str, call: Any) -> Reply | None:
+        """Call it; return the error as a message if it raises, else None."""
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            return pack({"kind": kind} | _here(), [self._described(passed_on(error))])
+        return None
+
+    def _described(self, error: Exception) -> Unit:
+        where = f"in DataLoader worker process {self._number} on {_here()['address']}"
+        return describe_error(error, where, as_torch=self._worker is not None and self._worker.options.as_torch)
+
+
+def _here() -> dict[str, str]:
+    import ray
+
+    return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}

@@ -1,0 +1,457 @@
+"""Building in actors of Ray: one thread of this process that sends jobs to actors, and copies what they have built.
+
+    job --> an actor with room --> built, or an error --------------------------> the step's future
+              |--> lost: Ray starts the actor again, and calls it again -------------^
+              '--> lost more often: its samples are loaded alone (`isolate.py`), then it is built again
+
+Ray supervises the processes. The thread never waits for an actor: Ray calls back when a result is here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from orchdata.building.memory import BufferPool
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuiltStep
+from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
+from orchdata.engines.on_ray.fleet import Fleet, Member, actor_state, waits_for_room
+from orchdata.engines.on_ray.isolate import Isolation, Stopped
+from orchdata.engines.on_ray.reply import unpack
+from orchdata.engines.on_ray.room import Waiting
+from orchdata.engines.processes.message import read_step
+from orchdata.engines.processes.supervisor import Job
+from orchdata.engines.run import EngineRun
+from orchdata.engines.work import WorkerSpec, add_reads, error_of
+from orchdata.notices import warn_user
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
+
+PATIENCE_SECONDS: Final = 600.0
+"""How long a step may be lost again and again, where no timeout says it."""
+_MOST_HANGS: Final = 3
+_STOPPED: Final = "the loader's Ray actors were stopped"
+
+
+class ActorEngine:
+    """Builds steps in actors; one actor builds a whole step.
+
+    Args:
+        options: of each actor, with Ray's names.
+        start_timeout: seconds that actors may wait for room in the cluster.
+
+    Raises:
+        TypeError: the spec must be pickled, and cannot be.
+        ValueError: Ray does not know an option.
+    """
+
+    keeps_time = True
+
+    def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
+        self.depth = run.options.num_workers * run.options.max_jobs
+        self._in_turn = run.in_turn
+        self._num_workers = run.options.num_workers
+        self._numbers = count()
+        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
+        self._dispatcher = Dispatcher(spec, run, options=options, start_timeout=start_timeout)
+        # The thread refers to the dispatcher, not to the engine, so that an unreferenced engine ends it.
+        weakref.finalize(self, self._dispatcher.stop)
+        self._dispatcher.start()
+
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
+        worker = task.step % self._num_workers if self._in_turn else None
+        job = Job(next(self._numbers), task, Future(), worker)
+        self._jobs[job.future] = job
+        job.future.add_done_callback(self._jobs.pop)
+        self._dispatcher.submit(job)
+        return job.future
+
+    def expect(self, future: Future[BuiltStep]) -> None:
+        job = self._jobs.get(future)
+        if job is not None:
+            self._dispatcher.call(partial(_expect, job))
+
+    def take_notes(self) -> list[str]:
+        notes = self._dispatcher.notes
+        return [notes.popleft() for _ in range(len(notes))]
+
+    def close(self) -> None:
+        self._dispatcher.stop()
+
+
+def _expect(job: Job) -> None:
+    job.awaited = time.monotonic()
+
+
+class Dispatcher(threading.Thread):
+    """Runs jobs in actors until it is stopped. Arguments as of `ActorEngine`."""
+
+    def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
+        super().__init__(name="orchdata Ray dispatcher", daemon=True)
+        self.notes: deque[str] = deque()
+        self._spec = spec
+        self._run = run
+        self._timeout = run.timeout
+        self._patience = run.timeout or PATIENCE_SECONDS
+        self._start_timeout = start_timeout
+        first = WorkerSpec(spec=spec, number=0, options=run.options, base_seed=run.base_seed, environ={})
+        self._draws = first.keeps_random_states
+        self._fleet = Fleet(first, options)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._suspects: deque[tuple[int, Job]] = deque()  # number of the actor, and job; the first is on trial
+        self._held: list[Job] = []
+        self._first_lost: dict[int, float] = {}
+        self._room: Waiting | None = None
+        self._memory = BufferPool()
+        self._broken: Callable[[], Exception] | None = None
+        self._is_stopping = self._has_ended = False
+        self._trial: threading.Thread | None = None
+
+    # --- called by other threads
+
+    def submit(self, job: Job) -> None:
+        self.call(partial(self._take, job))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the thread call a function."""
+        self._calls.put(function)
+        if self._has_ended:
+            self._drain()
+
+    def stop(self) -> None:
+        """End the actors; steps under way are dropped."""
+        self._is_stopping = True
+        self._calls.put(_nothing)
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join()
+
+    # --- the thread
+
+    def run(self) -> None:
+        try:
+            self._start_members()
+            while not self._is_stopping and self._broken is None:
+                self._call_next()
+                self._look_at_room()
+                self._look_at_times()
+                self._assign()
+        except Exception as error:  # noqa: BLE001 - no caller may wait for ever
+            failed = error
+            self._break(lambda: failed)
+        finally:
+            self._end_all()
+            self._break(partial(RuntimeError, _STOPPED))
+            self._has_ended = True
+            self._drain()  # later callers do this in `call`
+
+    def _call_next(self) -> None:
+        """Wait for a call, until something may be overdue, and make it."""
+        try:
+            self._calls.get(timeout=self._seconds_to_wait())()
+        except queue.Empty:
+            return
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                self._calls.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _seconds_to_wait(self) -> float | None:
+        times = [] if self._room is None else [self._room.seconds]
+        awaited = [job.awaited for job in self._jobs.values() if job.awaited is not None]
+        if awaited:
+            times.append(max(0.0, min(awaited) + self._patience - time.monotonic()) + 0.05)
+        return min(times, default=None)
+
+    # --- actors
+
+    def _start_members(self) -> None:
+        for member in self._fleet.members:
+            self._start(member)
+
+    def _start(self, member: Member) -> None:
+        self._fleet.start(member)
+        if self._room is None:
+            options = self._run.options
+            self._room = Waiting(
+                self._fleet.options,
+                count=options.num_workers,
+                num_ranks=self._run.num_ranks,
+                num_threads=max(1, options.num_threads),
+                start_timeout=self._start_timeout,
+            )
+        self._when_done(member.actor.start.remote(), partial(self._on_start, member, member.actor))
+
+    def _when_done(self, call: Any, then: Callable[[Future[Any]], None]) -> None:
+        call.future().add_done_callback(lambda done: self._calls.put(partial(then, done)))
+
+    def _on_start(self, member: Member, actor: Any, done: Future[Any]) -> None:
+        if member.actor is not actor:
+            return
+        error = done.exception()
+        if error is not None:
+            if not is_loss(error):
+                raise RuntimeError(f"Ray actors of this loader do not start: {cause_of(error)}") from error
+            self.notes.append(f"Ray actor {member.number} was lost while it started: {described(error)}")
+            self._fleet.end(member)
+            self._start(member)
+            return
+        message, units = unpack(done.result(), self._memory.take)
+        if message["kind"] != "ready":
+            self._break(partial(error_of, units[0]))
+            return
+        member.is_ready, member.address = True, message["address"]
+        if all(each.is_ready for each in self._fleet.members):
+            self._room = None
+            for job in self._jobs.values():
+                if job.awaited is not None:
+                    job.awaited = time.monotonic()
+
+    def _look_at_room(self) -> None:
+        if self._room is None:
+            return
+        missing = [each for each in self._fleet.members if not each.is_ready]
+        lost = sorted({each.address for each in missing if each.address})
+        seen = f" again after their loss on {', '.join(lost)}" if lost else ""
+        warning = self._room.check(len(missing), lambda: sum(waits_for_room(each.actor) for each in missing), seen)
+        if warning is not None:
+            warn_user(warning)
+
+    # --- jobs
+
+    def _take(self, job: Job) -> None:
+        if self._broken is not None:
+            job.future.set_exception(self._broken())
+            return
+        self._jobs[job.number] = job
+        self._waiting.append(job)
+
+    def _assign(self) -> None:
+        """Send waiting jobs to actors with room, in order, once all actors have started."""
+        if self._room is not None or self._broken is not None or (self._run.in_turn and self._suspects):
+            return
+        later: list[Job] = []
+        while self._waiting:
+            job = self._waiting.popleft()
+            member = self._member_for(job)
+            if member is not None:
+                self._send(member, job)
+            else:
+                later.append(job)
+                if job.worker is None:
+                    break
+        self._waiting.extendleft(reversed(later))
+
+    def _member_for(self, job: Job) -> Member | None:
+        members = self._fleet.members if job.worker is None else [self._fleet.members[job.worker]]
+        free = [each for each in members if each.is_ready and len(each.jobs) < self._run.options.max_jobs]
+        return min(free, key=lambda each: len(each.jobs), default=None)
+
+    def _send(self, member: Member, job: Job) -> None:
+        if job.awaited is not None:
+            job.awaited = time.monotonic()
+        member.jobs[job.number] = job
+        known_bad, states = self._run.known_bad_rows, None
+        if self._draws:
+            # Ray gives it the states once the step before is built, and again if this call must be repeated.
+            ask = member.actor.build_from.options(num_returns=2)
+            call, states = ask.remote(job.task, known_bad, member.states)
+            member.states = states
+        else:
+            call = member.actor.build.remote(job.task, known_bad)
+        self._when_done(call, partial(self._on_result, member, member.actor, job, states))
+
+    def _on_result(self, member: Member, actor: Any, job: Job, states: Any, done: Future[Any]) -> None:
+        if member.actor is not actor or self._jobs.get(job.number) is not job or job.number not in member.jobs:
+            return  # it was given to another actor meanwhile
+        del member.jobs[job.number]
+        error = done.exception()
+        if error is not None:
+            if is_loss(error):
+                self._on_loss(member, job, error)
+            else:
+                del self._jobs[job.number]
+                job.future.set_exception(cause_of(error))
+            return
+        member.good_states = states
+        self._resolve(member, job, done.result())
+
+    def _resolve(self, member: Member, job: Job, reply: list[Any]) -> None:
+        """Set the future of a job that was built, or failed."""
+        message, units = unpack(reply, self._memory.take)
+        if message["kind"] == "not started":
+            self._break(partial(error_of, units[0]))
+            return
+        del self._jobs[job.number]
+        self._first_lost.pop(job.number, None)
+        add_reads(self._run.reads, message["reads"], message["requests"])
+        if message["kind"] == "failed":
+            job.future.set_exception(error_of(units[0]))
+            return
+        try:
+            built = read_step(units)
+        except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
+            job.future.set_exception(error)
+            return
+        built.worker = member.number
+        built.seconds["handing_over"] = max(0.0, time.time() - message["finished"])  # clocks of nodes may differ
+        job.future.set_result(built)
+
+    # --- trouble
+
+    def _on_loss(self, member: Member, job: Job, error: BaseException) -> None:
+        """Ray has given up a call: try the samples of its step alone, and build it again."""
+        now = time.monotonic()
+        member.states = member.good_states  # those of a lost call would be computed by making the call again
+        since = self._first_lost.setdefault(job.number, now)
+        if now - since >= self._patience:
+            self._fail(
+                job, f"was lost again and again for {now - since:.0f} seconds, the last time: {described(error)}"
+            )
+            return
+        self.notes.append(f"Ray actor {member.number} was lost ({described(error)}); built again: {job.name}")
+        if is_dead(error):  # by `ray.kill`
+            self._replace(member)
+        self._suspect(member, job)
+
+    def _suspect(self, member: Member, job: Job) -> None:
+        """Have the samples of a step tried; steps that were lost with it at the same actor wait for that."""
+        if any(number == member.number for number, _ in self._suspects):
+            self._held.append(job)
+        else:
+            self._suspects.append((member.number, job))
+            self._try_next()
+
+    def _look_at_times(self) -> None:
+        """Replace actors that the caller has waited for too long."""
+        now = time.monotonic()
+        for member in self._fleet.members:
+            for job in list(member.jobs.values()):
+                if job.awaited is None or now - job.awaited < self._patience or job.number not in member.jobs:
+                    continue
+                state = actor_state(member.actor)
+                if state != "ALIVE":
+                    self._fail(
+                        job,
+                        f"waits for Ray actor {member.number}, which was on node {member.address} and is {state} for "
+                        f"up to {self._patience:g} seconds: is the node gone, and has the cluster room on another?",
+                    )
+                elif self._timeout:
+                    self._on_hang(member, job)
+                else:
+                    job.awaited = now  # it computes: there is no limit
+
+    def _on_hang(self, member: Member, job: Job) -> None:
+        how = f"did not return within {self._timeout:g} seconds, and was replaced"
+        job.losses["hung"] += 1
+        if job.losses["hung"] >= _MOST_HANGS:
+            del self._jobs[job.number]
+            text = (
+                f"DataLoader timed out after {self._timeout:g} seconds, waiting for {job.name}, {job.losses['hung']} "
+                f"times, but none of its samples hangs alone: Ray actor {member.number} on {member.address} {how}"
+            )
+            job.future.set_exception(RuntimeError(text))
+            self._replace(member, but=job)
+            return
+        self.notes.append(f"Ray actor {member.number} on {member.address} {how}; built again: {job.name}")
+        self._replace(member, but=job)
+        self._suspect(member, job)
+
+    def _replace(self, member: Member, but: Job | None = None) -> None:
+        """End the actor of a worker, start another, and let its jobs wait again, except for one."""
+        lost = [job for job in member.jobs.values() if job is not but]
+        member.jobs.clear()
+        self._fleet.end(member)
+        self._start(member)
+        self._requeue(lost)
+
+    def _requeue(self, jobs: list[Job]) -> None:
+        """Let jobs wait again, in their original order."""
+        self._waiting.extend(job for job in jobs if job.number in self._jobs)
+        self._waiting = deque(sorted(self._waiting, key=lambda each: each.number))
+
+    def _try_next(self) -> None:
+        """Load the samples of the first suspect alone, in a thread of its own, if none is on trial."""
+        if self._trial is not None or not self._suspects or self._is_stopping:
+            return
+        _, job = self._suspects[0]
+        isolation = Isolation(
+            self._fleet.start_alone,
+            timeout=self._timeout,
+            start_timeout=self._start_timeout,
+            is_stopping=lambda: self._is_stopping,
+        )
+        self._trial = threading.Thread(target=self._run_trial, args=(isolation, job), daemon=True)
+        self._trial.start()
+
+    def _run_trial(self, isolation: Isolation, job: Job) -> None:
+        try:
+            for row, why in isolation.bad_rows(_rows_of(self._spec, job.task)):
+                self._calls.put(partial(self._on_bad, row, why))
+        except Stopped:
+            return
+        except Exception as error:  # noqa: BLE001 - the step is built again all the same
+            self.notes.append(f"the samples of {job.name} could not be loaded alone: {error}")
+        self._calls.put(partial(self._on_tried, job))
+
+    def _on_bad(self, row: int, why: str) -> None:
+        self._run.known_bad_rows[row] = f"{why}, whenever this sample was loaded alone"
+        self.notes.append(f"{self._run.name_of(row)} cannot be loaded: its worker {self._run.known_bad_rows[row]}")
+
+    def _on_tried(self, job: Job) -> None:
+        self._trial = None
+        self._suspects.popleft()
+        held, self._held = self._held, []
+        self._requeue([job, *held])
+        self._try_next()
+
+    def _fail(self, job: Job, why: str) -> None:
+        self._jobs.pop(job.number, None)
+        for member in self._fleet.members:
+            member.jobs.pop(job.number, None)
+        job.future.set_exception(RuntimeError(f"{job.name} {why}"))
+
+    def _break(self, why: Callable[[], Exception]) -> None:
+        """Fail all jobs, now and from now on."""
+        self._broken = self._broken or why
+        jobs, self._jobs = self._jobs, {}
+        self._waiting.clear()
+        for job in jobs.values():
+            job.future.set_exception(self._broken())
+
+    def _end_all(self) -> None:
+        import ray
+
+        self._is_stopping = True
+        if self._trial is not None:
+            self._trial.join()
+        if ray.is_initialized():
+            for member in self._fleet.members:
+                self._fleet.end(member)
+
+
+def _rows_of(spec: BuildSpec, task: StepTask) -> list[int]:
+    """Return the rows that a rank loads for a step: of its samples, and of parts that it encodes for others."""
+    plan, rank = make_plan(spec.plan, task), spec.rank
+    rows = set(plan.row[plan.places(rank)].tolist())
+    for phase, parts in plan.parts.items():
+        for microbatch in range(plan.num_microbatches):
+            rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch)]].tolist())
+    return sorted(rows)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,136 @@
+"""The actors of one rank: started with the user's options, and started again elsewhere to load samples alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from orchdata.engines.on_ray.actor import StepActor
+from orchdata.engines.on_ray.parcel import make_parcel
+from orchdata.engines.processes.supervisor import Job
+from orchdata.engines.work import WorkerSpec, alone
+from orchdata.loaders.errors import one_line
+
+_TASK_RETRIES: Final = 2
+"""How often Ray calls an actor again that was lost, before we look for the reason."""
+
+_SMALL_BYTES: Final = 64 << 10
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker: an actor, and what it does.
+
+    Attributes:
+        actor: None while there is none.
+        is_ready: whether it has opened the spec.
+        jobs: under way, by number.
+        states: a reference to its random states after the step that it was sent last; None before the first.
+        good_states: the same, after the step that it built last.
+        address: of the node where it was ready.
+    """
+
+    number: int
+    actor: Any = None
+    is_ready: bool = False
+    jobs: dict[int, Job] = field(default_factory=dict)
+    states: Any = None
+    good_states: Any = None
+    address: str = ""
+
+
+class Fleet:
+    """Starts actors.
+
+    Args:
+        first: the spec of worker 0.
+        options: of an actor, with Ray's names.
+
+    Raises:
+        TypeError: the spec does not pickle.
+        ValueError: Ray does not know an option.
+    """
+
+    def __init__(self, first: WorkerSpec, options: dict[str, Any]) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # A placement group that captures children, as that of a Ray Tune trial, has no room for them.
+        outside = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
+        self.options = {"num_cpus": first.num_loading_threads, "scheduling_strategy": outside} | options
+        self.members = [Member(number) for number in range(first.options.num_workers)]
+        self._first = first
+        self._chooses_node = "scheduling_strategy" not in options
+        self._concurrency = first.options.max_jobs if first.options.num_threads else 1
+        self._parcels = [_put(replace(first, number=member.number)) for member in self.members]
+        self._alone: Any = None
+
+    def start(self, member: Member) -> None:
+        """Give a worker an actor, which Ray starts again as often as needed."""
+        member.is_ready, member.states = False, member.good_states
+        member.actor = self._actor(
+            self.options
+            | {"max_restarts": -1, "max_task_retries": _TASK_RETRIES, "max_concurrency": self._concurrency},
+            member.number,
+            self._parcels[member.number],
+        )
+
+    def start_alone(self, avoid: str | None) -> Any:
+        """Return an actor that loads samples alone, and that Ray does not restart: not on this node, if another has
+        room.
+        """
+        if self._alone is None:
+            self._alone = _put(alone(self._first))
+        options = self.options | {"max_restarts": 0, "max_task_retries": 0}
+        if avoid is not None and self._chooses_node and (other := _other_node(avoid)) is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                other, soft=True, _spill_on_unavailable=True
+            )
+        return self._actor(options, 0, self._alone)
+
+    def end(self, member: Member) -> None:
+        """End the actor of a worker, if it has one."""
+        import ray
+
+        if member.actor is not None:
+            ray.kill(member.actor, no_restart=True)
+        member.actor, member.is_ready = None, False
+
+    def _actor(self, options: dict[str, Any], number: int, parcel: Any) -> Any:
+        import ray
+
+        try:
+            return ray.remote(StepActor).options(**options).remote(number, parcel)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"RayEngine({', '.join(self.options)}): {one_line(error)}") from error
+
+
+def actor_state(actor: Any) -> str:
+    """Return what Ray says of an actor: "ALIVE", "RESTARTING", "PENDING_CREATION" or "DEAD"."""
+    from ray._private.state import actors
+
+    return str(actors(actor._actor_id.hex()).get("State", ""))
+
+
+def waits_for_room(actor: Any) -> bool:
+    """Return whether no node has taken an actor yet."""
+    from ray._private.state import actors
+
+    known = actors(actor._actor_id.hex())
+    return known.get("State") != "ALIVE" and not known.get("Address", {}).get("IPAddress")
+
+
+def _put(worker: WorkerSpec) -> Any:
+    """Return a worker's parcel as an argument of actors: large ones are sent once to a node."""
+    import ray
+
+    parcel = make_parcel(worker)
+    return parcel if len(parcel) <= _SMALL_BYTES else ray.put(parcel)
+
+
+def _other_node(avoid: str) -> str | None:
+    import ray
+
+    nodes = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU"))
+    return next((str(node) for node in nodes if node != avoid), None)

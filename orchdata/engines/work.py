@@ -1,0 +1,197 @@
+"""The work of a worker, in any process that is one: it sets up the process, opens a builder, and describes results.
+
+WorkerSpec --Work--> an engine in this process, with the random states and the worker info that torch's workers have
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as torch_worker
+
+from orchdata.building.memory import Memory
+from orchdata.building.step import Builder
+from orchdata.engines.engine import Engine
+from orchdata.engines.inline import InlineEngine
+from orchdata.engines.processes.message import Unit, describe_value, read_value
+from orchdata.engines.processes.restart_state import RandomStates, packed, unpacked
+from orchdata.engines.run import WorkerOptions
+from orchdata.engines.seeds import seed_process
+from orchdata.engines.threads import ThreadEngine
+from orchdata.loaders.errors import OrchdataError
+from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.remote import requests
+from orchdata.loaders.tokenizer_threads import share_cores
+from orchdata.loaders.watch import Watch
+from orchdata.native.jit import load_numba
+from orchdata.order.steps import StepTask
+
+
+class Opens(Protocol):
+    """The part of a `BuildSpec` that a worker uses."""
+
+    def open(self, *, watch: Watch, allocate: Callable[[StepTask], Memory] | None) -> Builder: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Everything a worker needs apart from its jobs: a value that is sent once.
+
+    Attributes:
+        spec: of the steps that it builds.
+        number: of the worker.
+        base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
+        environ: variables that it sets: those of the training process, if it runs on the same machine.
+        state: the data set's state that it starts with, pickled.
+        random_states: states from `RandomStates.changed` that it starts with, in place of its own.
+    """
+
+    spec: Opens
+    number: int
+    options: WorkerOptions
+    base_seed: int
+    environ: Mapping[str, str]
+    state: bytes | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def num_loading_threads(self) -> int:
+        """Threads that load samples."""
+        return max(1, self.options.num_threads)
+
+    @property
+    def keeps_random_states(self) -> bool:
+        """Whether steps draw from the random states of its one thread, as in torch's workers."""
+        return self.options.as_torch and not self.options.num_threads
+
+
+class Work:
+    """A worker's part of one process.
+
+    Args:
+        num_processes: workers that share the cores of this machine.
+
+    Attributes:
+        random: the random states of this process, if steps draw from them.
+        builder: once `open` has returned.
+    """
+
+    def __init__(self, worker: WorkerSpec, num_processes: int) -> None:
+        self.random = RandomStates() if worker.keeps_random_states else None
+        self.builder: Builder | None = None
+        self._worker = worker
+        self._reads = [0, 0, 0]
+        self._requests: Counter[str] = Counter()
+        # Set up the process: environment, kernels, memory limit and seeds.
+        os.environ.update(worker.environ)
+        share_cores(num_processes)
+        requests.HERE.share(worker.options.num_workers)
+        torch.set_num_threads(1)
+        with contextlib.suppress(Exception):  # a failure is reported when a kernel is called
+            load_numba()  # before memory is limited, and by one thread
+        if worker.options.memory is not None:
+            lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
+        _seed(worker)
+
+    def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
+        """Open the data set, with the states of the worker that this one replaces. Raises what that raises."""
+        worker = self._worker
+        if worker.options.worker_init_fn is not None:
+            worker.options.worker_init_fn(worker.number)
+        builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
+        if worker.state is not None and builder.stateful is not None:
+            builder.stateful.restore(unpacked(worker.state))
+        if self.random is not None:
+            self.random.begin(worker.random_states)
+        if worker.options.num_threads:
+            return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
+        return InlineEngine(builder)
+
+    def restart_state(self, *, with_state: bool = True) -> dict[str, Any]:
+        """Return the states after a step that a process which replaces this one needs."""
+        states: dict[str, Any] = {}
+        if self.random is not None:
+            states["random_states"] = self.random.changed()
+            stateful = self.builder and self.builder.stateful
+            if stateful and with_state:
+                states["state"] = packed(stateful.state())
+        return states
+
+    def take_reads(self) -> tuple[list[int], dict[str, int]]:
+        """Return the bytes read, and the requests made, since the last call."""
+        reads = None if self.builder is None else self.builder.reads
+        if reads is None:
+            return [], {}
+        total = [reads.storage.value, reads.cache.value, reads.used.value]
+        new = [now - before for now, before in zip(total, self._reads, strict=True)]
+        requests = Counter(reads.requests.as_dict())
+        made = requests - self._requests
+        self._reads, self._requests = total, requests
+        return new, dict(made)
+
+
+def add_reads(reads: ReadBytes | None, new: list[int], requests: Mapping[str, int]) -> None:
+    """Add what `take_reads` returned in another process."""
+    if reads is None or not new:
+        return
+    for count, each in zip((reads.storage, reads.cache, reads.used), new, strict=True):
+        count.add(int(each))
+    reads.requests.merge(dict(requests))
+
+
+def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
+    """Return the error as the training process raises it, with the worker's traceback, which pickle leaves out.
+
+    Args:
+        where: it was raised, as in "in DataLoader worker process 0".
+    """
+    story = "".join(traceback.format_exception(error)).rstrip()
+    wrapped: Any = error
+    if as_torch and not isinstance(error, OrchdataError):
+        wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where=where)
+    else:
+        error.add_note(f"raised {where}:\n{story}")
+    try:
+        unit = describe_value(wrapped)
+        read_value(unit)
+    except Exception:  # noqa: BLE001 - pickling a user's error may raise anything
+        return describe_value(RuntimeError(f"{type(error).__name__}, raised {where}, does not pickle:\n{story}"))
+    return unit
+
+
+def error_of(unit: Unit) -> Exception:
+    """Return the error that `describe_error` was given."""
+    try:
+        value = read_value(unit)
+    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
+        return RuntimeError(f"a worker process failed, and its error cannot be read: {error!r}")
+    if isinstance(value, Exception):
+        return value
+    try:
+        value.reraise()
+    except Exception as error:  # noqa: BLE001 - it is passed on
+        return error.with_traceback(None)  # torch's frame there has the error as a variable: a cycle
+    return RuntimeError("a worker process failed without an error message")
+
+
+def alone(worker: WorkerSpec) -> WorkerSpec:
+    """Return the spec of a worker that loads single samples."""
+    return replace(worker, options=replace(worker.options, num_threads=0, max_jobs=1))
+
+
+def _seed(worker: WorkerSpec) -> None:
+    """Set random states and worker info as in torch's workers."""
+    seed = seed_process(worker.base_seed, worker.number)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
+    )

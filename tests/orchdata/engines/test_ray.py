@@ -1,0 +1,362 @@
+"""Steps from actors of Ray: the contract of all engines, and what only actors can do wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from engine_specs import Specs, make_specs
+from ray_clusters import ACTOR, TestCluster
+from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, note_start
+from shard_factory import RECIPE, omni_shards
+from spec_job import digest
+
+import orchdata as od
+from orchdata.engines.on_ray import cluster as cluster_module
+from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
+from orchdata.engines.on_ray.value import RayEngine
+from orchdata.engines.run import EngineRun, WorkerOptions
+from orchdata.engines.work import WorkerSpec
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ENGINE = RayEngine(**ACTOR)
+OPTIONS = WorkerOptions(
+    num_workers=1, num_threads=1, max_jobs=2, worker_init_fn=None, dataset=None, as_torch=False, memory=None
+)
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs:
+    return make_specs(tmp_path_factory.mktemp("omni"))
+
+
+QUICK = ("shards, per phase", "shards, collate_fn", "map-style")
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_actors_build_the_same_batches_of_every_spec(
+    names: tuple[str, ...] | None, specs: Specs, same_cache: None
+) -> None:
+    some = {name: specs[name] for name in names or specs}
+    running = {name: ENGINE.open(spec, EngineRun(options=OPTIONS)) for name, (spec, _) in some.items()}
+    for name, (spec, tasks) in some.items():
+        futures = [running[name].submit(task) for task in tasks]
+        assert [digest(future.result(240)) for future in futures] == [
+            digest(spec.open().build(task)) for task in tasks
+        ], name
+        running[name].close()
+        running[name].close()
+
+
+def loader(data: Any, **options: Any) -> od.DataLoader[Any]:
+    defaults: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "engine": ENGINE}
+    return od.DataLoader(data, **defaults | options)
+
+
+def test_an_epoch_of_shards_is_that_of_threads_and_batches_are_writable(tmp_path: Path) -> None:
+    shards = omni_shards(tmp_path, shards=2, samples=12)
+    dataset = od.ShardDataset(shards, RECIPE)
+    here: dict[str, Any] = {"engine": None, "num_workers": 0}
+    common: dict[str, Any] = {"num_threads": 1, "num_workers": 1, "shuffle": True, "seed": 1}
+    expected = [batch.llm.input_ids.clone() for batch in loader(dataset, **common | here)]
+    running = loader(dataset, persistent_workers=True, **common)
+    batches = list(running)
+    assert all(map(torch.equal, (batch.llm.input_ids for batch in batches), expected)) and len(batches) == 6
+    # What is written to one batch is in no other, and not in the epoch that comes next.
+    for batch in batches:
+        for tensor in (batch.llm.input_ids, batch.llm.labels, batch.image.patches):
+            tensor.fill_(7)
+    assert running.stats()["reads"]["storage_bytes"] > 0
+    state = running.state_dict()
+    fresh = loader(dataset, **common | here)
+    fresh.load_state_dict(state)
+    assert all(map(torch.equal, (batch.llm.input_ids for batch in running), [batch.llm.input_ids for batch in fresh]))
+    running.close()
+
+
+@pytest.mark.slow
+def test_map_style_batches_and_random_states_are_those_of_processes() -> None:
+    def drawn(**options: Any) -> list[Any]:
+        torch.manual_seed(5)
+        made = loader(Drawn(), shuffle=True, num_threads=0, **options)
+        return [[column.tolist() for column in batch] for batch in made]
+
+    expected = drawn(engine=None, multiprocessing_context="fork")
+    assert drawn() == expected
+
+
+@pytest.mark.slow
+def test_random_states_continue_where_a_lost_actor_was() -> None:
+    """Its replacement begins with the states that the last built step left."""
+    torch.manual_seed(5)
+    by_processes = loader(Drawn(), multiprocessing_context="fork", engine=None)
+    expected = [[column.tolist() for column in batch] for batch in by_processes]
+    torch.manual_seed(5)
+    running = loader(Drawn())
+    batches = iter(running)
+    got = [next(batches) for _ in range(4)]
+    for member in members(batches):
+        ray.kill(member.actor, no_restart=False)
+    got += list(batches)
+    assert [[column.tolist() for column in batch] for batch in got] == expected
+
+
+def members(batches: Any) -> list[Any]:
+    engine = batches._stream._engine
+    return list(engine._dispatcher._fleet.members)
+
+
+@pytest.mark.slow
+def test_worker_init_fn_is_called_with_the_number_of_the_worker() -> None:
+    batches = list(loader(StartedAs(), batch_size=2, worker_init_fn=note_start))
+    assert batches == [["0", "0"], ["1", "1"], ["0", "0"], ["1", "1"]]
+
+
+def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
+    with pytest.raises(ZeroDivisionError, match=r"(?s)DataLoader worker process 0 on .*__getitem__.*item 0"):
+        next(iter(loader(Raising(), num_workers=1)))
+
+
+@pytest.mark.slow
+def test_persistent_actors_stay_over_epochs_and_after_break() -> None:
+    running = loader(Drawn(), persistent_workers=True)
+    first = iter(running)
+    next(first)
+    actors = {member.actor for member in members(first)}
+    del first
+    second = iter(running)
+    next(second)
+    assert {member.actor for member in members(second)} == actors
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (Drawn(), {"num_workers": 0}, "pass num_workers="),
+        (WithState(), {}, "state of its own"),
+        (Drawn(), {"multiprocessing_context": "fork"}, "multiprocessing_context is for"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_an_error(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader(data, **options)
+
+
+def test_an_iterable_dataset_is_an_error() -> None:
+    class Counts(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="IterableDataset is read by torch's own workers"):
+        loader(Counts())
+
+
+def test_engines_that_are_none_are_an_error() -> None:
+    with pytest.raises(TypeError, match="engine is a value with a method open"):
+        loader(Drawn(), engine="ray")
+    with pytest.raises(TypeError, match="engine is a value with a method open"):
+        loader(Drawn(), engine=RayEngine)
+
+
+def test_worker_memory_is_an_error() -> None:
+    with pytest.raises(ValueError, match="worker_memory limits processes of this machine"):
+        next(iter(loader(Drawn(), worker_memory=1 << 30)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "ray://host:10001"}, r"ray start --address=HOST:PORT --num-cpus=0"),
+        ({"start_timeout": 0}, "start_timeout is a number of seconds above 0"),
+        ({"max_restarts": 3}, "sets max_restarts itself"),
+        ({"lifetime": "detached"}, "sets lifetime itself"),
+    ],
+)
+def test_options_of_the_value_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayEngine(**options)
+
+
+def test_an_option_that_ray_does_not_know_is_an_error() -> None:
+    with pytest.raises(ValueError, match="num_cpu"):
+        next(iter(loader(Drawn(), engine=RayEngine(num_cpu=1))))
+
+
+def test_the_value_is_frozen_equal_and_shown() -> None:
+    assert RayEngine(num_cpus=1) == RayEngine(num_cpus=1) != RayEngine(num_cpus=2)
+    assert repr(RayEngine("10.0.0.1:6379", resources={"loader": 1})) == (
+        "RayEngine(address='10.0.0.1:6379', resources={'loader': 1})"
+    )
+    with pytest.raises(AttributeError):
+        RayEngine().address = "other"  # type: ignore[misc]
+
+
+def test_missing_cpus_are_a_warning_at_once_and_an_error_with_the_sum() -> None:
+    crowded = loader(Drawn(), num_workers=8, num_threads=4, engine=RayEngine(start_timeout=1))
+    with (
+        pytest.warns(UserWarning, match=r"8 actors x 4 threads = 32 CPUs, the cluster has 6"),
+        pytest.raises(RuntimeError, match=r"8 actors x 4 threads = 32 CPUs.*num_threads=.*num_cpus=.*start_timeout="),
+    ):
+        next(iter(crowded))
+
+
+@pytest.mark.slow
+def test_a_sample_that_ends_its_process_twice_alone_is_a_failure(tmp_path: Path) -> None:
+    data = Deadly(tmp_path, row=6, times=1000)
+    running = loader(data, num_workers=1, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        rows = [row for batch in running for row in batch.tolist()]
+    assert rows == [row for row in range(24) if row != 6]
+    (failure,) = running.gather_failures()
+    assert failure.key == "6" and "whenever this sample was loaded alone" in str(failure)
+    assert any("built again: step 1 of epoch 0" in str(each.message) for each in noted)
+
+
+@pytest.mark.slow
+def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> None:
+    data = Deadly(tmp_path, row=6, times=1000, hangs=True)
+    running = loader(data, num_workers=1, timeout=2, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = [row for batch in running for row in batch.tolist()]
+    assert rows == [row for row in range(24) if row != 6]
+    assert "timed out after 2 seconds" in str(running.gather_failures()[0])
+
+
+@pytest.mark.slow
+def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("def cost(item): return 1\ndef collate(items): return items\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here  # type: ignore[import-not-found]
+
+    with pytest.raises(RuntimeError, match=r"cannot import the module 'only_here'.*runtime_env={'working_dir': '.'}"):
+        next(iter(loader(Drawn(), collate_fn=only_here.collate)))
+
+
+def test_what_does_not_pickle_is_named() -> None:
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"collate_fn.*which cannot be sent to another process"):
+        next(iter(loader(Drawn(), collate_fn=partial(_with_lock, lock=lock))))
+
+
+def _with_lock(items: Any, lock: Any) -> Any:
+    return items
+
+
+def test_a_function_of_the_main_program_is_sent_by_value() -> None:
+    sent = open_parcel(
+        make_parcel(
+            WorkerSpec(
+                spec=None,  # type: ignore[arg-type]
+                number=0,
+                options=replace(OPTIONS, worker_init_fn=lambda number: number + 1),  # type: ignore[arg-type, return-value]
+                base_seed=0,
+                environ={},
+            )
+        )
+    )
+    assert sent.options.worker_init_fn is not None and sent.options.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
+
+
+def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    asked: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        asked.append(options)
+        if options["address"] != "local":
+            raise ConnectionError("nothing there")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RuntimeError, match=r"each of the 4 ranks would start one.*`ray start --head`"):
+        cluster_module.connect(None, num_ranks=4)
+    with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 10.0.0.1:6379.*`ray start --head`"):
+        cluster_module.connect("10.0.0.1:6379", num_ranks=1)
+    monkeypatch.setattr(cluster_module, "warn_once", lambda subject, message: warnings.warn(message, stacklevel=1))
+    with pytest.warns(UserWarning, match="starts a Ray of its own"):
+        cluster_module.connect(None, num_ranks=1, code={"working_dir": "."})
+    assert asked[-1]["address"] == "local" and asked[-1]["runtime_env"] == {"working_dir": "."}
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ValueError, match="RAY_ADDRESS"):
+        cluster_module.connect(None, num_ranks=1)
+
+
+def test_folders_of_code_are_for_a_whole_job() -> None:
+    engine = RayEngine(runtime_env={"working_dir": ".", "env_vars": {"A": "b"}})
+    options, code = cluster_module.split_code(engine.ray_options)
+    assert (options, code) == ({"runtime_env": {"env_vars": {"A": "b"}}}, {"working_dir": "."})
+    with pytest.raises(ValueError, match=r"Ray is initialized already, without runtime_env={'working_dir'"):
+        next(iter(loader(Drawn(), engine=engine)))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_break(tmp_path: Path) -> None:
+    batches = iter(loader(Slow(tmp_path, wait=False), batch_size=2))
+    next(batches)
+    del batches
+    wait_until(lambda: not living(tmp_path))
+
+
+def living(folder: Path) -> list[int]:
+    """Processes that loaded items of `Slow`, and still run."""
+    pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+    assert pids
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+TRAINER = """
+import sys, warnings, time
+warnings.simplefilter("ignore")
+import ray, orchdata as od
+from pathlib import Path
+from ray_data import Slow
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+folder = Path(sys.argv[2])
+batches = iter(od.DataLoader(Slow(folder, wait=False), batch_size=2, num_workers=2, engine=od.RayEngine(num_cpus=0.25)))
+next(batches)
+print("begun", flush=True)
+if __name__ == "__main__":
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_nothing_is_left_once_the_trainer_has_ended(how: str, tmp_path: Path, ray_cluster: TestCluster) -> None:
+    import signal
+
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    (tmp_path / "pids").mkdir()
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    command = [sys.executable, script, ray_cluster.address, tmp_path / "pids"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"begun\n"
+        trainer.send_signal(getattr(signal, how))
+        trainer.wait(60)
+    wait_until(lambda: not living(tmp_path / "pids"))

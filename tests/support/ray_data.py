@@ -1,0 +1,95 @@
+"""What actors of tests load: found by name in their processes, too (the nodes have this folder on their path)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+
+class Drawn(Dataset[Any]):
+    """Items with random numbers of all three generators, and the number of the worker."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> tuple[int, float, float, float, int]:
+        info = get_worker_info()
+        assert info is not None
+        drawn = float(np.random.rand())  # noqa: NPY002 - as users do
+        return number, random.random(), drawn, float(torch.rand(())), info.id
+
+
+class Deadly(Dataset[int]):
+    """One item ends its process, `times` times; each time is a file in a folder."""
+
+    def __init__(self, folder: Path, row: int, times: int, *, hangs: bool = False) -> None:
+        self.folder, self.row, self.times, self.hangs = folder, row, times, hangs
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> int:
+        if number == self.row and len(list(self.folder.iterdir())) < self.times:
+            (self.folder / f"{time.monotonic_ns()}").touch()
+            if self.hangs:
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return number
+
+
+class Slow(Dataset[int]):
+    """Items that write who loads them to a folder, then wait until a file is there."""
+
+    def __init__(self, folder: Path, *, wait: bool = True) -> None:
+        self.folder, self.wait = folder, wait
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> int:
+        (self.folder / f"pid-{os.getpid()}").touch()
+        while self.wait and not (self.folder / "go").exists():
+            time.sleep(0.01)
+        return number
+
+
+class Raising(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        raise ZeroDivisionError(f"item {number}")
+
+
+class WithState(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def note_start(number: int) -> None:
+    """A worker_init_fn."""
+    os.environ["STARTED_AS"] = str(number)
+
+
+class StartedAs(Dataset[str]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> str:
+        return os.environ.get("STARTED_AS", "")
