@@ -69,7 +69,17 @@ def index(
         typer.Option("--to", metavar="URL", help="Publish the index there, for ShardDataset(index_store=)."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes that measure shards; 1 for threads of this one.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Processes that measure shards; default: threads of this one, or all CPUs of --ray."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure in actors of this Ray cluster; auto: of RAY_ADDRESS, or this machine's.",
+        ),
+    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -92,18 +102,18 @@ def index(
     if dataset.index_store is not None and dataset.index_store.generation is not None:
         raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
     if limit is not None:
-        if jobs != 1:
-            raise ValueError("--limit measures in this process, in seconds: leave --jobs out")
+        if jobs is not None or ray is not None:
+            raise ValueError("--limit measures in this process, in seconds: leave --jobs and --ray out")
         if to is not None:
             raise ValueError("--limit keeps nothing, so nothing is published: leave --to out")
         _look(dataset, limit, force=force, max_failures=max_failures, as_json=as_json)
         return
-    stored = dataset.stored_index
+    stored, measured_by = dataset.stored_index, _measured_by(jobs, ray)
     where: dict[str, Any] = {}
     if stored is None:
-        built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, jobs=jobs)
+        built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, **measured_by)
     else:
-        built, scanned, where = _publish(dataset, stored, force=force, jobs=jobs)
+        built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
     own = _open_fields(dataset, built, force=force)
     report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {}) | where
     if as_json:
@@ -322,7 +332,7 @@ def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[st
 
 
 def _publish(
-    dataset: ShardDataset, stored: StoredIndex, *, force: bool, jobs: int
+    dataset: ShardDataset, stored: StoredIndex, *, force: bool, **measured_by: Any
 ) -> tuple[Index, int, dict[str, Any]]:
     """Publish the index if that of the store is of other shards. Return also how many were scanned, and what the report
     says of the store.
@@ -331,7 +341,7 @@ def _publish(
 
     def build(reading: Reading, parts: Parts) -> Index:
         nonlocal scanned
-        index, scanned = _build(dataset.urls, dataset.recipe, reading, force=force, jobs=jobs, parts=parts)
+        index, scanned = _build(dataset.urls, dataset.recipe, reading, force=force, parts=parts, **measured_by)
         return index
 
     dataset.find_shards()
@@ -346,8 +356,8 @@ def _build(
     reading: Reading,
     *,
     force: bool,
-    jobs: int = 1,
     parts: Parts | None = None,
+    **measured_by: Any,
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.dataset.indexed.forecast import Forecast
@@ -368,9 +378,19 @@ def _build(
             forecast.look()
             advance(done, total)
 
-        how: dict[str, Any] = {"reading": reading, "force": force, "jobs": jobs, "parts": parts}
+        how: dict[str, Any] = {"reading": reading, "force": force, "parts": parts, **measured_by}
         index = build_index(urls, recipe, **how, progress=shard_done, under_way=under_way)
         return index, scanned
+
+
+def _measured_by(jobs: int | None, ray: str | None) -> dict[str, Any]:
+    """Return the arguments of `build_index` for what `--jobs` and `--ray` name."""
+    if ray is None:
+        return {"jobs": 1 if jobs is None else jobs}
+    from orchdata.engines.on_ray.measuring import RayProcesses
+
+    processes = RayProcesses(None if ray == "auto" else ray)
+    return {"jobs": processes.num_cpus if jobs is None else jobs, "processes": processes}
 
 
 def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fraction | int, as_json: bool) -> None:

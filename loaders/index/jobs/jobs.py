@@ -28,6 +28,8 @@ from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.remote.files import Files
 
 _POLL_SECONDS: Final = 0.1
+_MOST_ATTEMPTS: Final = 10
+"""How often a task is tried whose processes were lost for other reasons: with their machines, or for lack of memory."""
 
 
 class Process(Protocol):
@@ -127,13 +129,15 @@ class Jobs:
         return results
 
     def _run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
-        for attempt in range(1, ATTEMPTS + 1):
+        counted = 0
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
             child = self._take(shown)
             try:
                 result = child.run(task, shown)
             except Died as death:
                 self._discard(child)
-                if attempt == ATTEMPTS or death.final:
+                counted += death.counts
+                if counted == ATTEMPTS or attempt == _MOST_ATTEMPTS or death.final:
                     raise ProcessError(f"{task[1]}: {death}") from None
             except BaseException:
                 self._discard(child)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -139,6 +140,18 @@ class Measurer:
                     files[str(path.relative_to(own))] = path.read_bytes()
                     path.unlink()
         return files
+
+
+def packed(message: Any) -> bytes:
+    """Return a pickled message, or an error, or a tuple that ends in one. What does not unpickle is a ProcessError."""
+    try:
+        data = bytes(ForkingPickler.dumps(message))
+        pickle.loads(data)  # noqa: S301 - an exception of the user's may need other arguments than it names
+        return data
+    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
+        error = message[-1] if isinstance(message, tuple) else message
+        replaced = ProcessError(f"{type(error).__name__}: {error}")
+        return bytes(ForkingPickler.dumps((message[0], replaced) if isinstance(message, tuple) else replaced))
 
 
 def new_mark(cache: CacheFolder) -> str:

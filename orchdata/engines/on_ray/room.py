@@ -20,11 +20,22 @@ class Waiting:
         num_ranks: of the loader, each with as many.
         num_threads: of an actor.
         start_timeout: seconds that they may wait.
+        of, ways: whose they are, and the ways out, for messages.
     """
 
     def __init__(
-        self, options: dict[str, Any], *, count: int, num_ranks: int, num_threads: int, start_timeout: float
+        self,
+        options: dict[str, Any],
+        *,
+        count: int,
+        num_ranks: int,
+        num_threads: int,
+        start_timeout: float,
+        of: str = "this loader",
+        ways: str = "add nodes, or lower num_workers=, num_threads= or RayEngine(num_cpus=)",
     ) -> None:
+        self._of = of
+        self._ways = ways
         self._needs = {"CPU": options.get("num_cpus") or 0, "GPU": options.get("num_gpus") or 0}
         self._needs |= options.get("resources") or {}
         self._needs = {name: amount for name, amount in self._needs.items() if amount}
@@ -54,13 +65,13 @@ class Waiting:
             return None
         self._warn_at = now + _WARN_SECONDS
         without_room = num_without_room()
-        text = f"{without_room or num_waiting} of {self._count} Ray actors of this loader have not started{seen}"
+        text = f"{without_room or num_waiting} of {self._count} Ray actors of {self._of} have not started{seen}"
         text += f": {self._missing()}" if without_room else ", and have a place on a node: is it slow to import?"
         if waited >= self._start_timeout:
             raise RuntimeError(f"{text}. Nothing changed for {self._start_timeout:g} seconds (start_timeout=)")
         if not without_room and waited < _WARN_SECONDS:
             return None
-        return f"{text}. The loader waits for up to {self._start_timeout - waited:.0f} seconds more (start_timeout=)"
+        return f"{text}. It waits for up to {self._start_timeout - waited:.0f} seconds more (start_timeout=)"
 
     def _fits(self) -> bool:
         import ray
@@ -85,5 +96,4 @@ class Waiting:
                 f"{ranks}{self._count} actors x {each} = {needed:g} {names}, the cluster has {total.get(name, 0):g}, "
                 f"{free.get(name, 0):g} of them free"
             )
-        ways = "add nodes, or lower num_workers=, num_threads= or RayEngine(num_cpus=)"
-        return f"{'; '.join(parts) or 'no node can start them'}. {ways[0].upper()}{ways[1:]}"
+        return f"{'; '.join(parts) or 'no node can start them'}. {self._ways[0].upper()}{self._ways[1:]}"

@@ -1,0 +1,138 @@
+"""Measuring shards in actors of a Ray cluster: the index is that of a build without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jobs_recipes
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ray_clusters import TestCluster
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+from orchdata.engines.on_ray.measuring import RayProcesses
+from orchdata.loaders.errors import ProcessError
+from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.cache import CacheFolder
+
+
+def texts(path: Path, count: int) -> str:
+    path.write_text("".join(json.dumps({"text": f"{path.stem} has {number} words"}) + "\n" for number in range(count)))
+    return str(path)
+
+
+def same(index: Index, other: Index) -> bool:
+    return index.path.read_bytes() == other.path.read_bytes() and index.build_id == other.build_id
+
+
+def num_actors() -> int:
+    """How many actors that measure are left."""
+    from ray._private.state import actors
+
+    known = actors().values()
+    return sum(each["State"] != "DEAD" for each in known if "ShardActor" in str(each.get("ActorClassName", each)))
+
+
+def test_the_index_is_that_of_threads(ray_cluster: TestCluster, tmp_path: Path) -> None:
+    urls = omni_shards(tmp_path, shards=2, samples=6)
+    broken, table = tmp_path / "broken.tar", tmp_path / "rows.parquet"
+    broken.write_bytes(Path(urls[0]).read_bytes()[:700])
+    pq.write_table(pa.table({"text": ["a cat", "on the mat"]}), table)
+    urls += [str(broken), str(table), texts(tmp_path / "large.jsonl", 20_000), texts(tmp_path / "small.jsonl", 3)]
+    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
+    seen: list[BuildProgress] = []
+    cache = CacheFolder(tmp_path / "cache")
+    index = build_index(urls, RECIPE, cache=cache, jobs=2, processes=RayProcesses(), progress=seen.append)
+    assert same(index, alone)
+    assert sorted(each.url for each in seen) == sorted(urls) and all(each.measured for each in seen)
+    assert {path.name for path in (tmp_path / "cache" / "facts").iterdir()} == {
+        path.name for path in (tmp_path / "alone" / "facts").iterdir()
+    }
+    assert num_actors() == 0
+
+
+def test_a_node_that_does_not_see_the_cache_folder_sends_files(
+    ray_cluster: TestCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchdata.loaders.index.jobs.jobs.new_mark", lambda cache: "/not/there")
+    urls = omni_shards(tmp_path, shards=3, samples=6)
+    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
+    cache = CacheFolder(tmp_path / "cache")
+    assert same(build_index(urls, RECIPE, cache=cache, jobs=2, processes=RayProcesses()), alone)
+    assert not [path for node in ray_cluster.caches for path in node.rglob("*.costs")]
+
+
+@pytest.mark.slow
+def test_an_actor_that_ends_is_one_error_that_names_the_shard(ray_cluster: TestCluster, tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
+    recipe, cache = jobs_recipes.recipe(tmp_path), CacheFolder(tmp_path / "cache")
+    (tmp_path / "exit").write_text("0 has 7 words")
+    with pytest.raises(ProcessError, match=r"0.jsonl: the Ray actor that measures it was lost, 3 times"):
+        build_index(urls, recipe, cache=cache, jobs=2, processes=RayProcesses())
+    assert num_actors() == 0
+    (tmp_path / "exit").unlink()
+    index = build_index(urls, recipe, cache=cache, jobs=2, processes=RayProcesses())
+    assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
+    assert not len(index.bad_rows()), "nothing was recorded as bad"
+
+
+@pytest.mark.slow
+def test_actors_that_are_killed_lose_nothing(ray_cluster: TestCluster, tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 4000) for number in range(6)]
+    recipe = jobs_recipes.recipe(tmp_path)
+    killed: set[int] = set()
+    done = threading.Event()
+
+    def kill() -> None:
+        while not done.wait(0.3) and len(killed) < 2:
+            for path in tmp_path.glob("pid-*"):
+                process = int(path.name.removeprefix("pid-"))
+                if process not in killed and process != os.getpid() and len(killed) < 2:
+                    killed.add(process)
+                    os.kill(process, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    index = build_index(urls, recipe, cache=CacheFolder(tmp_path / "cache"), jobs=2, processes=RayProcesses())
+    done.set()
+    thread.join()
+    assert killed
+    assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
+
+
+def test_the_command(ray_cluster: TestCluster, tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
+    command = [
+        sys.executable,
+        "-m",
+        "orchdata.cli",
+        "index",
+        *urls,
+        "--ray",
+        ray_cluster.address,
+        "--jobs",
+        "2",
+        "--json",
+    ]
+    environment = {**os.environ, "ORCHDATA_CACHE": str(tmp_path / "cache"), "RAY_AUTH_MODE": "disabled"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["samples"] == 90
+    alone = build_index(urls, od.Recipe(), cache=CacheFolder(tmp_path / "alone"))
+    there = build_index(urls, od.Recipe(), cache=CacheFolder(tmp_path / "cache"))
+    assert same(there, alone) and np.array_equal(there.llm_tokens, alone.llm_tokens)
+
+
+def test_an_address_of_a_ray_client_is_an_error() -> None:
+    with pytest.raises(ValueError, match="ray://"):
+        RayProcesses("ray://somewhere:10001")
