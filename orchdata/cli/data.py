@@ -26,6 +26,7 @@ from orchdata.cli.options import (
     MaxFailuresOption,
     MediaRootOption,
     Paths,
+    RayOption,
     RecipeOption,
     StorageOptionsOption,
     caps_of,
@@ -73,13 +74,7 @@ def index(
         int | None,
         typer.Option(help="Processes that measure shards; default: threads of this one, or all CPUs of --ray."),
     ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Measure in actors of this Ray cluster; auto: of RAY_ADDRESS, or this machine's.",
-        ),
-    ] = None,
+    ray: RayOption = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -223,6 +218,7 @@ def verify(
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes that decode; default: one per CPU.")] = None,
+    ray: RayOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one sample may take.")] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -243,6 +239,12 @@ def verify(
     dataset = ShardDataset(paths, chosen, **given.arguments)
     built = _build_of(dataset)
     how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}
+    if ray is not None:
+        from orchdata.engines.on_ray.cluster import connect, num_cpus
+        from orchdata.engines.on_ray.value import RayEngine
+
+        connect(address_of(ray), num_ranks=1)
+        how |= {"engine": RayEngine(num_cpus=1), "jobs": num_cpus() if jobs is None else jobs}
     try:
         with progress_bar("decoding samples") as advance:
             verification = verify_index(built, chosen, **how, progress=advance)
@@ -387,10 +389,16 @@ def _measured_by(jobs: int | None, ray: str | None) -> dict[str, Any]:
     """Return the arguments of `build_index` for what `--jobs` and `--ray` name."""
     if ray is None:
         return {"jobs": 1 if jobs is None else jobs}
+    from orchdata.engines.on_ray.cluster import num_cpus
     from orchdata.engines.on_ray.measuring import RayProcesses
 
-    processes = RayProcesses(None if ray == "auto" else ray)
-    return {"jobs": processes.num_cpus if jobs is None else jobs, "processes": processes}
+    processes = RayProcesses(address_of(ray))
+    return {"jobs": num_cpus() if jobs is None else jobs, "processes": processes}
+
+
+def address_of(ray: str) -> str | None:
+    """Return the address that `--ray` names; None for "auto"."""
+    return None if ray == "auto" else ray
 
 
 def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fraction | int, as_json: bool) -> None:

@@ -81,6 +81,12 @@ def share_or_count(text: str) -> Fraction | int:
     raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
 
 
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="Use actors of this Ray cluster; auto: of RAY_ADDRESS, or of this machine."
+    ),
+]
 MaxFailuresOption = Annotated[
     Fraction,
     typer.Option(

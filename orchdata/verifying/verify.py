@@ -13,8 +13,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 
 from orchdata.building.spec import BuildSpec, IndexedShards
 from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Engine
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.run import WorkerOptions
+from orchdata.engines.run import EngineRun, OpensEngine, WorkerOptions
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
@@ -33,6 +35,7 @@ from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.notices import warn_user
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
@@ -65,6 +68,7 @@ def verify(
     *,
     jobs: int | None = None,
     timeout: float = 120.0,
+    engine: OpensEngine | None = None,
     containers: Sequence[Container] = (),
     files: Files = PLAIN_FILES,
     progress: Callable[[int, int], None] | None = None,
@@ -78,6 +82,7 @@ def verify(
         recipe: must pickle, because other processes decode under it.
         jobs: number of processes; default: one per CPU that this process may use.
         timeout: seconds that one sample may take.
+        engine: where the processes run, as of `DataLoader`; default: on this machine.
         containers: of the user's, which open shards of the index.
         files: where the shards are.
         progress: called with (samples done, samples in total).
@@ -98,7 +103,7 @@ def verify(
     num_usable = index.num_samples - len(bad)
     if num_usable:
         for done, (row, failures) in enumerate(
-            _checked(index, recipe, min(jobs, num_usable), timeout, containers, files), 1
+            _checked(index, recipe, min(jobs, num_usable), timeout, engine, containers, files), 1
         ):
             if failures:
                 failed[row] = failures[0]
@@ -112,7 +117,13 @@ def verify(
 
 
 def _checked(
-    index: Index, recipe: Recipe, jobs: int, timeout: float, containers: Sequence[Container], files: Files
+    index: Index,
+    recipe: Recipe,
+    jobs: int,
+    timeout: float,
+    elsewhere: OpensEngine | None,
+    containers: Sequence[Container],
+    files: Files,
 ) -> Iterator[tuple[int, list[DataError]]]:
     """Yield each usable sample, by its first row, and its failures, as processes finish it."""
     balance = Balance(scope="none")
@@ -134,21 +145,25 @@ def _checked(
         worker_init_fn=begin_checking,
         dataset=None,
         as_torch=False,
-        memory=FREE_BYTES,
-    )
-    workers = Workers(
-        context=multiprocessing.get_context("forkserver"),
-        options=options,
-        in_turn=False,
-        timeout=timeout,
-        persistent=False,
+        memory=FREE_BYTES if elsewhere is None else None,  # a check limits its own memory, too
     )
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
-    with (
-        closing(ProcessEngine(spec, workers)) as engine,
-        closing(_stretches(index, recipe, jobs, containers, files)) as stretches,
-    ):
-        for row, built in _built(engine, jobs, stretches):
+    with ExitStack() as opened:
+        if elsewhere is None:
+            workers = Workers(
+                context=multiprocessing.get_context("forkserver"),
+                options=options,
+                in_turn=False,
+                timeout=timeout,
+                persistent=False,
+            )
+            here = opened.enter_context(closing(ProcessEngine(spec, workers)))
+            start = partial(_built, here, jobs)
+        else:
+            run = EngineRun(options=options, timeout=timeout, name_of=shards.name_of)
+            start = partial(_built_elsewhere, opened.enter_context(closing(elsewhere.open(spec, run))))
+        stretches = opened.enter_context(closing(_stretches(index, recipe, jobs, containers, files)))
+        for row, built in start(stretches):
             yield row, [_worded(failure) for failure in built.failures]
 
 
@@ -209,6 +224,22 @@ def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int6
             queues[worker].remove(future)
             feed(worker)
             yield row, future.result()
+
+
+def _built_elsewhere(engine: Engine, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
+    """Yield each row's step, of any engine."""
+    rows = (row for stretch in stretches for row in stretch.tolist())
+    under_way: dict[Future[BuiltStep], int] = {}
+    while True:
+        for row in islice(rows, engine.depth - len(under_way)):
+            under_way[engine.submit(StepTask(0, row, np.array([row])))] = row
+        if not under_way:
+            return
+        engine.expect(next(iter(under_way)))  # the time of the oldest begins
+        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+            yield under_way.pop(future), future.result()
+        for note in engine.take_notes():
+            warn_user(note)
 
 
 def _worded(failure: DataError) -> DataError:

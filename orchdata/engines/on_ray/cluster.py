@@ -85,6 +85,11 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         ) from error
 
 
+def num_cpus() -> int:
+    """Return the number of CPUs of the cluster that this process uses, at least 1."""
+    return max(1, int(import_ray().cluster_resources().get("CPU", 1)))
+
+
 def split_code(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of actors without local folders of code, and these folders: Ray uploads them for a whole job,
     when a process connects, and not for an actor.

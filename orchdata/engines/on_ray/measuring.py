@@ -12,7 +12,7 @@ import pickle
 import socket
 import time
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from orchdata.engines.on_ray.cluster import check_address, connect, import_ray
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
@@ -50,13 +50,6 @@ class RayProcesses:
         connect(address, num_ranks=1)
         self._start_timeout = start_timeout
 
-    @property
-    def num_cpus(self) -> int:
-        """CPUs of the cluster, at least 1."""
-        import ray
-
-        return max(1, int(ray.cluster_resources().get("CPU", 1)))
-
     def open(self, given: bytes) -> MeasuringActor:
         return MeasuringActor(given, self._start_timeout)
 
@@ -72,7 +65,7 @@ class MeasuringActor:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         outside = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
-        self._actor: Any = ray.remote(ShardActor).options(scheduling_strategy=outside, **_OPTIONS).remote(given)
+        self._actor = cast("Any", ray.remote(ShardActor).options(scheduling_strategy=outside, **_OPTIONS).remote(given))
         self._starting: Any = self._actor.fraction.remote()
         self._waiting = Waiting(
             {"num_cpus": 1},

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ray_clusters import TestCluster
-from shard_factory import RECIPE, omni_shards
+from shard_factory import RECIPE, omni_shards, png, write_shard
 
 import orchdata as od
 from orchdata.engines.on_ray.measuring import RayProcesses
@@ -24,6 +24,7 @@ from orchdata.loaders.errors import ProcessError
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.verifying.verify import verify
 
 
 def texts(path: Path, count: int) -> str:
@@ -136,3 +137,17 @@ def test_the_command(ray_cluster: TestCluster, tmp_path: Path) -> None:
 def test_an_address_of_a_ray_client_is_an_error() -> None:
     with pytest.raises(ValueError, match="ray://"):
         RayProcesses("ray://somewhere:10001")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Ray actor", "ignore:.*were lost", "ignore:.*was lost")
+def test_verify_lists_what_processes_of_this_machine_list(ray_cluster: TestCluster, tmp_path: Path) -> None:
+    urls = omni_shards(tmp_path, shards=2, samples=6)
+    samples: list[dict[str, object]] = [{"__key__": "cut", "png": png(40, 40)[:-30], "txt": b"a"}]
+    urls.append(write_shard(tmp_path / "cut.tar", [*samples, {"__key__": "good", "png": png(40, 40), "txt": b"b"}]))
+    index = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "cache"))
+    expected = verify(index, RECIPE, jobs=2)
+    assert [failure.key for failure in expected.failures] == ["cut"]
+    found = verify(index, RECIPE, jobs=2, engine=od.RayEngine(num_cpus=1))
+    assert found.num_samples == expected.num_samples
+    assert [str(failure) for failure in found.failures] == [str(failure) for failure in expected.failures]
