@@ -39,7 +39,13 @@ from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
 from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
-from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation, check_counted_by_len
+from orchdata.trainers import (
+    AccelerateEnd,
+    TrainerEpochs,
+    check_accumulation,
+    check_counted_by_len,
+    check_not_prepared,
+)
 
 _LATER = "after DataLoader is initialized: create another loader"
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
@@ -189,9 +195,8 @@ class DataLoader(Generic[T_co]):
         vars(self).update(arguments.attributes())
         self.batch_size = self._runtime.batch_size
         self.global_batch_size, self.global_batch_tokens = map(size.get, ("global_batch_size", "global_batch_tokens"))
-        self.sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
-        if self.sampler is None and self.batch_sampler is None:
-            self.sampler = TrainerEpochs(self._progress)
+        sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
+        self.sampler = TrainerEpochs(self._progress) if sampler is None and self.batch_sampler is None else sampler
         self.collate_fn = arguments.collate_fn or prepared.collate_fn
         if self.num_workers and self.prefetch_factor is None:
             self.prefetch_factor = DEFAULT_PREFETCH
@@ -214,6 +219,16 @@ class DataLoader(Generic[T_co]):
         given, snapshot = copied
         DataLoader.__init__(self, **given)
         restore_snapshot(self, snapshot)
+
+    @property
+    def sampler(self) -> Any:
+        """What samples are drawn from, as torch's loader has it. Raises TypeError for Ray Train, which replaces it."""
+        check_not_prepared()
+        return vars(self)["sampler"]
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        vars(self)["sampler"] = sampler
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -241,6 +256,7 @@ class DataLoader(Generic[T_co]):
         The next `iter()` starts the next epoch, also after `break`, once a batch was delivered. After an error of the
         loader itself it continues with the step that failed.
         """
+        check_not_prepared()
         self._iterated_at = calling_line()
         return self._iterate(whole_steps=False)
 

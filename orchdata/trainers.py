@@ -3,6 +3,8 @@
 Lightning sets the epoch of a loader's sampler before each of its own epochs: `TrainerEpochs` is that sampler for a
 loader that orders its samples itself.
 
+Ray Train's `prepare_data_loader` would replace a loader by torch's, or take batches ahead of it: it gets an error.
+
 Accelerate synchronizes gradients at every n-th batch and at the last batch of an epoch. It finds the last batch only of
 loaders that register themselves: `AccelerateEnd` registers ours.
 """
@@ -50,6 +52,21 @@ class TrainerEpochs:
         if epoch + self._ahead > start.position.epoch:
             self._progress.set_epoch(epoch + self._ahead)
             self._progress.start.by_trainers_epoch = True
+
+
+def check_not_prepared() -> None:
+    """Raise TypeError if Ray Train's `prepare_data_loader` is what calls the caller of this.
+
+    With several workers it builds a torch loader of the data set, without plan or state. Its wrapper takes one batch
+    ahead, so that a state would name a step that the trainer has not seen, and leaves a `Batch` on the CPU.
+    """
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    if caller.startswith("ray.train.") and caller.endswith(".train_loop_utils"):
+        raise TypeError(
+            "ray.train.torch.prepare_data_loader would build a torch DataLoader of the data set, or take batches ahead "
+            "of the loader's state. This loader distributes its samples already: leave out the call, iterate over the "
+            "loader itself, and move each batch with batch.to(ray.train.torch.get_device())"
+        )
 
 
 def check_counted_by_len(num_steps: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,7 @@ import torch
 from delivered_once import Row, read_rows, tar_keys, wrong_deliveries
 from example_job import NAMES
 from rank_jobs import FSDP2_RUNS, run_ranks
+from ray_clusters import TestCluster
 
 from orchdata.synth import OMNI, synthesize
 
@@ -228,3 +230,31 @@ def test_a_webdataset_pipeline_is_balanced_between_ranks(tmp_path: Path) -> None
     assert len(keys) == 48 and {step["step"] for step in steps} == set(range(len(steps) // 2))
     by_step = [[step["tokens"] for step in steps if step["step"] == number] for number in range(len(steps) // 2)]
     assert sum(map(max, by_step)) < 1.15 * sum(map(sum, by_step)) / 2
+
+
+def run_ray_train(cluster: TestCluster, shards: Path, folder: Path, steps: int, workers: int, *more: object) -> None:
+    options = ("--steps", steps, "--global-batch-size", SIZE, "--max-tokens", MAX_TOKENS, "--save-every", 2, *more)
+    places = ("--checkpoints", folder / "kept", "--record", folder / f"record-{workers}", "--workers", workers)
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.ray_train", shards / "*.tar", *map(str, (*options, *places))],
+        cwd=REPOSITORY,
+        env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("examples")
+def test_ray_train_resumes_on_one_worker_and_on_three(ray_cluster: TestCluster, shards: Path, tmp_path: Path) -> None:
+    expected = plain_loop("ddp", shards)
+    run_ray_train(ray_cluster, shards, tmp_path / "first", SAVED, 2, "--actors", 1)
+    check(recorded(tmp_path / "first" / "record-2"), expected, range(1, SAVED + 1))
+    for workers in (1, 3):
+        folder = tmp_path / f"again-{workers}"
+        shutil.copytree(tmp_path / "first" / "kept", folder / "kept")
+        run_ray_train(ray_cluster, shards, folder, STEPS, workers)
+        check(recorded(folder / f"record-{workers}"), expected, range(SAVED + 1, STEPS + 1))

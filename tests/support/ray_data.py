@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from orchdata.engines.on_ray.node_files import NodeFile, copied
+from orchdata.loaders.storage.cache import CacheFolder
+
 
 class Drawn(Dataset[Any]):
     """Items with random numbers of all three generators, and the number of the worker."""
@@ -93,3 +96,9 @@ class StartedAs(Dataset[str]):
 
     def __getitem__(self, number: int) -> str:
         return os.environ.get("STARTED_AS", "")
+
+
+def copied_on_node(file: NodeFile) -> tuple[str, int]:
+    """A task: the path and inode of a node's copy."""
+    path = copied(file, CacheFolder())
+    return str(path), path.stat().st_ino

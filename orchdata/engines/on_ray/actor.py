@@ -16,6 +16,7 @@ from typing import Any
 
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Engine
+from orchdata.engines.on_ray.compare import check_same
 from orchdata.engines.on_ray.parcel import open_parcel
 from orchdata.engines.on_ray.reply import pack
 from orchdata.engines.processes.message import Unit, describe_step
@@ -97,7 +98,9 @@ class StepActor:
             if self._engine is not None:
                 return
             if self._worker is None:
-                self._worker = open_parcel(self._parcel)
+                worker, expected = open_parcel(self._parcel)
+                check_same(worker.spec, expected, _here()["address"])
+                self._worker = worker
             if self._work is None:
                 threads = self._worker.num_loading_threads
                 self._work = Work(self._worker, max(1, len(os.sched_getaffinity(0)) // threads))

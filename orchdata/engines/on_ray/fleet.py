@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from orchdata.engines.on_ray.actor import StepActor
+from orchdata.engines.on_ray.compare import expected_by
 from orchdata.engines.on_ray.parcel import make_parcel
 from orchdata.engines.processes.supervisor import Job
 from orchdata.engines.work import WorkerSpec, alone
@@ -61,7 +62,8 @@ class Fleet:
         self._first = first
         self._chooses_node = "scheduling_strategy" not in options
         self._concurrency = first.options.max_jobs if first.options.num_threads else 1
-        self._parcels = [_put(replace(first, number=member.number)) for member in self.members]
+        self._expected = expected_by(first.spec)
+        self._parcels = [self._put(replace(first, number=member.number)) for member in self.members]
         self._alone: Any = None
 
     def start(self, member: Member) -> None:
@@ -79,7 +81,7 @@ class Fleet:
         room.
         """
         if self._alone is None:
-            self._alone = _put(alone(self._first))
+            self._alone = self._put(alone(self._first))
         options = self.options | {"max_restarts": 0, "max_task_retries": 0}
         if avoid is not None and self._chooses_node and (other := _other_node(avoid)) is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -96,6 +98,13 @@ class Fleet:
         if member.actor is not None:
             ray.kill(member.actor, no_restart=True)
         member.actor, member.is_ready = None, False
+
+    def _put(self, worker: WorkerSpec) -> Any:
+        """Return a worker's parcel as an argument of actors: large ones are sent once to a node."""
+        import ray
+
+        parcel = make_parcel(worker, self._expected)
+        return parcel if len(parcel) <= _SMALL_BYTES else ray.put(parcel)
 
     def _actor(self, options: dict[str, Any], number: int, parcel: Any) -> Any:
         import ray
@@ -119,14 +128,6 @@ def waits_for_room(actor: Any) -> bool:
 
     known = actors(actor._actor_id.hex())
     return known.get("State") != "ALIVE" and not known.get("Address", {}).get("IPAddress")
-
-
-def _put(worker: WorkerSpec) -> Any:
-    """Return a worker's parcel as an argument of actors: large ones are sent once to a node."""
-    import ray
-
-    parcel = make_parcel(worker)
-    return parcel if len(parcel) <= _SMALL_BYTES else ray.put(parcel)
 
 
 def _other_node(avoid: str) -> str | None:

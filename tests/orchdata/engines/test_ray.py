@@ -18,16 +18,21 @@ import ray
 import torch
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
-from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, note_start
+from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, copied_on_node, note_start
 from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
 from orchdata.engines.on_ray import cluster as cluster_module
+from orchdata.engines.on_ray import compare, node_files
+from orchdata.engines.on_ray.compare import check_same, expected_by
+from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.run import EngineRun, WorkerOptions
 from orchdata.engines.work import WorkerSpec
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.cache import CacheFolder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ENGINE = RayEngine(**ACTOR)
@@ -261,18 +266,65 @@ def _with_lock(items: Any, lock: Any) -> Any:
 
 
 def test_a_function_of_the_main_program_is_sent_by_value() -> None:
-    sent = open_parcel(
-        make_parcel(
-            WorkerSpec(
-                spec=None,  # type: ignore[arg-type]
-                number=0,
-                options=replace(OPTIONS, worker_init_fn=lambda number: number + 1),  # type: ignore[arg-type, return-value]
-                base_seed=0,
-                environ={},
-            )
-        )
-    )
+    options = replace(OPTIONS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
+    worker = WorkerSpec(spec=None, number=0, options=options, base_seed=0, environ={})  # type: ignore[arg-type]
+    sent, _ = open_parcel(make_parcel(worker, expected_by(None)))
     assert sent.options.worker_init_fn is not None and sent.options.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
+
+
+def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
+    specs: Specs, ray_cluster: TestCluster, same_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, tasks = specs["shards, packed, joint"]
+    here = ray.get_runtime_context().get_node_id()
+    file = file_of_index(spec.content.shards.index, here)  # type: ignore[union-attr]
+    assert found(file) == Path(file.path)
+    # A node that has another file under the name, or none, gets a copy in pieces.
+    monkeypatch.setattr(node_files, "_PIECE_BYTES", 1000)
+    copy = ray.remote(copied_on_node).options(num_cpus=0, resources={"node1": 0.1})
+    first, second = ray.get([copy.remote(file), copy.remote(file)])
+    assert first == second and Path(first[0]).is_relative_to(ray_cluster.caches[1])
+    assert Path(first[0]).read_bytes() == Path(file.path).read_bytes()
+    shards = replace(spec.content.shards, index=Index(first[0]))  # type: ignore[union-attr]
+    by_copy = replace(spec, content=replace(spec.content, shards=shards))  # type: ignore[type-var, call-overload]
+    assert digest(by_copy.open().build(tasks[0])) == digest(spec.open().build(tasks[0]))
+
+
+def test_a_file_that_the_trainers_node_lost_is_an_error(tmp_path: Path) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    gone = NodeFile(path=str(tmp_path / "gone.index"), kind="index", size=10, digest="0", node=here)
+    with pytest.raises(od.StorageError, match=r"cannot be read on the trainer's node.*No such file"):
+        copied(gone, CacheFolder(tmp_path))
+    assert not list(tmp_path.glob("index/*"))
+
+
+def test_a_node_that_would_build_other_batches_is_an_error(specs: Specs, same_cache: None) -> None:
+    spec, _ = specs["shards, packed, joint"]
+    expected = expected_by(spec)
+    check_same(spec, expected, "here")
+    versions = dict(expected.versions) | {"numpy": "1.0", "pillow": "1.2.3"}
+    with pytest.raises(RuntimeError, match=r"node 10.0.0.2 would build other batches.*numpy is .* here and 1.0 in"):
+        check_same(spec, replace(expected, versions=versions), "10.0.0.2")
+    with pytest.raises(RuntimeError, match="the recipe has another fingerprint here"):
+        check_same(spec, replace(expected, recipes=("other",)), "10.0.0.2")
+    row, facts = next((row, facts) for row, facts in expected.samples.items() if any("image" in name for name in facts))
+    name = next(name for name in facts if name.startswith("image") and name.endswith("values"))
+    with pytest.raises(RuntimeError, match=f"sample .*{name} are others"):
+        check_same(spec, replace(expected, samples={row: facts | {name: "0"}}), "10.0.0.2")
+    modalities = {name.split()[0] for facts in expected.samples.values() for name in facts}
+    assert modalities == {"text", "image", "audio"}
+
+
+@pytest.mark.slow
+def test_a_difference_is_an_error_before_the_first_step(
+    specs: Specs, same_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, tasks = specs["shards, packed, joint"]
+    monkeypatch.setattr(compare, "version", lambda name: "0.0")
+    engine = ENGINE.open(spec, EngineRun(options=OPTIONS))
+    with pytest.raises(RuntimeError, match=r"(?s)would build other batches.*numpy is .* here and 0.0 in the training"):
+        engine.submit(tasks[0]).result(120)
+    engine.close()
 
 
 def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""Files of the trainer's cache folder that a spec refers to by path: the index, and large arrays.
+
+file of the trainer --name and digest--> the same on a node: by its path, in its cache folder, or fetched once a node
+
+They are fetched in pieces through Ray, which reads them on the trainer's node: the training process serves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.engines.on_ray.deaths import cause_of
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.errors import StorageError, one_line
+from orchdata.loaders.index.index import KIND, Index
+from orchdata.loaders.storage import mapped_array
+from orchdata.loaders.storage.atomic import replaced, write_at
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.sealed import Damaged, head_of
+from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.versions import TABLE_FORMAT
+
+_PIECE_BYTES: Final = 16 << 20
+_AHEAD: Final = 3
+"""Pieces that are read while another is written."""
+_INDEX: Final = "index"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFile:
+    """A file on the trainer's node.
+
+    Attributes:
+        kind: folder of the cache folder.
+        digest: of an index that of its head, which has the checksums of its body; of an array that of its bytes.
+        node: Ray's id of the trainer's node.
+    """
+
+    path: str
+    kind: str
+    size: int
+    digest: str
+    node: str
+
+
+def file_of_index(index: Index, node: str) -> NodeFile:
+    """Return what another node finds an index by."""
+    with opened(index.path) as fd:
+        head, size = head_of(fd, KIND, TABLE_FORMAT), os.fstat(fd).st_size
+    return NodeFile(path=str(index.path), kind=_INDEX, size=size, digest=head.digest, node=node)
+
+
+def file_of_array(array: MappedArray, node: str) -> NodeFile:
+    """Return what another node finds an array by; its file is written. Raises StorageError."""
+    path, digest = array.__reduce__()[1]
+    return NodeFile(path=path, kind=mapped_array.KIND, size=array.array.nbytes, digest=digest, node=node)
+
+
+def open_index(file: NodeFile) -> Index:
+    """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched."""
+    return Index(found(file))
+
+
+def open_array(file: NodeFile) -> MappedArray:
+    """Return the array on this node. Raises as `open_index`."""
+    return mapped_array._mapped(str(found(file)), file.digest)
+
+
+def found(file: NodeFile) -> Path:
+    """Return the path of a file on this node; it is fetched if no file here has its name and digest."""
+    cache, given = CacheFolder(), Path(file.path)
+    for path in (given, cache.root / file.kind / given.name):
+        if _is_same(file, path):
+            return path
+    return copied(file, cache)
+
+
+def copied(file: NodeFile, cache: CacheFolder) -> Path:
+    """Return the path of the copy in a cache folder, which is fetched by the first process that asks."""
+    path = cache.file(file.kind, f"{file.digest}{Path(file.path).suffix}")
+    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(str(path), go_on=lambda: True):
+        if not _is_same(file, path):
+            with replaced(path) as fd:
+                _fetch(file, lambda data, start: write_at(fd, data.data, start))
+            if not _is_same(file, path):
+                raise StorageError(file.path, "has changed on the trainer's node while it was copied: try again")
+    return path
+
+
+def _is_same(file: NodeFile, path: Path) -> bool:
+    try:
+        with opened(path) as fd:
+            if os.fstat(fd).st_size != file.size:
+                return False
+            return file.kind != _INDEX or head_of(fd, KIND, TABLE_FORMAT).digest == file.digest
+    except (OSError, Damaged):
+        return False
+
+
+def _fetch(file: NodeFile, write: Callable[[NDArray[np.uint8], int], None]) -> None:
+    """Have the trainer's node read a file, a few pieces at a time."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(file.node, soft=False)
+    read = ray.remote(_read_piece).options(num_cpus=0, scheduling_strategy=there)
+    under_way: deque[tuple[int, Any]] = deque()
+    starts = iter(range(0, file.size, _PIECE_BYTES))
+    while True:
+        for start in starts:
+            under_way.append((start, read.remote(file.path, start, min(_PIECE_BYTES, file.size - start))))
+            if len(under_way) > _AHEAD:
+                break
+        if not under_way:
+            return
+        start, piece = under_way.popleft()
+        try:
+            write(ray.get(piece), start)
+        except ray.exceptions.RayError as error:
+            raise StorageError(
+                file.path,
+                f"cannot be read on the trainer's node, and this node has no copy: {one_line(cause_of(error))}",
+            ) from error
+
+
+def _read_piece(path: str, start: int, size: int) -> NDArray[np.uint8]:
+    with opened(Path(path)) as fd:
+        data = os.pread(fd, size, start)
+    if len(data) != size:
+        raise OSError(f"{path} ends at byte {start + len(data)}")
+    return np.frombuffer(data, np.uint8)
