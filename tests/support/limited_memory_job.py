@@ -1,7 +1,8 @@
 """A build and an epoch of one good sample under limits of memory in steps; prints what came of each, as JSON.
 
 Each trial is a fork of this process, which has imported and compiled all with a small sample: memory that it had freed
-would be at hand in each fork, within any limit. After each trial, the next build without a limit has to give the sample.
+would be at hand in each fork, within any limit. After each trial, the next build without a limit has to give the
+sample.
 """
 
 from __future__ import annotations
