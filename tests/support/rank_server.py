@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +57,7 @@ class Server:
         self._codes: dict[int, int] = {}
         self.alive = True
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-        address = f"\0ranks-{run}-{zlib.crc32(os.pathsep.join(sys.path).encode()):x}-{number}"
+        address = f"\0ranks-{run}-{number}"
         for _ in range(3):  # one may end as this one connects
             with suppress(ConnectionError):
                 self._channel = _connected(address)
@@ -76,7 +75,13 @@ class Server:
         """
         stdin, write = os.pipe()
         read, stdout = os.pipe()
-        given = {"program": program, "environment": dict(environment), "folder": os.getcwd(), "to_the_end": to_the_end}
+        given = {
+            "program": program,
+            "path": sys.path,
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "to_the_end": to_the_end,
+        }
         request = json.dumps(given).encode()
         assert len(request) < MOST_BYTES
         socket.send_fds(self._channel, [request], [stdin, stdout, log.fileno()])
@@ -252,7 +257,7 @@ def _become(request: dict[str, Any], files: list[int], sockets: list[socket.sock
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv = request["program"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    sys.path[:] = [str(Path(sys.argv[0]).parent), *request["path"]]
     if request["to_the_end"]:
         sys.modules["__main__"] = main = ModuleType("__main__")  # which the interpreter clears last
         main.__file__ = sys.argv[0]
