@@ -95,10 +95,9 @@ class Server:
         """Its exit code; None where it has not ended within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pid not in self._codes:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left < 0:
+            left = None if deadline is None else max(0, deadline - time.monotonic())
+            if self._receive(left) is None:
                 return None
-            self._receive(left)
         return self._codes[pid]
 
     def _receive(self, timeout: float | None) -> dict[str, int] | None:
@@ -154,8 +153,11 @@ class Rank:
             raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0)
         return code
 
+    def poll(self) -> int | None:
+        return self._server.code(self.pid, 0)
+
     def send_signal(self, number: signal.Signals) -> None:
-        if self._server.code(self.pid, 0) is None:
+        if self.poll() is None:
             with suppress(ProcessLookupError):  # ended, and not reported yet
                 os.kill(self.pid, number)
 
