@@ -38,35 +38,44 @@ def load_required(recipe: Recipe) -> None:
         StorageError: the system cannot do it now (no file descriptors left), even after retries.
         TypeError: `required_modules` of a modality does not return a tuple of names.
     """
-    if (depth := sys.getrecursionlimit()) < _DEPTH:
-        raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
-    _load(recipe.text, "the recipe's text")
-    for name, modality in recipe.modalities.items():
-        _load(modality, f"the recipe's {name}")
+    _load_all(recipe, decodes=True)
 
 
 def load_for_scanning(recipe: Recipe) -> None:
-    """`load_required`, and also the readers of headers of media that the recipe leaves out: facts of shards contain
-    these too. A broken one of these is an error only when such a header is met.
+    """`load_required` without what only decoding needs, and also the readers of headers of media that the recipe leaves
+    out: facts of shards contain these too. A broken one of these is an error only when such a header is met.
     """
-    load_required(recipe)
-    load_built_in()
+    _load_all(recipe, decodes=False)
+    load_built_in(decodes=False)
 
 
-def load_built_in() -> None:
-    """Import the readers of images and audio, as far as that succeeds. Raises StorageError."""
+def load_built_in(*, decodes: bool = True) -> None:
+    """Import the readers of images and audio, as far as that succeeds. Raises StorageError.
+
+    Args:
+        decodes: also what only decoding needs, such as torch.
+    """
     for name, kind in BUILTINS.items():
         with contextlib.suppress(PackageError):
-            _load(kind(), name)
+            _load(kind(), name, decodes)
 
 
-def _load(user: TextPreprocessor | Modality, needed_by: str) -> None:
+def _load_all(recipe: Recipe, *, decodes: bool) -> None:
+    if (depth := sys.getrecursionlimit()) < _DEPTH:
+        raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
+    _load(recipe.text, "the recipe's text", decodes)
+    for name, modality in recipe.modalities.items():
+        _load(modality, f"the recipe's {name}", decodes)
+
+
+def _load(user: TextPreprocessor | Modality, needed_by: str, decodes: bool) -> None:
     modules = user.required_modules()
     if not isinstance(modules, tuple | list) or not all(isinstance(name, str) for name in modules):
         raise TypeError(f"{type(user).__name__}.required_modules() must return a tuple of names, got {modules!r}")
     for module in modules:
         _call(partial(import_module, module), needed_by, module.partition(".")[0])
-    _call(user.set_up_process, needed_by, modules[0].partition(".")[0] if modules else "")
+    set_up = user._set_up_counting if isinstance(user, Modality) and not decodes else user.set_up_process
+    _call(set_up, needed_by, modules[0].partition(".")[0] if modules else "")
 
 
 def _call(call: Callable[[], object], needed_by: str, package: str) -> None:

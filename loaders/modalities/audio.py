@@ -57,6 +57,11 @@ class Clips(Modality):
 
         torchaudio_transforms()
 
+    def _set_up_counting(self) -> None:
+        """Nothing: torchaudio imports torch, and lengths come from headers."""
+        if type(self).set_up_process is not Clips.set_up_process:
+            super()._set_up_counting()
+
     @staticmethod
     def scan(heads: Heads) -> None:
         from orchdata.native.scan.media import scan_audio

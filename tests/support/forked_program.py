@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,13 @@ class ForkedProgram:
             command = [str(script), *map(str, arguments)]
             self._process = server(0).start(command, os.environ, log, to_the_end=to_the_end)
         self._process.stdin.close()
+
+    def line(self) -> str:
+        """Wait for the next line that it writes."""
+        return self._process.stdout.readline().decode()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def finish(self) -> subprocess.CompletedProcess[str]:
         """Wait for its end; return its exit code and what it wrote."""

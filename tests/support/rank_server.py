@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +57,7 @@ class Server:
         self._codes: dict[int, int] = {}
         self.alive = True
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-        address = f"\0ranks-{run}-{zlib.crc32(os.pathsep.join(sys.path).encode()):x}-{number}"
+        address = f"\0ranks-{run}-{number}"
         for _ in range(3):  # one may end as this one connects
             with suppress(ConnectionError):
                 self._channel = _connected(address)
@@ -76,7 +75,13 @@ class Server:
         """
         stdin, write = os.pipe()
         read, stdout = os.pipe()
-        given = {"program": program, "environment": dict(environment), "folder": os.getcwd(), "to_the_end": to_the_end}
+        given = {
+            "program": program,
+            "path": sys.path,
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "to_the_end": to_the_end,
+        }
         request = json.dumps(given).encode()
         assert len(request) < MOST_BYTES
         socket.send_fds(self._channel, [request], [stdin, stdout, log.fileno()])
@@ -90,10 +95,9 @@ class Server:
         """Its exit code; None where it has not ended within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pid not in self._codes:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left < 0:
+            left = None if deadline is None else max(0, deadline - time.monotonic())
+            if self._receive(left) is None:
                 return None
-            self._receive(left)
         return self._codes[pid]
 
     def _receive(self, timeout: float | None) -> dict[str, int] | None:
@@ -149,8 +153,11 @@ class Rank:
             raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0)
         return code
 
+    def poll(self) -> int | None:
+        return self._server.code(self.pid, 0)
+
     def send_signal(self, number: signal.Signals) -> None:
-        if self._server.code(self.pid, 0) is None:
+        if self.poll() is None:
             with suppress(ProcessLookupError):  # ended, and not reported yet
                 os.kill(self.pid, number)
 
@@ -252,7 +259,7 @@ def _become(request: dict[str, Any], files: list[int], sockets: list[socket.sock
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv = request["program"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    sys.path[:] = [str(Path(sys.argv[0]).parent), *request["path"]]
     if request["to_the_end"]:
         sys.modules["__main__"] = main = ModuleType("__main__")  # which the interpreter clears last
         main.__file__ = sys.argv[0]

@@ -1,6 +1,8 @@
-"""Loads texts in worker processes after the tokenizer's threads have run in this one: START_METHOD FOLDER [ways].
+"""Loads texts in worker processes after the tokenizer's threads have run in this one: CASES FOLDER.
 
-Each worker prints what it finds: the variables, and how many threads a batch of many texts starts.
+CASES is JSON, a list of [start method, variables]. Each case is a fork of this process, which has imported all and
+called no tokenizer. Of each it prints JSON: [exit code, what the fork wrote to stdout, what it wrote to stderr]. Each
+worker prints what it finds: the variables, and how many threads a batch of many texts starts.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 from chat_templates import trained
@@ -27,8 +30,30 @@ def report(_number: int = 0) -> None:
     print("worker", *(os.environ.get(name) for name in names), num_threads() - before, flush=True)
 
 
-def main(start_method: str, folder: str) -> None:
-    path = Path(folder, "texts.jsonl")
+def main(cases: str, folder: str) -> None:
+    for number, (start_method, given) in enumerate(json.loads(cases)):
+        here = Path(folder, str(number))
+        here.mkdir()
+        child = os.fork()
+        if not child:
+            for descriptor, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(here / name, os.O_WRONLY | os.O_CREAT), descriptor)
+            os.environ |= {"ORCHDATA_CACHE": str(here / "cache"), **given}
+            code = 1
+            try:
+                load(start_method, here)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        written = [(here / name).read_text() for name in ("out", "err")]
+        print(json.dumps([os.waitstatus_to_exitcode(status), *written]), flush=True)
+
+
+def load(start_method: str, folder: Path) -> None:
+    path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": f"a cat is on the mat {number}"}) + "\n" for number in range(40)))
     recipe = od.Recipe(image=None, audio=None, text=od.TextPreprocessor(trained()))
     given = dict(os.environ)
@@ -40,7 +65,7 @@ def main(start_method: str, folder: str) -> None:
         multiprocessing_context=start_method,
         worker_init_fn=report,
     )
-    print("batches", sum(1 for _ in loader))
+    print("batches", sum(1 for _ in loader), flush=True)
     subprocess.run([sys.executable, "-c", "import os; print('program', os.environ.get('TOKENIZERS_PARALLELISM'))"])
     child = os.fork()
     if not child:

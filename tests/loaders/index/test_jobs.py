@@ -68,7 +68,7 @@ def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     empty.touch()
     table = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": ["a cat", "on the mat"]}), table)
-    large = texts(tmp_path / "large.jsonl", 20_000)
+    large = texts(tmp_path / "large.jsonl", 6_000)
     urls += [str(broken), str(empty), str(table), large, texts(tmp_path / "small.jsonl", 3)]
     alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
 

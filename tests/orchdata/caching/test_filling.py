@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from rank_jobs import server
+from rank_server import Rank
 from servers.fixtures import Proxied
 from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
@@ -47,21 +47,25 @@ class Folder:
 
 
 @pytest.fixture
-def processes() -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    started: list[subprocess.Popen[str]] = []
+def processes(tmp_path: Path) -> Iterator[Callable[..., list[Rank]]]:
+    with ExitStack() as stack:
 
-    def start(*arguments: str) -> list[subprocess.Popen[str]]:
-        command = [sys.executable, str(SUPPORT / "cache_job.py"), *arguments]
-        for _ in range(PROCESSES):
-            started.append(subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        for each in started:
-            assert each.stdout.readline() == "ready\n"  # type: ignore[union-attr]
-        return started
+        def start(*arguments: str) -> list[Rank]:
+            """Processes that have imported all: each is a fork."""
+            started = []
+            for number in range(PROCESSES):
+                log = stack.enter_context((tmp_path / f"{number}.log").open("wb"))
+                process = server(number % 2).start([str(SUPPORT / "cache_job.py"), *arguments], os.environ, log)
+                for end in (process.stdin, process.stdout):
+                    stack.enter_context(end)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                started.append(process)
+            for each in started:
+                assert each.stdout.readline() == b"ready\n"
+            return started
 
-    yield start
-    for each in started:
-        each.kill()
-        each.communicate()
+        yield start
 
 
 @pytest.mark.parametrize("fits", [SHARDS, SHARDS - 3])
@@ -70,7 +74,7 @@ def test_eight_processes_fill_one_folder_and_four_are_killed(
     new_bucket: Callable[[], str],
     proxied: Proxied,
     tmp_path: Path,
-    processes: Callable[..., list[subprocess.Popen[str]]],
+    processes: Callable[..., list[Rank]],
     fits: int,
 ) -> None:
     proxy, bucket = proxied(s3_server), new_bucket()
@@ -88,8 +92,7 @@ def test_eight_processes_fill_one_folder_and_four_are_killed(
     proxy.clear()
     proxy.delay = 0.5
     for each in running:
-        each.stdin.write("\n")  # type: ignore[union-attr]
-        each.stdin.flush()  # type: ignore[union-attr]
+        each.stdin.write(b"\n")
     while len(proxy.requests("RANGE")) < PROCESSES:
         folder.look()
     for each in running[:KILLED]:
@@ -97,7 +100,7 @@ def test_eight_processes_fill_one_folder_and_four_are_killed(
     for each in running[KILLED:]:
         while each.poll() is None:
             folder.look()
-        assert each.returncode == 0
+        assert each.poll() == 0
     folder.look()
 
     whole = Counter(each.path.rpartition("/")[2] for each in proxy.requests("RANGE"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,15 +12,9 @@ import hanging_job
 import hanging_rank_job
 import pytest
 import returning_job
+from forked_program import ForkedProgram
 
 from orchdata.reference.launch import LaunchError, torchrun
-
-LIMIT_SECONDS = 120
-
-
-def heed_interrupts() -> None:
-    """A shell's background job ignores them, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
@@ -36,29 +29,22 @@ def heed_interrupts() -> None:
 def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, status: int, last_line: str) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    command = [sys.executable, hanging_job.__file__, ending, str(fifo)]
-    job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
-    )
-    try:
-        assert job.stdout is not None
-        if ending == "interrupt":
-            assert job.stdout.readline() == "hanging\n"
-            job.send_signal(signal.SIGINT)
-        out, err = job.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        job.kill()
-        job.wait()
-    assert job.returncode == status
-    assert out.endswith("exit handlers ran\n")
-    assert err.strip().rpartition("\n")[2] == last_line
+    program = Path(hanging_job.__file__).read_text()
+    job = ForkedProgram(program, ending, fifo, folder=tmp_path, to_the_end=True)
+    if ending == "interrupt":
+        assert job.line() == "hanging\n"
+        job.send_signal(signal.SIGINT)
+    ended = job.finish()
+    assert ended.returncode == status
+    assert ended.stdout.endswith("exit handlers ran\n")
+    assert ended.stderr.strip().rpartition("\n")[2] == last_line
 
 
 @pytest.mark.parametrize("left_by", ["pool", "store"])
-def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str) -> None:
-    command = [sys.executable, returning_job.__file__, left_by]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    assert (job.returncode, job.stderr) == (3, "")
+def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str, tmp_path: Path) -> None:
+    program = Path(returning_job.__file__).read_text()
+    ended = ForkedProgram(program, left_by, folder=tmp_path, to_the_end=True).finish()
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 @pytest.mark.slow
