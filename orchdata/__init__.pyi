@@ -63,6 +63,7 @@ from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
-from .testing import check_container as check_container
+from .testing.containers import check_container as check_container
+from .testing.engines import check_engine as check_engine
 
 __version__: str

@@ -390,7 +390,7 @@ def _measured_by(jobs: int | None, ray: str | None) -> dict[str, Any]:
     if ray is None:
         return {"jobs": 1 if jobs is None else jobs}
     from orchdata.engines.on_ray.cluster import num_cpus
-    from orchdata.engines.on_ray.measuring import RayProcesses
+    from orchdata.measuring.on_ray import RayProcesses
 
     processes = RayProcesses(address_of(ray))
     return {"jobs": num_cpus() if jobs is None else jobs, "processes": processes}

@@ -23,7 +23,7 @@ from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.shards.builtin import BUILTIN_CONTAINERS
 from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.testing import check_any
+from orchdata.testing.containers import check_any
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -55,15 +55,15 @@ orchdata: ranks
 orchdata: batch
 orchdata: building
 orchdata: engines
-orchdata: delivery
+orchdata: delivery measuring
 orchdata: loop
 orchdata: caching
 orchdata: trainers repeatable declared_counts
 orchdata: dataset
-orchdata: testing
 orchdata: runtime
 orchdata: copies steps
 orchdata: dataloader profiling post_balancing verifying showing
+orchdata: testing
 orchdata: hf torchtitan
 orchdata: synth reference
 orchdata: demo bench
@@ -184,8 +184,9 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
             f"orchdata.engines.{name}"
             for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
         ),
-        "orchdata.testing",
-        *(f"orchdata.loaders.index.jobs.{name}" for name in ("child", "process", "work")),
+        "orchdata.measuring.on_ray",
+        *(f"orchdata.testing.{name}" for name in ("containers", "engines")),
+        *(f"orchdata.loaders.index.jobs.{name}" for name in ("process", "work")),
     ]
     assert users == (ours if folder == "pickle" else [])
     assert "pickle.load" not in MODULES["orchdata.engines.pickling"].read_text().replace(

@@ -19,11 +19,11 @@ from ray_clusters import TestCluster
 from shard_factory import RECIPE, omni_shards, png, write_shard
 
 import orchdata as od
-from orchdata.engines.on_ray.measuring import RayProcesses
 from orchdata.loaders.errors import ProcessError
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.measuring.on_ray import RayProcesses
 from orchdata.verifying.verify import verify
 
 

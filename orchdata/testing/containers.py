@@ -51,7 +51,7 @@ _CHILD: Final = """
 import pickle, sys
 given = sys.stdin.buffer.read()
 sys.path[:] = pickle.loads(given)["path"]
-from orchdata.testing import _contents_in_child
+from orchdata.testing.containers import _contents_in_child
 sys.stdout.buffer.write(_contents_in_child(given))
 """
 
