@@ -32,6 +32,13 @@ class Engine(Protocol):
         """Stop: wait a moment for tasks that run, and abandon those that hang. A second call does nothing."""
 
 
+class WorkerEngine(Engine, Protocol):
+    """An engine with workers that the caller may choose from."""
+
+    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
+        """Have a step built, by this worker if one is given."""
+
+
 class PlainEngine:
     """Base of engines that run in this process, without supervision."""
 

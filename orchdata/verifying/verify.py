@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -23,9 +22,10 @@ from numpy.typing import NDArray
 
 from orchdata.building.spec import BuildSpec, IndexedShards
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import Engine
+from orchdata.engines.engine import WorkerEngine
+from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.run import EngineRun, OpensEngine, WorkerOptions
+from orchdata.engines.run import EngineRun, WorkerOptions
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
@@ -35,7 +35,6 @@ from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
-from orchdata.notices import warn_user
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
@@ -68,7 +67,7 @@ def verify(
     *,
     jobs: int | None = None,
     timeout: float = 120.0,
-    engine: OpensEngine | None = None,
+    engine: RayEngine | None = None,
     containers: Sequence[Container] = (),
     files: Files = PLAIN_FILES,
     progress: Callable[[int, int], None] | None = None,
@@ -82,7 +81,7 @@ def verify(
         recipe: must pickle, because other processes decode under it.
         jobs: number of processes; default: one per CPU that this process may use.
         timeout: seconds that one sample may take.
-        engine: where the processes run, as of `DataLoader`; default: on this machine.
+        engine: the Ray cluster where the processes run; default: on this machine.
         containers: of the user's, which open shards of the index.
         files: where the shards are.
         progress: called with (samples done, samples in total).
@@ -121,7 +120,7 @@ def _checked(
     recipe: Recipe,
     jobs: int,
     timeout: float,
-    elsewhere: OpensEngine | None,
+    elsewhere: RayEngine | None,
     containers: Sequence[Container],
     files: Files,
 ) -> Iterator[tuple[int, list[DataError]]]:
@@ -157,13 +156,12 @@ def _checked(
                 timeout=timeout,
                 persistent=False,
             )
-            here = opened.enter_context(closing(ProcessEngine(spec, workers)))
-            start = partial(_built, here, jobs)
+            engine: WorkerEngine = ProcessEngine(spec, workers)
         else:
-            run = EngineRun(options=options, timeout=timeout, name_of=shards.name_of)
-            start = partial(_built_elsewhere, opened.enter_context(closing(elsewhere.open(spec, run))))
+            engine = elsewhere.open(spec, EngineRun(options=options, timeout=timeout, name_of=shards.name_of))
+        opened.enter_context(closing(engine))
         stretches = opened.enter_context(closing(_stretches(index, recipe, jobs, containers, files)))
-        for row, built in start(stretches):
+        for row, built in _built(engine, jobs, stretches):
             yield row, [_worded(failure) for failure in built.failures]
 
 
@@ -197,7 +195,7 @@ def compare_shard(
             )
 
 
-def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
+def _built(engine: WorkerEngine, jobs: int, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
     """Yield each row's step. A process has a stretch for itself, so that it reads a shard from front to back."""
 
     def take_rows() -> Iterator[int]:
@@ -224,22 +222,6 @@ def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int6
             queues[worker].remove(future)
             feed(worker)
             yield row, future.result()
-
-
-def _built_elsewhere(engine: Engine, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
-    """Yield each row's step, of any engine."""
-    rows = (row for stretch in stretches for row in stretch.tolist())
-    under_way: dict[Future[BuiltStep], int] = {}
-    while True:
-        for row in islice(rows, engine.depth - len(under_way)):
-            under_way[engine.submit(StepTask(0, row, np.array([row])))] = row
-        if not under_way:
-            return
-        engine.expect(next(iter(under_way)))  # the time of the oldest begins
-        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-            yield under_way.pop(future), future.result()
-        for note in engine.take_notes():
-            warn_user(note)
 
 
 def _worded(failure: DataError) -> DataError:

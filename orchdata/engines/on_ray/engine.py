@@ -67,8 +67,10 @@ class ActorEngine:
         weakref.finalize(self, self._dispatcher.stop)
         self._dispatcher.start()
 
-    def submit(self, task: StepTask) -> Future[BuiltStep]:
-        worker = task.step % self._num_workers if self._in_turn else None
+    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
+        """Have a step built, by this worker if one is given."""
+        if worker is None and self._in_turn:
+            worker = task.step % self._num_workers
         job = Job(next(self._numbers), task, Future(), worker)
         self._jobs[job.future] = job
         job.future.add_done_callback(self._jobs.pop)

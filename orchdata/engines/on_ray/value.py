@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import Engine
+from orchdata.engines.engine import WorkerEngine
 from orchdata.engines.on_ray.cluster import check_address, connect, import_ray, split_code
 from orchdata.engines.run import EngineRun
 
@@ -71,7 +71,7 @@ class RayEngine:
             f"RayEngine({', '.join(f'{name}={value!r}' for name, value in (given | dict(self.ray_options)).items())})"
         )
 
-    def open(self, spec: BuildSpec, run: EngineRun) -> Engine:
+    def open(self, spec: BuildSpec, run: EngineRun) -> WorkerEngine:
         """Connect to the cluster, and start the actors of a rank.
 
         Raises:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -400,8 +404,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_nothing_is_left_once_the_trainer_has_ended(how: str, tmp_path: Path, ray_cluster: TestCluster) -> None:
-    import signal
-
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     (tmp_path / "pids").mkdir()
@@ -412,3 +414,51 @@ def test_nothing_is_left_once_the_trainer_has_ended(how: str, tmp_path: Path, ra
         trainer.send_signal(getattr(signal, how))
         trainer.wait(60)
     wait_until(lambda: not living(tmp_path / "pids"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_actors_and_a_node_that_are_killed_change_nothing(
+    tmp_path: Path, ray_cluster: TestCluster, same_cache: None
+) -> None:
+    shards = omni_shards(tmp_path, shards=4, samples=30)
+    dataset = od.ShardDataset(shards, RECIPE)
+    common: dict[str, Any] = {"num_threads": 1, "shuffle": True, "seed": 1}
+    expected = [_digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
+    leaving = ray_cluster.cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"leaving": 1})
+    ray_cluster.cluster.wait_for_nodes()
+    chance = random.Random(3)
+    got: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = iter(loader(dataset, **common, engine=RayEngine(num_cpus=0.5), num_workers=4))
+        for batch in batches:
+            got.append(_digest(batch))
+            del batch
+            member = chance.choice(members(batches))
+            if len(got) % 2 and member.actor is not None:
+                if chance.random() < 0.3:
+                    ray.kill(member.actor, no_restart=chance.random() < 0.5)
+                else:
+                    kill_process(member.actor)
+            if len(got) == 15:
+                ray_cluster.cluster.remove_node(leaving, allow_graceful=False)
+    assert got == expected and len(got) == 30
+
+
+def _digest(batch: Any) -> str:
+    return hashlib.blake2b(
+        b"".join(
+            tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            for tensor in (batch.llm.input_ids, batch.llm.labels, batch.image.patches, batch.audio.features)
+        )
+    ).hexdigest()
+
+
+def kill_process(actor: Any) -> None:
+    from ray._private.state import actors
+
+    pid = actors(actor._actor_id.hex()).get("Pid")
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
