@@ -40,6 +40,10 @@ BEGUN_FIRST = (
     "faults/test_hostile_files.py",
     "faults/test_failing_system_calls.py",
     "examples/test_examples.py",
+    "loaders/test_tokenizer_threads.py",
+    "orchdata/storage/test_faulty_servers.py",
+    "orchdata/test_demo.py",
+    "orchdata/test_wheel.py",
     "orchdata/engines/test_engines.py",
     "orchdata/engines/test_processes.py",
     "orchdata/engines/test_starting.py",
@@ -58,6 +62,12 @@ BEGUN_FIRST = (
     "loaders/index/test_build.py",
     "loaders/index/test_jobs.py",
     "benchmarks/test_index_text.py",
+    "test_recipes.py",
+    "test_hf_families.py",
+    "benchmarks/test_start.py",
+    "benchmarks/test_throughput.py",
+    "orchdata/test_fixture_epochs.py",
+    "orchdata/dataset/test_column_reads.py",
 )
 
 

@@ -430,7 +430,7 @@ def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fract
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
-    from orchdata.profiling.profile import count_reasons, split_failures
+    from orchdata.profiling.failures import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
     return {
@@ -473,7 +473,7 @@ def _exit_code(report: dict[str, Any], max_failures: Fraction | int) -> int:
 
 def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
     """Return the result of verifying with every failure, JSON-safe."""
-    from orchdata.profiling.profile import count_reasons
+    from orchdata.profiling.failures import count_reasons
 
     return {
         "shards": len(index.shards),

@@ -51,7 +51,7 @@ def estimate_report(dataset: ShardDataset, limit: int) -> dict[str, Any]:
 
 
 def _report(looked: Estimate) -> dict[str, Any]:
-    from orchdata.profiling.profile import count_reasons
+    from orchdata.profiling.failures import count_reasons
 
     samples, bad = (looked.totals.get(name, 0) for name in ("samples", "bad"))
     return {

@@ -9,8 +9,7 @@ Everything is read from the index: no sample is decoded.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +31,6 @@ from orchdata.dataset.shards import (
     oversize_rows,
     unchosen_rows,
 )
-from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
@@ -45,6 +43,7 @@ from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.cached import NodeCache
 from orchdata.profiling.chosen_totals import chosen_totals
+from orchdata.profiling.failures import count_reasons, split_failures
 from orchdata.profiling.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -377,17 +376,6 @@ def _sources(order: MixtureOrder) -> dict[str, SourceShare]:
         )
         for source, (samples, tokens) in zip(order.sources, order.given(0), strict=True)
     }
-
-
-def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
-    """Count failures by kind of reason, the most frequent first; kinds do not differ by quoted names and numbers."""
-    return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
-
-
-def split_failures(index: Index, bad: NDArray[np.int64] | None = None) -> tuple[list[DataError], list[DataError]]:
-    """Return the failures of samples, and those of whole shards (with an empty key), of `bad` rows or of all."""
-    failures = [index.failure(int(row)) for row in (index.bad_rows() if bad is None else bad)]
-    return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
 
 
 def _read_amplification(

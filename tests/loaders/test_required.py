@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +16,29 @@ from orchdata.loaders import required
 
 JOB = """
 import sys
-from orchdata.loaders.index.build import build_index
+from orchdata.cli import main
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 
-index = build_index(sys.argv[1:], Recipe())
-assert not len(index.bad_rows())
-print(len(index), "torch" in sys.modules)
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print()
+print("torch" in sys.modules)
 load_required(Recipe())
 print("torch" in sys.modules)
 """
 
 
-def test_an_index_of_images_and_audio_is_built_without_torch(tmp_path: Path) -> None:
+def test_the_command_indexes_images_and_audio_without_torch(tmp_path: Path) -> None:
     urls = omni_shards(tmp_path, shards=1, samples=6)
-    done = subprocess.run([sys.executable, "-c", JOB, *urls], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", JOB, "index", *urls, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["6", "False", "True"]
+    *report, indexed, loaded = done.stdout.splitlines()
+    found = json.loads("\n".join(report))
+    assert (found["samples"], found["bad"]) == (6, 0)
+    assert (indexed, loaded) == ("False", "True")
 
 
 def test_a_modality_of_the_user_is_set_up_wherever_its_parts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

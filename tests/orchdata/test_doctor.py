@@ -37,6 +37,7 @@ def test_a_machine_that_works(private_cache: Path) -> None:
     assert "\x1b" not in run().stdout
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))

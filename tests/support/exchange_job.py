@@ -27,7 +27,7 @@ from orchdata.planning.route import Route
 from orchdata.ranks.exchange import exchange
 
 PATIENCE = timedelta(seconds=60)
-IMPATIENCE = timedelta(seconds=3)
+IMPATIENCE = timedelta(seconds=2)
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),

@@ -427,6 +427,7 @@ def test_files_of_other_users_stay_and_are_counted(shards: list[str]) -> None:
 
 
 @only_root
+@pytest.mark.usefixtures("no_pauses")
 def test_a_folder_that_cannot_be_written_is_one_error() -> None:
     def work(folder: Path) -> Callable[[], None]:
         def run() -> None:

@@ -265,6 +265,7 @@ def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
         Index(kept_files()[0])
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_an_index_that_cannot_be_read_now_is_no_damage(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = build_index(shards, RECIPE).path
     verified.forget(path)

@@ -311,7 +311,9 @@ class Stuck(torch.utils.data.IterableDataset[int]):
         threading.Event().wait()
 
 
-def test_an_iterable_that_hangs_is_reported_as_timed_out() -> None:
+def test_an_iterable_that_hangs_is_reported_as_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After which torch ends a worker that does not end by itself.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     iterator = iter(od.DataLoader(Stuck(), num_workers=1, timeout=0.5))
     next(iterator)
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds"):

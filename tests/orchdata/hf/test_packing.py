@@ -202,6 +202,7 @@ def test_a_verdict_is_kept_for_other_runs(private_cache: Path, monkeypatch: pyte
     assert od.hf.Inputs(llama()).verdict.packs
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))

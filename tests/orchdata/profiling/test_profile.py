@@ -24,8 +24,9 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
 from orchdata.profiling.chosen_totals import chosen_totals
+from orchdata.profiling.failures import count_reasons
 from orchdata.profiling.planned import Draws
-from orchdata.profiling.profile import PERCENTILES, Profile, count_reasons, profile
+from orchdata.profiling.profile import PERCENTILES, Profile, profile
 from orchdata.profiling.scales import SCOPES
 from orchdata.synth.made_up_index import synthetic_index
 

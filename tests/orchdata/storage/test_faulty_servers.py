@@ -154,7 +154,7 @@ def test_an_outage_that_lasts_is_one_error_on_one_line(
     s3_server: S3Server, bucket: str, through: Remote, proxied: Proxied, engine: str
 ) -> None:
     proxy = proxied(s3_server)
-    loader = od.DataLoader(through(proxy, retry_seconds=1), on_error="skip", **ENGINES[engine], **LOADER)
+    loader = od.DataLoader(through(proxy, retry_seconds=0.5), on_error="skip", **ENGINES[engine], **LOADER)
     batches = iter(loader)
     next(batches)
     Outage(proxy).begin()

@@ -16,7 +16,7 @@ from servers.odd_server import OddServer
 import orchdata as od
 
 NAMES = "omni-{000000..000001}.tar"
-SHORT = {"retry_seconds": 1}
+SHORT = {"retry_seconds": 0.3}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,23 @@
+"""Failures of an index, as reports show them. It imports little: `orchdata index` starts without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.index.index import Index
+
+
+def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
+    """Count failures by kind of reason, the most frequent first; kinds do not differ by quoted names and numbers."""
+    return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
+
+
+def split_failures(index: Index, bad: NDArray[np.int64] | None = None) -> tuple[list[DataError], list[DataError]]:
+    """Return the failures of samples, and those of whole shards (with an empty key), of `bad` rows or of all."""
+    failures = [index.failure(int(row)) for row in (index.bad_rows() if bad is None else bad)]
+    return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
