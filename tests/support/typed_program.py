@@ -69,6 +69,7 @@ recipe = od.Recipe(
 array, size, slot = od.ArraySpec, od.PartSize, od.Slot
 dataset = od.ShardDataset("train.tar", recipe=recipe, containers=[LineFiles()], index_fields=("score",))
 od.check_container(LineFiles(), "a.lines")
+od.check_engine(od.RayEngine(num_cpus=1), od.ShardDataset("a.tar"), batch_size=4)
 notes = od.ShardDataset("notes/*.md", containers=[od.TextFiles((".md",))])
 mixture = od.Mixture({"web": od.Source(dataset, weight=0.7)})
 cost = od.CostModel(

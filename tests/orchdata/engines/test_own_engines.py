@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from map_dataset import Numbers
-from ray_clusters import ACTOR, TestCluster
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -93,10 +92,6 @@ def test_an_engine_of_the_users_passes(dataset: od.ShardDataset) -> None:
         OwnEngine(), Numbers(20, bad=(7,)), batch_size=4, on_error=od.ErrorPolicy("skip", max_failures=None)
     )
     assert numbers.failures == 1
-
-
-def test_ray_passes(ray_cluster: TestCluster, dataset: od.ShardDataset) -> None:
-    assert od.check_engine(od.RayEngine(**ACTOR), dataset, batch_size=4, shuffle=True).batches == 12
 
 
 @pytest.mark.parametrize(
