@@ -70,6 +70,7 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/python -m benchmarks.parquet
+	$(BIN)/python -m benchmarks.ray_engine
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.first_look

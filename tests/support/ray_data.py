@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+import orchdata as od
 from orchdata.engines.on_ray.node_files import NodeFile, copied
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -102,3 +103,20 @@ def copied_on_node(file: NodeFile) -> tuple[str, int]:
     """A task: the path and inode of a node's copy."""
     path = copied(file, CacheFolder())
     return str(path), path.stat().st_ino
+
+
+class OutOfMemory(Dataset[int]):
+    """Items that are loaded while Ray's memory monitor ends actors: see `low_memory_program`."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(1000)
+        return number
+
+
+def numbers_over_ray() -> list[int]:
+    """A task that iterates a loader over Ray."""
+    loader = od.DataLoader(list(range(8)), batch_size=2, num_workers=1, engine=od.RayEngine(num_cpus=1))
+    return [number for batch in loader for number in batch.tolist()]

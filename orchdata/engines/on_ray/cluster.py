@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ _ADDRESS: Final = "RAY_ADDRESS"
 _CLIENT: Final = "ray://"
 _JOIN: Final = "`ray start --address=HOST:PORT --num-cpus=0`"
 _START: Final = "`ray start --head`"
+_ANSWER_SECONDS: Final = 10.0
 _CODE: Final = ("working_dir", "py_modules")
 
 
@@ -66,8 +68,9 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         address = os.environ.get(_ADDRESS) or None
         check_address(address, _ADDRESS)
     try:
+        _check_answers(address)
         ray.init(address=address or "auto", runtime_env=dict(code or {}))
-    except ConnectionError as error:
+    except OSError as error:  # ConnectionError among them
         if address is not None:
             raise RuntimeError(
                 f"no Ray cluster answers at {address}: {one_line(error)}. Start one with {_START}, and let this "
@@ -83,6 +86,13 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         raise RuntimeError(
             f"Ray cannot connect to {address or 'the cluster of this machine'}: {error}. {hint}"
         ) from error
+
+
+def _check_answers(address: str | None) -> None:
+    """Raise OSError if nothing listens at an address with a port, for which Ray would wait for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
 
 
 def num_cpus() -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from orchdata.building.collate import shard_loader
 from orchdata.building.spec import IndexedShards, SampleContent, ShardContent
 from orchdata.engines.processes.restart_state import RandomStates
 from orchdata.loaders.environment import OWN, distribution_of
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import DataError, ShardError, StaleIndexError, StorageError
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
@@ -73,7 +73,7 @@ def expected_by(spec: Any) -> Expected:
 
 
 def check_same(spec: Any, expected: Expected, address: str) -> None:
-    """Raise RuntimeError if this process would build other steps than the trainer; names all differences."""
+    """Raise RuntimeError if this process cannot read the data, or would build other steps than the trainer."""
     shards = _shards_of(spec)
     recipes = () if shards is None else _recipes(shards)
     found = _versions(recipes)
@@ -85,7 +85,13 @@ def check_same(spec: Any, expected: Expected, address: str) -> None:
     if tuple(recipe.fingerprint() for recipe in recipes) != expected.recipes:
         wrong.append("the recipe has another fingerprint here: a module that it uses differs")
     if not wrong and shards is not None:
-        here = _samples(shards, list(expected.samples))
+        try:
+            here = _samples(shards, list(expected.samples))
+        except (ShardError, StorageError, StaleIndexError) as error:
+            raise RuntimeError(
+                f"node {address} cannot read the data as the training process does: {error}. All nodes need the shards "
+                "under the same paths or URLs, and the credentials for them"
+            ) from error
         wrong += [
             f"{shards.name_of(row)}: {what}"
             for row, there in expected.samples.items()
@@ -130,7 +136,7 @@ def _rows(index: Index, shards: IndexedShards) -> list[int]:
     folders: dict[str, int] = {}
     for number, shard in enumerate(first.shards):
         start, stop = first.shard_rows[number : number + 2].tolist()
-        folder = str(PurePosixPath(shard.url).parent)
+        folder = shard.url.rpartition("/")[0]
         usable = next((row for row in range(start, min(stop, start + 64)) if row not in bad), None)
         if folder not in folders and usable is not None:
             folders[folder] = usable

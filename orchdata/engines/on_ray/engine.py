@@ -24,7 +24,7 @@ from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
-from orchdata.engines.on_ray.fleet import Fleet, Member, actor_state, waits_for_room
+from orchdata.engines.on_ray.fleet import Fleet, Member, actor_state, num_restarts, waits_for_room
 from orchdata.engines.on_ray.isolate import Isolation, Stopped
 from orchdata.engines.on_ray.reply import unpack
 from orchdata.engines.on_ray.room import Waiting
@@ -114,6 +114,7 @@ class Dispatcher(threading.Thread):
         self._suspects: deque[tuple[int, Job]] = deque()  # number of the actor, and job; the first is on trial
         self._held: list[Job] = []
         self._first_lost: dict[int, float] = {}
+        self._last_loss = ""  # why an actor was lost that loaded samples alone, or started: Ray says it only of these
         self._room: Waiting | None = None
         self._memory = BufferPool()
         self._broken: Callable[[], Exception] | None = None
@@ -207,7 +208,8 @@ class Dispatcher(threading.Thread):
         if error is not None:
             if not is_loss(error):
                 raise RuntimeError(f"Ray actors of this loader do not start: {cause_of(error)}") from error
-            self.notes.append(f"Ray actor {member.number} was lost while it started: {described(error)}")
+            self._last_loss = described(error)
+            self.notes.append(f"Ray actor {member.number} was lost while it started: {self._last_loss}")
             self._fleet.end(member)
             self._start(member)
             return
@@ -223,11 +225,17 @@ class Dispatcher(threading.Thread):
                     job.awaited = time.monotonic()
 
     def _look_at_room(self) -> None:
-        if self._room is None:
+        if self._room is None or self._room.seconds:
             return
         missing = [each for each in self._fleet.members if not each.is_ready]
         lost = sorted({each.address for each in missing if each.address})
         seen = f" again after their loss on {', '.join(lost)}" if lost else ""
+        seen += f" (the last that was lost: {self._last_loss})" if self._last_loss else ""
+        if restarts := sum(num_restarts(each.actor) for each in missing):
+            seen += (
+                f", and Ray has started them again {restarts} times: are their nodes short of memory (Ray's memory "
+                "monitor ends actors then), or does a package end the process? `ray logs` shows it"
+            )
         warning = self._room.check(len(missing), lambda: sum(waits_for_room(each.actor) for each in missing), seen)
         if warning is not None:
             warn_user(warning)
@@ -320,9 +328,8 @@ class Dispatcher(threading.Thread):
         member.states = member.good_states  # those of a lost call would be computed by making the call again
         since = self._first_lost.setdefault(job.number, now)
         if now - since >= self._patience:
-            self._fail(
-                job, f"was lost again and again for {now - since:.0f} seconds, the last time: {described(error)}"
-            )
+            why = self._last_loss or f"on node {member.address}: {described(error)}"
+            self._fail(job, f"was lost again and again for {now - since:.0f} seconds, the last time {why}")
             return
         self.notes.append(f"Ray actor {member.number} was lost ({described(error)}); built again: {job.name}")
         if is_dead(error):  # by `ray.kill`
@@ -407,6 +414,7 @@ class Dispatcher(threading.Thread):
             return
         except Exception as error:  # noqa: BLE001 - the step is built again all the same
             self.notes.append(f"the samples of {job.name} could not be loaded alone: {error}")
+        self._last_loss = isolation.last_loss or self._last_loss
         self._calls.put(partial(self._on_tried, job))
 
     def _on_bad(self, row: int, why: str) -> None:

@@ -130,6 +130,13 @@ def waits_for_room(actor: Any) -> bool:
     return known.get("State") != "ALIVE" and not known.get("Address", {}).get("IPAddress")
 
 
+def num_restarts(actor: Any) -> int:
+    """Return how often Ray has started an actor again."""
+    from ray._private.state import actors
+
+    return int(actors(actor._actor_id.hex()).get("NumRestarts") or 0)
+
+
 def _other_node(avoid: str) -> str | None:
     import ray
 

@@ -32,6 +32,9 @@ class Isolation:
         timeout: seconds after which a sample counts as hung; 0 for no limit.
         start_timeout: seconds that an actor may take to start.
         is_stopping: whether to give up.
+
+    Attributes:
+        last_loss: why an actor was lost last, other than by its sample; "" if none was.
     """
 
     def __init__(self, start: Start, *, timeout: float, start_timeout: float, is_stopping: Callable[[], bool]) -> None:
@@ -42,6 +45,7 @@ class Isolation:
         self._actor: Any = None
         self._node: str | None = None
         self._starts = 0
+        self.last_loss = ""
 
     def bad_rows(self, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
         """Yield the rows at which actors end, and how they ended. Raises Stopped."""
@@ -67,6 +71,8 @@ class Isolation:
             self._starts += 1
             self._actor = self._start(self._node if avoid else None)
             reply = self._result(self._actor.start.remote(), self._start_timeout)
+            if isinstance(reply, ray.exceptions.RayError):
+                self.last_loss = described(reply)
             if isinstance(reply, ray.exceptions.RayError) or reply is None or reply[0]["kind"] != "ready":
                 self._end()
                 return False
@@ -83,7 +89,10 @@ class Isolation:
         self._end()
         if result is None:
             return f"timed out after {self._timeout:g} seconds"
-        return described(result) if is_own_end(result) else ""
+        if is_own_end(result):
+            return described(result)
+        self.last_loss = described(result)
+        return ""
 
     def _result(self, call: Any, timeout: float) -> Any:
         """Return what a call returns, or Ray's error; None if it takes longer than `timeout`, 0 for no limit."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -68,7 +68,9 @@ def file_of_array(array: MappedArray, node: str) -> NodeFile:
 
 def open_index(file: NodeFile) -> Index:
     """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched."""
-    return Index(found(file))
+    path = found(file)
+    with _claimed(CacheFolder(), path):  # the first actor of a node verifies a large file, the others find its note
+        return Index(path)
 
 
 def open_array(file: NodeFile) -> MappedArray:
@@ -88,13 +90,20 @@ def found(file: NodeFile) -> Path:
 def copied(file: NodeFile, cache: CacheFolder) -> Path:
     """Return the path of the copy in a cache folder, which is fetched by the first process that asks."""
     path = cache.file(file.kind, f"{file.digest}{Path(file.path).suffix}")
-    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(str(path), go_on=lambda: True):
+    with _claimed(cache, path):
         if not _is_same(file, path):
             with replaced(path) as fd:
                 _fetch(file, lambda data, start: write_at(fd, data.data, start))
             if not _is_same(file, path):
                 raise StorageError(file.path, "has changed on the trainer's node while it was copied: try again")
     return path
+
+
+@contextmanager
+def _claimed(cache: CacheFolder, path: Path) -> Iterator[None]:
+    """Let one process of a node use a path at a time."""
+    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(str(path), go_on=lambda: True):
+        yield
 
 
 def _is_same(file: NodeFile, path: Path) -> bool:

@@ -22,7 +22,7 @@ import ray
 import torch
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
-from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, copied_on_node, note_start
+from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, copied_on_node, note_start, numbers_over_ray
 from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
@@ -30,6 +30,7 @@ import orchdata as od
 from orchdata.engines.on_ray import cluster as cluster_module
 from orchdata.engines.on_ray import compare, node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
+from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
 from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
@@ -344,8 +345,12 @@ def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RuntimeError, match=r"each of the 4 ranks would start one.*`ray start --head`"):
         cluster_module.connect(None, num_ranks=4)
-    with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 10.0.0.1:6379.*`ray start --head`"):
-        cluster_module.connect("10.0.0.1:6379", num_ranks=1)
+    before = len(asked)
+    with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 127.0.0.1:1: .*refused.*`ray start --head`"):
+        cluster_module.connect("127.0.0.1:1", num_ranks=1)
+    assert len(asked) == before  # Ray would wait for minutes
+    with pytest.raises(RuntimeError, match="no Ray cluster answers at auto: nothing there"):
+        cluster_module.connect("auto", num_ranks=1)
     monkeypatch.setattr(cluster_module, "warn_once", lambda subject, message: warnings.warn(message, stacklevel=1))
     with pytest.warns(UserWarning, match="starts a Ray of its own"):
         cluster_module.connect(None, num_ranks=1, code={"working_dir": "."})
@@ -462,3 +467,97 @@ def kill_process(actor: Any) -> None:
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
+
+
+LOW_MEMORY = """
+import warnings
+warnings.simplefilter("ignore")
+import ray, orchdata as od
+from ray_data import OutOfMemory
+limits = {"memory_usage_threshold": 0.001, "min_memory_free_bytes": -1, "memory_monitor_refresh_ms": 500}
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=limits)
+engine = od.RayEngine(num_cpus=0.5, start_timeout=20)
+loader = od.DataLoader(OutOfMemory(), batch_size=2, num_workers=1, engine=engine, cost=[1] * 8, timeout=15)
+try:
+    next(iter(loader))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_actors_that_rays_memory_monitor_ends_as_they_start_are_an_error_that_names_it(tmp_path: Path) -> None:
+    script = tmp_path / "low_memory.py"
+    script.write_text(LOW_MEMORY)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support"), "RAY_ADDRESS": ""}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=200)
+    assert "short of memory (Ray's memory monitor ends actors" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+def test_what_counts_against_a_sample() -> None:
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+
+    def died(reason: str, **more: Any) -> ray.exceptions.ActorDiedError:
+        context = ActorDiedErrorContext(error_message=reason, actor_id=b"0" * 16, node_ip_address="10.0.0.2", **more)
+        return ray.exceptions.ActorDiedError(context)
+
+    reason = "The actor is dead because its worker process has died."
+    own = died(f"{reason} Worker exit type: SYSTEM_ERROR Worker exit detail: Gone.")
+    preempted = NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
+    others = [
+        ray.exceptions.OutOfMemoryError("killed due to the node running low on memory"),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.ActorUnavailableError("restarted", b"0" * 16),
+        died("The actor is dead because it was killed by `ray.kill`."),
+        died("The actor died because its node has died."),
+        died(reason, node_death_info=preempted),
+    ]
+    assert is_own_end(own) and described(own) == "Gone on node 10.0.0.2"
+    assert all(map(is_loss, others)) and not any(map(is_own_end, others))
+    assert not is_loss(ValueError("no loss"))
+
+
+@pytest.mark.slow
+def test_in_a_placement_group_that_captures_children_actors_start_outside(ray_cluster: TestCluster) -> None:
+    """As in a trial of Ray Tune, which has room for its own function alone."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"CPU": 1}])
+    ray.get(group.ready(), timeout=60)
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    trial = ray.remote(numbers_over_ray).options(num_cpus=1, scheduling_strategy=inside)
+    assert ray.get(trial.remote(), timeout=120) == list(range(8))
+    remove_placement_group(group)
+
+
+def test_data_that_a_node_does_not_see_is_an_error_that_names_the_node(tmp_path: Path) -> None:
+    for folder in ("common", "alone"):
+        (tmp_path / folder).mkdir()
+    shards = [omni_shards(tmp_path / folder, shards=1, samples=4)[0] for folder in ("common", "alone")]
+    dataset = od.ShardDataset(shards, RECIPE)
+    dataset.index()
+    spec = od.DataLoader(dataset, batch_size=2)._runtime.prepared.spec
+    expected = expected_by(spec)
+    check_same(spec, expected, "10.0.0.2")
+    Path(shards[1]).unlink()
+    with pytest.raises(RuntimeError, match=r"node 10.0.0.2 cannot read the data.*alone/omni.*under the same paths"):
+        check_same(spec, expected, "10.0.0.2")
+    (tmp_path / "other").mkdir()
+    other = omni_shards(tmp_path / "other", shards=1, samples=5)[0]
+    Path(shards[1]).write_bytes(Path(other).read_bytes())
+    with pytest.raises(RuntimeError, match=r"node 10.0.0.2 cannot read the data.*alone/omni"):
+        check_same(spec, expected, "10.0.0.2")
+
+
+@pytest.mark.slow
+def test_actors_read_shards_from_a_store(tmp_path: Path, s3_server: Any) -> None:
+    bucket = s3_server.make_bucket("ray")
+    for path in omni_shards(tmp_path, shards=2, samples=8):
+        s3_server.put(bucket, Path(path).name, Path(path).read_bytes())
+    dataset = od.ShardDataset(f"s3://{bucket}/*.tar", RECIPE, storage_options=s3_server.options)
+    common: dict[str, Any] = {"num_threads": 1, "shuffle": True, "seed": 1}
+    expected = [_digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
+    running = loader(dataset, **common, num_workers=1)
+    assert [_digest(batch) for batch in running] == expected and len(expected) == 4
+    assert running.stats()["reads"]["requests"]
