@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
+from orchdata.engines.on_ray import node_files
 from orchdata.engines.on_ray.node_files import NodeFile, copied
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -100,7 +101,8 @@ class StartedAs(Dataset[str]):
 
 
 def copied_on_node(file: NodeFile) -> tuple[str, int]:
-    """A task: the path and inode of a node's copy."""
+    """A task: the path and inode of a node's copy, which it fetches in many pieces."""
+    node_files._PIECE_BYTES = 1000  # type: ignore[misc]
     path = copied(file, CacheFolder())
     return str(path), path.stat().st_ino
 

@@ -28,7 +28,7 @@ from spec_job import digest
 
 import orchdata as od
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import compare, node_files
+from orchdata.engines.on_ray import compare
 from orchdata.engines.on_ray.compare import check_same, expected_by
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
 from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found
@@ -278,14 +278,13 @@ def test_a_function_of_the_main_program_is_sent_by_value() -> None:
 
 
 def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
-    specs: Specs, ray_cluster: TestCluster, same_cache: None, monkeypatch: pytest.MonkeyPatch
+    specs: Specs, ray_cluster: TestCluster, same_cache: None
 ) -> None:
     spec, tasks = specs["shards, packed, joint"]
     here = ray.get_runtime_context().get_node_id()
     file = file_of_index(spec.content.shards.index, here)  # type: ignore[union-attr]
     assert found(file) == Path(file.path)
     # A node that has another file under the name, or none, gets a copy in pieces.
-    monkeypatch.setattr(node_files, "_PIECE_BYTES", 1000)
     copy = ray.remote(copied_on_node).options(num_cpus=0, resources={"node1": 0.1})
     first, second = ray.get([copy.remote(file), copy.remote(file)])
     assert first == second and Path(first[0]).is_relative_to(ray_cluster.caches[1])
