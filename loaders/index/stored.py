@@ -447,17 +447,6 @@ class Wanted(NamedTuple):
     sample: StoredSample | None = None
 
 
-class Ahead(NamedTuple):
-    """What is being read for a step. Keep it until it was read.
-
-    Attributes:
-        num_bytes: memory that the bytes take until then.
-    """
-
-    num_bytes: int = 0
-    reading: Sequence[object] = ()
-
-
 def _check_room(num_bytes: int) -> None:
     """Raise MemoryError if a step's bytes, and those that are on their way, take more memory than is left."""
     left = room()
@@ -470,14 +459,16 @@ def _check_room(num_bytes: int) -> None:
     )
 
 
-def read_ahead(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe], wanted: Iterable[Wanted]) -> Ahead:
-    """Begin to read what is wanted of objects of storage.
+def read_ahead(
+    index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe], wanted: Iterable[Wanted]
+) -> list[object]:
+    """Begin to read what is wanted of objects of storage. Keep the result until it was read.
 
     What fails here fails again when the sample is read, and is raised there. Raises MemoryError, before anything is
     read, if less memory is left than its bytes take: clients of object storage end the process for lack of memory.
     """
     if not shards.any_remote:
-        return Ahead()
+        return []
     by_shard: dict[tuple[str, str], tuple[ShardInfo, Recipe, list[Spec]]] = {}
     for row, text, parts, kept, sample in wanted:
         info = index.shard_of(row)
@@ -489,12 +480,11 @@ def read_ahead(index: Index, shards: OpenShards, recipe_of: Callable[[int], Reci
         stored = sample or StoredSample(index, shards, row)
         ranges = stored.ranges(recipe, text=text, parts=parts, kept=kept)
         by_shard.setdefault(key, (info, recipe, []))[2].extend(ranges)
-    num_bytes = sum(size for _, _, ranges in by_shard.values() for _, size, _, _ in ranges)
-    _check_room(num_bytes)
+    _check_room(sum(size for _, _, ranges in by_shard.values() for _, size, _, _ in ranges))
     reading: list[object] = []
     for info, recipe, ranges in by_shard.values():
         try:
             reading.append(shards.get(info.url, info, recipe.record).expect(ranges))
         except ShardError:
             continue
-    return Ahead(num_bytes, reading)
+    return reading

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.stored import Ahead, Wanted
+from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 
@@ -118,7 +118,7 @@ class Assembler(Protocol):
 
     def begin(self, share: Share) -> Assembly: ...
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
         """Begin to read from object storage what is wanted. Keep the result until it was read. Raises MemoryError."""
 
     def load_alone(self, row: int) -> None:

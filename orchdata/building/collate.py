@@ -23,7 +23,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.stored import Ahead, StoredSample, Wanted
+from orchdata.loaders.index.stored import StoredSample, Wanted
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample
@@ -72,7 +72,7 @@ class SampleAssembler:
         load_many: Callable[[list[int]], Any] | None = None,
         reads: ReadBytes | None = None,
         seed: int | None = None,
-        ahead: Callable[[Iterable[Wanted]], Ahead] | None = None,
+        ahead: Callable[[Iterable[Wanted]], object] | None = None,
     ) -> None:
         self._ahead = ahead
         self._load = load
@@ -89,8 +89,8 @@ class SampleAssembler:
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
-        return Ahead() if self._ahead is None else self._ahead(wanted)
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        return None if self._ahead is None else self._ahead(wanted)
 
     def load(self, row: int, of: Pass | None = None) -> Any:
         """Load a sample by its row, as in a pass."""

@@ -20,7 +20,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.stored import Ahead, StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards
@@ -52,7 +52,7 @@ class PackedAssembler:
             return PackedAssembly(self, share, indices, work)
         return self.begin_with(share, indices)
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
         return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
 
     stateful = None

@@ -16,7 +16,6 @@ from orchdata.building.assembler import Assembler, Share, StatefulSource, Task
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.stored import Ahead
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import StepTask
@@ -96,7 +95,7 @@ class StartedStep:
 
     Attributes:
         plan: of all ranks.
-        num_bytes: memory that its batches take, and what is read ahead for them.
+        num_bytes: memory that its batches take.
     """
 
     def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask, memory: Memory) -> None:
@@ -110,20 +109,19 @@ class StartedStep:
             for index, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
         ]
         self._ahead = assembler.read_ahead(each for assembly in self._assemblies for each in assembly.wanted())
-        self._batch_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
-        self.num_bytes = self._batch_bytes + self._ahead.num_bytes
+        self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
         self._memory = memory
 
     @cached_property
     def tasks(self) -> list[Task]:
         """Tasks that fill its batches. The first access allocates memory. Raises MemoryError."""
-        self._memory.reserve(self._batch_bytes)
+        self._memory.reserve(self.num_bytes)
         return [fill for assembly in self._assemblies for fill in assembly.fill(self._memory)]
 
     def finish(self) -> BuiltStep:
         """Put the microbatches together; called once, after all tasks have run."""
         made = [assembly.finish() for assembly in self._assemblies]
-        self._ahead = Ahead()
+        self._ahead = None
         seconds = {"planning": self._planning_seconds}
         for assembled in made:
             for stage, spent in assembled.seconds.items():

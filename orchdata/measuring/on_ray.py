@@ -53,9 +53,6 @@ class RayProcesses:
     def open(self, given: bytes) -> MeasuringActor:
         return MeasuringActor(given, self._start_timeout)
 
-    def close(self) -> None:
-        """The actors were closed one by one."""
-
 
 class MeasuringActor:
     """One actor; used by one thread at a time."""

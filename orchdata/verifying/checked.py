@@ -15,7 +15,7 @@ from orchdata.building.shortage import sample_bytes
 from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
 from orchdata.engines.threads import passed_on
 from orchdata.loaders.errors import DataError, as_field_error
-from orchdata.loaders.index.stored import Ahead, Wanted
+from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
@@ -61,8 +61,8 @@ class Checker:
     def begin(self, share: Share) -> _Check:
         return _Check(self, int(share.rows[0]))
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
-        return Ahead()
+    def read_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """The builder of a step does this."""
 
     def load_alone(self, row: int) -> None:
         self.check(row)

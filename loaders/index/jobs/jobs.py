@@ -52,9 +52,6 @@ class Processes(Protocol):
     def open(self, given: bytes) -> Process:
         """Return a new process, which gets a pickled `Given`."""
 
-    def close(self) -> None:
-        """The build has ended."""
-
 
 class Children:
     """Children of this process, which see its cache folder."""
@@ -64,9 +61,6 @@ class Children:
 
     def open(self, given: bytes) -> Process:
         return ChildProcess(given)
-
-    def close(self) -> None:
-        pass
 
 
 class Jobs:
@@ -103,7 +97,6 @@ class Jobs:
             children, self._all = self._all, set()
         for child in children:
             child.close()
-        self._processes.close()
         if self._seen:
             remove_mark(self._seen)
 

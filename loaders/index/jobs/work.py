@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -157,8 +157,8 @@ def packed(message: Any) -> bytes:
 def new_mark(cache: CacheFolder) -> str:
     """Create a file by which another process knows that it sees this folder. Raises StorageError."""
     path = cache.make("locks") / f"seen-{uuid.uuid4().hex}"
-    with closing(path.open("wb")):
-        return str(path)
+    path.touch()
+    return str(path)
 
 
 def remove_mark(path: str) -> None:

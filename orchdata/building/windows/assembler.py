@@ -23,7 +23,7 @@ from orchdata.building.shard_content import located
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.windows.pages import WindowPages
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.stored import Ahead, StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards
@@ -50,7 +50,7 @@ class WindowAssembler:
     def begin(self, share: Share) -> WindowAssembly:
         return WindowAssembly(self, share)
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> Ahead:
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
         return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
 
     def load_alone(self, row: int) -> None:
