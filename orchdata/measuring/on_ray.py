@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any, Final, cast
 
-from orchdata.engines.on_ray.cluster import check_address, connect, import_ray
+from orchdata.engines.on_ray.cluster import check_address, connect, import_ray, outside_of_groups
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
 from orchdata.engines.on_ray.room import Waiting
 from orchdata.loaders.errors import ProcessError, StorageError
@@ -59,10 +59,10 @@ class MeasuringActor:
 
     def __init__(self, given: bytes, start_timeout: float) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        outside = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
-        self._actor = cast("Any", ray.remote(ShardActor).options(scheduling_strategy=outside, **_OPTIONS).remote(given))
+        self._actor = cast(
+            "Any", ray.remote(ShardActor).options(scheduling_strategy=outside_of_groups(), **_OPTIONS).remote(given)
+        )
         self._starting: Any = self._actor.fraction.remote()
         self._waiting = Waiting(
             {"num_cpus": 1},

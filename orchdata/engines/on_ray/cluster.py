@@ -95,6 +95,15 @@ def _check_answers(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
 
 
+def outside_of_groups() -> Any:
+    """Return the strategy of actors outside of a placement group: one that captures children, as that of a Ray Tune
+    trial, has no room for them.
+    """
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
+
+
 def num_cpus() -> int:
     """Return the number of CPUs of the cluster that this process uses, at least 1."""
     return max(1, int(import_ray().cluster_resources().get("CPU", 1)))

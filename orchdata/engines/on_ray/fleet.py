@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from orchdata.engines.on_ray.actor import StepActor
+from orchdata.engines.on_ray.cluster import outside_of_groups
 from orchdata.engines.on_ray.compare import expected_by
 from orchdata.engines.on_ray.parcel import make_parcel
 from orchdata.engines.processes.supervisor import Job
@@ -53,11 +54,7 @@ class Fleet:
     """
 
     def __init__(self, first: WorkerSpec, options: dict[str, Any]) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        # A placement group that captures children, as that of a Ray Tune trial, has no room for them.
-        outside = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
-        self.options = {"num_cpus": first.num_loading_threads, "scheduling_strategy": outside} | options
+        self.options = {"num_cpus": first.num_loading_threads, "scheduling_strategy": outside_of_groups()} | options
         self.members = [Member(number) for number in range(first.options.num_workers)]
         self._first = first
         self._chooses_node = "scheduling_strategy" not in options
