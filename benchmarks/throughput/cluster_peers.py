@@ -77,7 +77,7 @@ def ray_data(job: PeersJob) -> Iterator[int]:
     """A Parquet file mapped in batches by as many tasks at once as there are workers."""
     import ray
 
-    ray.init(num_cpus=job.workers, include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=job.workers, include_dashboard=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # Without a limit it decodes the whole epoch ahead of the first batch.

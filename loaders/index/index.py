@@ -91,7 +91,11 @@ class Index:
         fields: names of all fields in use.
         totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
+        fetch: opens the index from where it is published, on a machine without a copy of it; it pickles. None: it is
+            not published.
     """
+
+    fetch: Callable[[], Index] | None = None
 
     def __init__(self, path: str | Path) -> None:
         """Map the file. It is read completely, and checked, once per machine; see `storage.verified`.

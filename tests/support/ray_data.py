@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
 from orchdata.engines.on_ray import node_files
-from orchdata.engines.on_ray.node_files import NodeFile, copied
+from orchdata.engines.on_ray.node_files import NodeFile, copied, open_index
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
 
 
@@ -105,6 +107,11 @@ def copied_on_node(file: NodeFile) -> tuple[str, int]:
     node_files._PIECE_BYTES = 1000  # type: ignore[misc]
     path = copied(file, CacheFolder())
     return str(path), path.stat().st_ino
+
+
+def index_on_node(file: NodeFile, fetch: Callable[[], Index] | None) -> str:
+    """A task: the path of a node's index."""
+    return str(open_index(file, fetch).path)
 
 
 class OutOfMemory(Dataset[int]):

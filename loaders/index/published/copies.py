@@ -15,11 +15,12 @@ from typing import Final
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.published.folder import PublishedFolder
+from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
 from orchdata.loaders.index.published.manifest import Manifest
 from orchdata.loaders.storage.atomic import remove, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.clients.client import Buffer
+from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.shared.access import Access, access_of
 from orchdata.loaders.storage.shared.files import opened, status_of
 
@@ -51,6 +52,15 @@ def opened_copy(folder: PublishedFolder, manifest: Manifest, *, local: Path | No
                 raise
             remove(path)  # the node's copy has changed on its disk
     raise DamagedIndexError(str(path), "it is removed again and again")
+
+
+def fetched(url: str, files: Files, manifest: Manifest, *, again: str = "") -> Index:
+    """Return the index of a manifest, as `opened_copy`, of the folder at a URL or path. Raises the same.
+
+    Args:
+        files: how objects of storage are read.
+    """
+    return opened_copy(opened_folder(url, files), manifest, again=again)
 
 
 def file_digest(path: Path) -> tuple[int, str]:

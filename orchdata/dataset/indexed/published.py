@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.found import Wanted, built
@@ -17,7 +17,7 @@ from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, Storag
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
-from orchdata.loaders.index.published.copies import opened_copy
+from orchdata.loaders.index.published.copies import fetched, opened_copy
 from orchdata.loaders.index.published.fields import fetch_fields, publish_fields
 from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
 from orchdata.loaders.index.published.manifest import (
@@ -86,6 +86,7 @@ class StoredIndex:
         again = f"`{self.command} --force` writes it again"
         index = opened_copy(self.folder, manifest, local=None if local is None else local.path, again=again)
         check_function_of(index, self.recipe)
+        index.fetch = partial(fetched, self.store.url, self.reading.files, manifest, again=again)
         return index
 
     def published(self, index: Index, parts: Parts, *, force: bool = False) -> Manifest:

@@ -2,7 +2,8 @@
 
 file of the trainer --name and digest--> the same on a node: by its path, in its cache folder, or fetched once a node
 
-They are fetched in pieces through Ray, which reads them on the trainer's node: the training process serves nothing.
+An index comes from `index_store`, if it is published. Other files come in pieces through Ray, which reads them on the
+trainer's node: the training process serves nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.engines.on_ray.deaths import cause_of
 from orchdata.loaders.claims import Claims
-from orchdata.loaders.errors import StorageError, one_line
+from orchdata.loaders.errors import DamagedIndexError, StorageError, one_line
 from orchdata.loaders.index.index import KIND, Index
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.atomic import replaced, write_at
@@ -66,9 +67,18 @@ def file_of_array(array: MappedArray, node: str) -> NodeFile:
     return NodeFile(path=path, kind=mapped_array.KIND, size=array.array.nbytes, digest=digest, node=node)
 
 
-def open_index(file: NodeFile) -> Index:
-    """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched."""
-    path = found(file)
+def open_index(file: NodeFile, fetch: Callable[[], Index] | None) -> Index:
+    """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched.
+
+    Args:
+        fetch: of the index: makes a copy for this node from where the index is published. The trainer's node is asked
+            if there is none, or if it cannot be read.
+    """
+    path = _there(file)
+    if path is None and fetch is not None:
+        with suppress(StorageError, DamagedIndexError):
+            return fetch()
+    path = path or copied(file, CacheFolder())
     with _claimed(CacheFolder(), path):  # the first actor of a node verifies a large file, the others find its note
         return Index(path)
 
@@ -80,11 +90,14 @@ def open_array(file: NodeFile) -> MappedArray:
 
 def found(file: NodeFile) -> Path:
     """Return the path of a file on this node; it is fetched if no file here has its name and digest."""
-    cache, given = CacheFolder(), Path(file.path)
-    for path in (given, cache.root / file.kind / given.name):
-        if _is_same(file, path):
-            return path
-    return copied(file, cache)
+    return _there(file) or copied(file, CacheFolder())
+
+
+def _there(file: NodeFile) -> Path | None:
+    """Return the path of a file that this node has; None if no file here has its name and digest."""
+    given = Path(file.path)
+    paths = (given, CacheFolder().root / file.kind / given.name)
+    return next((path for path in paths if _is_same(file, path)), None)
 
 
 def copied(file: NodeFile, cache: CacheFolder) -> Path:

@@ -46,6 +46,7 @@ class Process:
         self.is_ready = False
         self.silent: float | None = None
         self.last_words = ""
+        self._is_limited = worker.options.memory is not None
         self.jobs: OrderedDict[int, StepTask] = OrderedDict()
         self.started = time.monotonic()
         ours, theirs = open_channel()
@@ -176,7 +177,7 @@ class Process:
             self._process.kill()
         self._process.join(_END_SECONDS)
         self._channel.close()
-        return _ending(self._process.exitcode) + (f" ({self.last_words})" if self.last_words else "")
+        return _ending(self._process.exitcode, self._is_limited) + (f" ({self.last_words})" if self.last_words else "")
 
     @property
     def exit_status(self) -> int | None:
@@ -197,7 +198,7 @@ def _unit(kind: Any, locations: NDArray[np.int64], arrays: list[Any]) -> Unit:
     return Unit(kind, header.tobytes(), buffers)
 
 
-def _ending(status: int | None) -> str:
+def _ending(status: int | None, is_limited: bool) -> str:
     if status is None:
         return "does not end"
     if status == OUT_OF_MEMORY:
@@ -205,5 +206,7 @@ def _ending(status: int | None) -> str:
     if status == UNGUARDED:
         return "started to run the script that started it"
     if status < 0:
-        return f"was killed by signal: {signal.strsignal(-status) or -status}"
+        # Libraries may abort if they get no memory.
+        limit = " under worker_memory" if is_limited else ""
+        return f"was killed by signal: {signal.strsignal(-status) or -status}{limit}"
     return f"ended with status {status}"

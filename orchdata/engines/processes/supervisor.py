@@ -514,9 +514,7 @@ class Supervisor(threading.Thread):
             return
         for row, verdict in self._suspects.run_trials():
             if verdict:
-                # Libraries may abort if they get no memory.
-                limited = " under worker_memory" if self._specs[0].options.memory is not None else ""
-                self._known_bad_rows[row] = f"{verdict}, whenever this sample was loaded alone{limited}"
+                self._known_bad_rows[row] = f"{verdict}, whenever this sample was loaded alone"
                 self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._known_bad_rows[row]}")
         if self._suspects.trial is None:
             for job in self._waiting_for_trial:

@@ -22,7 +22,18 @@ import ray
 import torch
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
-from ray_data import Deadly, Drawn, Raising, Slow, StartedAs, WithState, copied_on_node, note_start, numbers_over_ray
+from ray_data import (
+    Deadly,
+    Drawn,
+    Raising,
+    Slow,
+    StartedAs,
+    WithState,
+    copied_on_node,
+    index_on_node,
+    note_start,
+    numbers_over_ray,
+)
 from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
@@ -292,6 +303,18 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     shards = replace(spec.content.shards, index=Index(first[0]))  # type: ignore[union-attr]
     by_copy = replace(spec, content=replace(spec.content, shards=shards))  # type: ignore[type-var, call-overload]
     assert digest(by_copy.open().build(tasks[0])) == digest(spec.open().build(tasks[0]))
+
+
+def test_a_published_index_is_fetched_from_its_store(tmp_path: Path, ray_cluster: TestCluster) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=4), RECIPE, index_store=str(tmp_path / "store"))
+    index = dataset.index()
+    # The trainer's node has lost its own: only the store is left.
+    lost = replace(file_of_index(index, ray.get_runtime_context().get_node_id()), path=str(tmp_path / "lost.index"))
+    opened = ray.remote(index_on_node).options(num_cpus=0, resources={"node1": 0.1})
+    path = Path(ray.get(opened.remote(lost, index.fetch)))
+    assert path.parent == ray_cluster.caches[1] / "index" and path.read_bytes() == index.path.read_bytes()
+    with pytest.raises(od.StorageError, match="cannot be read on the trainer's node"):
+        ray.get(opened.remote(lost, None))
 
 
 def test_a_file_that_the_trainers_node_lost_is_an_error(tmp_path: Path) -> None:
