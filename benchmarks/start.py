@@ -1,6 +1,6 @@
-"""`python -m benchmarks.start`: starting a loader over a large index, and resuming late in an epoch.
+"""`python -m benchmarks.start`: starting a loader over large indexes, and resuming late in an epoch.
 
-synthetic index of 10 M rows --a fresh process: DataLoader(...)--> seconds, anonymous memory
+synthetic indexes of 100 k, 1 M and 10 M rows --a fresh process: DataLoader(...)--> seconds, anonymous memory, plans
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
+from orchdata.loaders.storage.verified import forget
 from orchdata.synth.made_up_index import synthetic_index
 
 
@@ -24,10 +25,10 @@ class StartBench:
     Attributes:
         ranks: simulated DP ranks.
         samples_per_rank: of a step.
-        samples: rows of the index.
+        samples: rows of the largest index; the others have a tenth and a hundredth, and one global batch at least.
         repeats: starts, each in a fresh process.
         seed: of the index.
-        folder: where to write the index (about 170 bytes a row); by default a temporary folder.
+        folder: where to write the indexes (about 170 bytes a row); by default a temporary folder.
     """
 
     ranks: int = 2_560
@@ -46,50 +47,82 @@ class StartBench:
 
 def run(config: StartBench) -> list[Result]:
     """Measure."""
+    fewest = config.ranks * config.samples_per_rank
+    sizes = sorted({max(fewest, config.samples // part) for part in (100, 10, 1)})
     with work_folder(config.folder or None) as folder:
-        path = folder / "index.index"
-        synthetic_index(path, config.samples, config.seed)
-        return _starting(path, config)
+        paths = {size: folder / f"{size}.index" for size in sizes}
+        for size, path in paths.items():
+            synthetic_index(path, size, config.seed)
+        first = {size: [_first_start(path, config) for _ in range(config.repeats)] for size, path in paths.items()}
+        later = {size: [_start(path, config) for _ in range(config.repeats)] for size, path in paths.items()}
+        read = {size: path.stat().st_size for size, path in paths.items()}
+    results = []
+    for size in sizes:
+        results += _of_first_starts(size, read[size], first[size]) + _of_later_starts(size, later[size])
+    return results + _of_size(later[sizes[0]], later[sizes[-1]], sizes[0], sizes[-1])
 
 
-def _starting(path: Path, config: StartBench) -> list[Result]:
-    """Starts over the index at `path`, and one over an index of the hundredth part (of one global batch at least)."""
-    starts = [_start(path, config) for _ in range(config.repeats)]
-    few = max(config.ranks * config.samples_per_rank, config.samples // 100)
-    synthetic_index(path.with_stem("few"), few, config.seed)
-    small = _start(path.with_stem("few"), config)["anonymous_bytes"]
-    seconds = tuple(start["seconds"] for start in starts)
-    cpu = [start["cpu_seconds"] for start in starts]
-    memory = tuple(start["anonymous_bytes"] / 2**20 for start in starts)
+def _of_first_starts(size: int, num_bytes: int, starts: list[dict[str, float]]) -> list[Result]:
+    return [
+        Result(
+            name=f"{size:,} samples: seals checked, on the first start of a machine",
+            unit="GB/s",
+            values=tuple(num_bytes / start["opened_seconds"] / 1e9 for start in starts),
+            demand=1.0,
+            better="high",
+            note=f"{num_bytes / 1e9:.2f} GB in the page cache",
+        )
+    ]
+
+
+def _of_later_starts(size: int, starts: list[dict[str, float]]) -> list[Result]:
+    cpu = statistics.median(start["cpu_seconds"] for start in starts)
     added = [(start["anonymous_bytes"] - start["before_bytes"]) / 2**20 for start in starts]
     return [
         Result(
-            name=f"start a DataLoader over {config.samples:,} samples and plan its first step",
+            name=f"{size:,} samples: a later start, with the plan of the first step",
             unit="s",
-            values=seconds,
+            values=tuple(start["seconds"] for start in starts),
             demand=2.0,
-            note=f"fresh process, after imports; page cache warm; CPU time {statistics.median(cpu):.2g} s",
+            note=f"fresh process, after imports; CPU time {cpu:.2g} s",
         ),
         Result(
-            name="anonymous memory of that process",
+            name=f"{size:,} samples: anonymous memory of that process",
             unit="MiB",
-            values=memory,
+            values=tuple(start["anonymous_bytes"] / 2**20 for start in starts),
             demand=1024.0,
             note=f"{max(added):.0f} MiB more than after imports",
         ),
         Result(
-            name=f"  more than over {few:,} samples",
-            unit="MiB",
-            values=tuple((start["anonymous_bytes"] - small) / 2**20 for start in starts),
-            demand=200.0,
+            name=f"{size:,} samples: a plan",
+            unit="ms",
+            values=tuple(1e3 * start["plan_seconds"] for start in starts),
         ),
         Result(
-            name="resume after nine tenths of an epoch / at its start",
+            name=f"{size:,} samples: resume after nine tenths of an epoch / at its start",
             unit="x",
             values=tuple(start["late_seconds"] / start["first_seconds"] for start in starts),
             note="CPU time of loading a state and planning its step",
         ),
     ]
+
+
+def _of_size(few: list[dict[str, float]], many: list[dict[str, float]], least: int, most: int) -> list[Result]:
+    """What grows with the number of rows. Starts are compared in pairs."""
+    between = list(zip(few, many, strict=True))
+    return [
+        Result(
+            name=f"anonymous memory, {most:,} samples - {least:,}",
+            unit="MiB",
+            values=tuple((large["anonymous_bytes"] - small["anonymous_bytes"]) / 2**20 for small, large in between),
+            demand=200.0,
+        )
+    ]
+
+
+def _first_start(path: Path, config: StartBench) -> dict[str, float]:
+    forget(path)
+    return _start(path, config)
 
 
 def _start(path: Path, config: StartBench) -> dict[str, float]:

@@ -81,7 +81,8 @@ class DataLoader(Generic[T_co]):
             as the process group of the job waits: the limit must cover the reader's longest pause.
         worker_init_fn: called with the worker's number in each worker process, before it builds. ValueError with
             threads, which share the random state of the training process. Inline it is not called, as in torch.
-        prefetch_factor: number of steps under way per worker, default 2. ValueError inline, as in torch.
+        prefetch_factor: number of steps under way per worker, or in all threads. Default 2; 4 with threads that read
+            object storage. ValueError inline, as in torch.
         persistent_workers: keep workers, or threads, from one epoch to the next. ValueError inline, as in torch.
         generator: replaces torch's default for map-style data without a seed. Its initial seed is that of shards.
         in_order: False yields batches of worker processes as they are ready, for map-style data and iterables on one

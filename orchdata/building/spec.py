@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch.utils.data import default_collate, default_convert
@@ -69,6 +69,11 @@ class BuildSpec:
     rank: int
     content: Content
 
+    @property
+    def reads_far(self) -> bool:
+        """Whether any shard is in object storage, whose answers take longer than a read of a file."""
+        return isinstance(self.content, ShardContent | SampleContent) and self.content.shards.any_remote
+
     def open(self, *, watch: Watch | None = None, allocate: Callable[[StepTask], Memory] | None = None) -> Builder:
         """Return the builder of steps in this process, one for all its threads.
 
@@ -106,6 +111,11 @@ class IndexedShards:
     containers: Mapping[str, Container] = field(default_factory=dict)
     files: Files = PLAIN_FILES
 
+    @cached_property
+    def any_remote(self) -> bool:
+        """Whether any shard, or its media, is in object storage."""
+        return any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards)
+
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
         return recipe_of(self.index, self.recipe, self.of_sources, row)
@@ -123,7 +133,7 @@ class IndexedShards:
             cache=CacheFolder(),
             containers=self.containers,
             files=self.files,
-            any_remote=any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards),
+            any_remote=self.any_remote,
         )
 
     def name_of(self, row: int) -> str:

@@ -22,6 +22,8 @@ from orchdata.engines.threads import ThreadEngine
 
 DEFAULT_THREADS = 4
 DEFAULT_PREFETCH = 2
+FAR_PREFETCH = 4
+"""With threads that read object storage: a step waits for its answers while two others are built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +32,13 @@ class EngineChoice:
 
     Attributes:
         num_threads: threads of this process; 0 for none.
-        depth: steps under way in these threads.
+        depth: steps under way in these threads; None for the default.
         workers: worker processes; None for none.
         given: the user's `engine=`, and what it is opened with; None for none.
     """
 
     num_threads: int
-    depth: int
+    depth: int | None
     workers: Workers | None = None
     given: tuple[OpensEngine, EngineRun] | None = None
 
@@ -95,7 +97,8 @@ class EngineChoice:
             )
         if not self.num_threads:
             return InlineEngine(builder, states)
-        return ThreadEngine(builder, num_threads=self.num_threads, depth=self.depth)
+        depth = self.depth or (FAR_PREFETCH if spec.reads_far else DEFAULT_PREFETCH)
+        return ThreadEngine(builder, num_threads=self.num_threads, depth=depth)
 
 
 def choose_engine(
@@ -126,7 +129,7 @@ def choose_engine(
     num_workers = checked_count(num_workers, "num_workers", 0)
     iterated = isinstance(dataset, IterableDataset)
     threads = None if num_threads is None else checked_count(num_threads, "num_threads", 0)
-    depth = checked_count(DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor, "prefetch_factor")
+    depth = None if prefetch_factor is None else checked_count(prefetch_factor, "prefetch_factor")
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
 
@@ -135,7 +138,7 @@ def choose_engine(
         options = WorkerOptions(
             num_workers=num_workers,
             num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
-            max_jobs=depth,
+            max_jobs=depth or DEFAULT_PREFETCH,
             worker_init_fn=worker_init_fn,
             dataset=dataset,
             as_torch=not in_shards,

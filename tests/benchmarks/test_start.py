@@ -28,6 +28,7 @@ def test_measuring_parquet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["start of a child, with its first file"].median > 0
 
 
+@pytest.mark.slow
 def test_a_first_look() -> None:
     config = first_look.FirstLookBench(samples=600, shards=6, files=2, limit=30, repeats=1)
     look, off, take = first_look.run(config)

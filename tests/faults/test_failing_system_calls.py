@@ -185,7 +185,9 @@ def report(found: list[str | None]) -> None:
     assert not wrong, f"{len(wrong)} of {len(found)} trials, {len(kinds)} kinds:\n" + "\n".join(examples)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "build" else each for each in SCENARIOS]
+)
 def test_trouble_is_an_error_or_is_healed(name: str, worker: Worker) -> None:
     truth = Truth(worker, *SCENARIOS[name])
     faults = [fault for kind in REFUSES for fault in some_faults(kind, truth.calls(kind), each_call=name in PRIMARY)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,32 +33,38 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+QUICK = ("fork", "spawn-false")
+
+
+def outcomes(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each case."""
     environment = {
         name: value for name, value in os.environ.items() if "TOKENIZERS" not in name and "RAYON" not in name
     }
     environment["PYTHONPATH"] = str(JOB.parent)
-    cases = json.dumps([case[:2] for case in CASES.values()])
+    cases = json.dumps([CASES[name][:2] for name in names])
     done = subprocess.run(
-        [sys.executable, str(JOB), cases, str(tmp_path_factory.mktemp("cases"))],
+        [sys.executable, str(JOB), cases, str(folder)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_workers_share_the_cores_and_forks_go_on(case: str, outcomes: dict[str, tuple[int, str, str]]) -> None:
-    start_method, _, used, count, started = CASES[case]
-    code, out, err = outcomes[case]
-    assert code == 0, err
-    assert "forked" not in err
-    lines = out.split("\n")
-    in_workers = f"false {count} 0" if start_method == "fork" else f"{used} {count} {started}"  # none survive a fork
-    assert lines.count(f"worker {in_workers}") == 2, out
-    assert "batches 10" in lines and "fork false" in lines and f"program {used}" in lines
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(sorted(CASES.keys() - {*QUICK}), marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_workers_share_the_cores_and_forks_go_on(names: Sequence[str], tmp_path: Path) -> None:
+    for case, (code, out, err) in outcomes(tmp_path, names).items():
+        start_method, _, used, count, started = CASES[case]
+        assert code == 0, err
+        assert "forked" not in err
+        lines = out.split("\n")
+        in_workers = (
+            f"false {count} 0" if start_method == "fork" else f"{used} {count} {started}"
+        )  # none survive a fork
+        assert lines.count(f"worker {in_workers}") == 2, (case, out)
+        assert "batches 10" in lines and "fork false" in lines and f"program {used}" in lines, (case, out)

@@ -72,8 +72,13 @@ def check(outcome: dict[str, Any], *, indexed: bool = False, loaded: bool = Fals
 
 
 def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None:
-    said, late = run(tmp_path, ("soundfile", "RuntimeError", "media"), ("planted_helper", "OSError", LATE))
+    (said,) = run(tmp_path, ("soundfile", "RuntimeError", "media"))
     check(said)
+
+
+@pytest.mark.slow
+def test_one_that_is_imported_late_is_an_error_of_loading(tmp_path: Path) -> None:
+    (late,) = run(tmp_path, ("planted_helper", "OSError", LATE))
     check(late, indexed=True)
 
 

@@ -302,6 +302,7 @@ def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.Monke
         od.DataLoader(Numbers(4), dp=(1, 4))
 
 
+@pytest.mark.slow
 def test_the_first_loader_of_a_process_draws_nothing_at_random(shards: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_LOADER, *shards], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

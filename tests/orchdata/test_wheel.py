@@ -94,6 +94,7 @@ def test_wheel_holds_only_our_namespace(wheel: Path) -> None:
             assert (inside if folder == "orchdata" else f"orchdata/{inside}") in names
 
 
+@pytest.mark.slow
 def test_every_module_imports_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     code = (
         "import importlib, pkgutil, sys, orchdata\n"

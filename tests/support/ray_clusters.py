@@ -6,8 +6,15 @@ A test that needs Ray fails if it cannot start; none is skipped.
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +80,31 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluste
     yield TestCluster(cluster.address, tuple(caches), cluster)
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def refusing_cluster() -> Iterator[str]:
+    """The address of `ray start --head` that asks for a token which no other process has."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 40, "RAY_USAGE_STATS_ENABLED": "0"}
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+        options = ["--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}"]
+        log = Path(folder, "start.log")
+        with log.open("w") as out:
+            head = subprocess.Popen(
+                command + options, env=os.environ | token, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            while "Ray runtime started" not in log.read_text():
+                assert head.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
 
 
 _QUIET = {"include_dashboard": False}

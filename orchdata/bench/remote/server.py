@@ -37,6 +37,7 @@ def served(folder: Path, delay_seconds: float) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the end of an answer may wait 40 ms for an acknowledgement of its beginning
     folder = Path()
     delay_seconds = 0.0
 

@@ -14,6 +14,7 @@ _ADDRESS: Final = "RAY_ADDRESS"
 _CLIENT: Final = "ray://"
 _JOIN: Final = "`ray start --address=HOST:PORT --num-cpus=0`"
 _START: Final = "`ray start --head`"
+_NO_CLUSTER: Final = "Could not find any running Ray instance"
 _ANSWER_SECONDS: Final = 10.0
 _CODE: Final = ("working_dir", "py_modules")
 
@@ -69,14 +70,23 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         check_address(address, _ADDRESS)
     try:
         _check_answers(address)
+    except OSError as error:
+        raise RuntimeError(
+            f"no Ray cluster answers at {address}: {one_line(error)}. Start one with {_START}, and let this machine "
+            f"join it with {_JOIN}"
+        ) from error
+    try:
         ray.init(address=address or "auto", runtime_env=dict(code or {}))
-    except OSError as error:  # ConnectionError among them
-        if address is not None:
-            raise RuntimeError(
-                f"no Ray cluster answers at {address}: {one_line(error)}. Start one with {_START}, and let this "
-                f"machine join it with {_JOIN}"
-            ) from error
-        _start_local(num_ranks, error, code or {})
+    except ConnectionError as error:
+        if address is None and _NO_CLUSTER in str(error):
+            _start_local(num_ranks, error, code or {})
+            return
+        raise RuntimeError(
+            f"Ray cannot connect to {address or 'the cluster of this machine'}: {one_line(error)}. If a cluster runs "
+            "there, it refuses this process: RAY_AUTH_MODE, and RAY_AUTH_TOKEN or the file ~/.ray/auth_token, must be "
+            f"those of `ray start`, and `ray status` shows whether they are. Else start one with {_START}, and let "
+            f"this machine join it with {_JOIN}"
+        ) from error
     except Exception as error:
         hint = (
             "use one version of each on all machines"

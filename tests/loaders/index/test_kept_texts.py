@@ -108,7 +108,9 @@ def test_no_change_of_media_or_limits_calls_the_tokenizer(shard: str, tmp_path: 
         assert not words.calls, name
 
 
-@pytest.mark.parametrize("limits", [Limits(image_pixels=100), Limits(audio_seconds=0.1)])
+@pytest.mark.parametrize(
+    "limits", [Limits(image_pixels=100), pytest.param(Limits(audio_seconds=0.1), marks=pytest.mark.slow)]
+)
 def test_a_lower_limit_of_media_tokenizes_no_column_of_text(tmp_path: Path, limits: Limits) -> None:
     """The size of its cells is not that of their texts."""
     path = str(tmp_path / "a.parquet")

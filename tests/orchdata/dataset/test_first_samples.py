@@ -49,7 +49,9 @@ def same_rows(index: Index, full: Index) -> None:
     assert [index.failure(row) for row in bad] == [full.failure(row) for row in bad]
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "parquet" else each for each in CONTAINERS]
+)
 def test_the_first_samples_are_those_of_the_full_index(name: str, tmp_path: Path, cache: Path) -> None:
     folder = tmp_path / name
     folder.mkdir()

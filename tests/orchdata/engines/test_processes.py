@@ -544,8 +544,15 @@ def test_a_fork_server_ends_with_a_trainer_that_is_killed_while_it_imports(tmp_p
     assert ended
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=lambda each: each.name)
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "sent"),
+    [
+        ("fork", signal.SIGKILL),
+        ("forkserver", signal.SIGINT),
+        pytest.param("fork", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("forkserver", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
     method: str, sent: signal.Signals, tmp_path: Path
 ) -> None:

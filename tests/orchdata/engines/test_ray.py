@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -144,6 +145,7 @@ def test_worker_init_fn_is_called_with_the_number_of_the_worker() -> None:
     assert batches == [["0", "0"], ["1", "1"], ["0", "0"], ["1", "1"]]
 
 
+@pytest.mark.slow
 def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
     with pytest.raises(ZeroDivisionError, match=r"(?s)DataLoader worker process 0 on .*__getitem__.*item 0"):
         next(iter(loader(Raising(), num_workers=1)))
@@ -288,6 +290,7 @@ def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     assert sent.options.worker_init_fn is not None and sent.options.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
 
+@pytest.mark.slow
 def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     specs: Specs, ray_cluster: TestCluster, same_cache: None
 ) -> None:
@@ -305,6 +308,7 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     assert digest(by_copy.open().build(tasks[0])) == digest(spec.open().build(tasks[0]))
 
 
+@pytest.mark.slow
 def test_a_published_index_is_fetched_from_its_store(tmp_path: Path, ray_cluster: TestCluster) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=4), RECIPE, index_store=str(tmp_path / "store"))
     index = dataset.index()
@@ -357,11 +361,12 @@ def test_a_difference_is_an_error_before_the_first_step(
 def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     asked: list[dict[str, Any]] = []
+    answer = "Could not find any running Ray instance. Please specify the one to connect to"
 
     def init(**options: Any) -> None:
         asked.append(options)
         if options["address"] != "local":
-            raise ConnectionError("nothing there")
+            raise ConnectionError(answer)
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -371,7 +376,7 @@ def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 127.0.0.1:1: .*refused.*`ray start --head`"):
         cluster_module.connect("127.0.0.1:1", num_ranks=1)
     assert len(asked) == before  # Ray would wait for minutes
-    with pytest.raises(RuntimeError, match="no Ray cluster answers at auto: nothing there"):
+    with pytest.raises(RuntimeError, match=r"cannot connect to auto: Could not find.*`ray start --head`"):
         cluster_module.connect("auto", num_ranks=1)
     monkeypatch.setattr(cluster_module, "warn_once", lambda subject, message: warnings.warn(message, stacklevel=1))
     with pytest.warns(UserWarning, match="starts a Ray of its own"):
@@ -380,6 +385,20 @@ def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ValueError, match="RAY_ADDRESS"):
         cluster_module.connect(None, num_ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [None, "b" * 40], ids=["none", "another"])
+def test_a_refused_token_is_an_error_that_says_so(token: str | None, refusing_cluster: str) -> None:
+    """Also where the cluster is that of this machine: no local Ray takes its place."""
+    tokens = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    program = "import sys, orchdata.engines.on_ray.cluster as c; c.connect(sys.argv[1] or None, num_ranks=1)"
+    for address, environ in ((refusing_cluster, {}), ("", {"RAY_ADDRESS": refusing_cluster})):
+        command = [sys.executable, "-c", program, address]
+        done = subprocess.run(command, env=os.environ | tokens | environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        error = r"RuntimeError: Ray cannot connect to 127.*it refuses this process: RAY_AUTH_MODE"
+        assert re.search(error, done.stderr), done.stderr
 
 
 def test_folders_of_code_are_for_a_whole_job() -> None:

@@ -44,6 +44,7 @@ def num_actors() -> int:
     return sum(each["State"] != "DEAD" for each in known if "ShardActor" in str(each.get("ActorClassName", each)))
 
 
+@pytest.mark.slow
 def test_the_index_is_that_of_threads(ray_cluster: TestCluster, tmp_path: Path) -> None:
     urls = omni_shards(tmp_path, shards=2, samples=6)
     broken, table = tmp_path / "broken.tar", tmp_path / "rows.parquet"
@@ -62,6 +63,7 @@ def test_the_index_is_that_of_threads(ray_cluster: TestCluster, tmp_path: Path) 
     assert num_actors() == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_cache_folder_sends_files(
     ray_cluster: TestCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def test_actors_that_are_killed_lose_nothing(ray_cluster: TestCluster, tmp_path:
     assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
 
 
+@pytest.mark.slow
 def test_the_command(ray_cluster: TestCluster, tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
     command = [

@@ -93,6 +93,7 @@ def test_a_route_of_several_ranks_needs_a_process_group() -> None:
         exchange(torch.ones(1, 1), route, requires_grad=True)
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_the_same_rows_three_ways() -> None:
     """At a tiny size; nothing about time is asserted."""
     results = run(ExchangeBench(ranks=(2,), parts_per_rank=3, tokens=4, hidden=8, repeats=3))

@@ -100,3 +100,16 @@ def test_a_run_goes_on_in_another_place(
     made = loader(places[after])
     made.load_state_dict(states[before])
     assert digests(made) == whole[STEPS_BEFORE:]
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "steps"),
+    [("local", {}, 2), ("s3", {}, 4), ("http", {}, 4), ("s3", {"prefetch_factor": 1}, 1)],
+)
+def test_more_steps_are_under_way_where_answers_take_long(
+    places: dict[str, Any], place: str, options: dict[str, Any], steps: int
+) -> None:
+    running = iter(od.DataLoader(**places[place], batch_size=1, num_threads=2, **options))
+    next(running)
+    assert len(running._stream._under_way) == steps
+    running.close()
