@@ -7,7 +7,7 @@ it is about to load where the supervisor can read it. Rows that are known to do 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -22,6 +22,12 @@ WAITING = -(1 << 63) + 1
 """Noted in place of its row by a thread that waits for storage: the sample is not to blame for that."""
 
 T = TypeVar("T")
+
+
+def all_wait(rows: Iterable[int]) -> bool:
+    """Whether all threads that load a sample wait for storage, which gives up before this process is to blame."""
+    noted = set(rows)
+    return WAITING in noted and noted <= {IDLE, WAITING}
 
 
 _BEYOND = 1 << 63  # above any row of an index

@@ -363,7 +363,8 @@ def _build(
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.dataset.indexed.forecast import Forecast
-    from orchdata.loaders.index.build import BuildProgress, build_index
+    from orchdata.loaders.index.build import build_index
+    from orchdata.loaders.index.building.crew import BuildProgress
 
     scanned = 0
     reading = reading.looked_up(urls)

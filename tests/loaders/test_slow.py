@@ -142,14 +142,18 @@ def test_clips_leave_no_garbage(name: str) -> None:
             for _ in video.frames(range(video.timeline.frames)):
                 pass
 
+    def left() -> int:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                decode()
+            return gc.collect()
+        finally:
+            gc.enable()
+
     decode()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(5):
-            decode()
-        collected = gc.collect()
-    finally:
-        gc.enable()
-    assert collected == 0, f"{collected} objects are left by 5 clips"
+    # Threads of other tests that end meanwhile may leave some objects once.
+    collected = [left() for _ in range(3)]
+    assert min(collected) == 0, f"{collected} objects are left by 5 clips"
     assert sys.getrefcount(data) < 5

@@ -18,8 +18,8 @@ from shard_factory import omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
-from orchdata.loaders.index import build as build_module
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.measuring import chunk
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
@@ -293,14 +293,14 @@ def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.Mon
 def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cost_shard, rewritten = build_module.cost_shard, []
+    cost_shard, rewritten = builder.cost_shard, []
 
     def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
         if not rewritten:
             rewritten.append(text_shard(Path(texts[0]), "new-", count=50))
         return cost_shard(facts, open_shard, *given)
 
-    monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
+    monkeypatch.setattr(builder, "cost_shard", rewrite_first)
     with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was open.*trying again"):
         index = build_index(texts, Recipe(), num_threads=1)
     assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
@@ -311,7 +311,7 @@ def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(texts, Recipe(), num_threads=1)
-    cost_shard, rewritten = build_module.cost_shard, []
+    cost_shard, rewritten = builder.cost_shard, []
 
     def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
         if not rewritten:
@@ -320,7 +320,7 @@ def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
             assert Path(texts[0]).stat().st_size == size
         return cost_shard(facts, open_shard, *given)
 
-    monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
+    monkeypatch.setattr(builder, "cost_shard", rewrite_first)
     other = Recipe(text=TextPreprocessor(lambda text: [1] * len(text), id="characters"))
     with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was indexed.*trying again"):
         index = build_index(texts, other, num_threads=1)

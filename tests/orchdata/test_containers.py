@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.shards.builtin import BUILTIN_CONTAINERS
 from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.shard import ShardInfo

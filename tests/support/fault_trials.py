@@ -258,10 +258,10 @@ def hurry() -> None:
 @contextlib.contextmanager
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
-    from orchdata.loaders.index import build
+    from orchdata.loaders.index.building import builder
     from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 
-    sound = build.load_facts  # type: ignore[attr-defined]
+    sound = builder.load_facts  # type: ignore[attr-defined]
 
     def swallowing(url: str, opened: Any, *, limits: Any, **options: Any) -> Any:
         try:
@@ -270,11 +270,11 @@ def swallowing_trouble() -> Iterator[None]:
             meta = FactsMeta(url=url, size=1, version="", checksum="")
             return Facts(shard_failure(str(error)), meta)
 
-    build.load_facts = swallowing  # type: ignore[attr-defined]
+    builder.load_facts = swallowing  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        build.load_facts = sound  # type: ignore[attr-defined]
+        builder.load_facts = sound  # type: ignore[attr-defined]
 
 
 KILLED: dict[str, Any] = {"outcome": "killed", "batches": [], "leaked": [], "threads": []}

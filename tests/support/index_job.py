@@ -11,18 +11,18 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.loaders.index import build
+from orchdata.loaders.index.building import builder
 
 
 def work(folder: str) -> dict[str, Any]:
     measured: list[str] = []
-    real = build.cost_shard
+    real = builder.cost_shard
 
     def noted(facts: Any, *arguments: Any) -> Any:
         measured.append(Path(facts.meta.url).name)
         return real(facts, *arguments)
 
-    with mock.patch.object(build, "cost_shard", noted):
+    with mock.patch.object(builder, "cost_shard", noted):
         loader = od.DataLoader(od.ShardDataset(f"{folder}/*.tar", RECIPE), batch_size=4, num_threads=0)
         keys = [key for batch in loader for _, key in batch.sample_ids]
     return {"measured": measured, "rank": dist.get_rank(), "keys": keys}

@@ -17,7 +17,7 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.loaders.index import build
+from orchdata.loaders.index.building import builder
 
 
 def work(text: str) -> dict[str, Any]:
@@ -26,14 +26,14 @@ def work(text: str) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(given["ranks_per_node"])
     os.environ["ORCHDATA_CACHE"] = str(Path(given["folder"]) / f"node-{node}")
     measured: list[str] = []
-    real = build.cost_shard
+    real = builder.cost_shard
 
     def noted(facts: Any, *arguments: Any) -> Any:
         measured.append(facts.meta.url.rpartition("/")[2])
         return real(facts, *arguments)
 
     options, store = given.get("options"), given.get("index_store")
-    with mock.patch.object(build, "cost_shard", noted):
+    with mock.patch.object(builder, "cost_shard", noted):
         dataset = od.ShardDataset(given["paths"], RECIPE, storage_options=options, index_store=store)
         try:
             loader = od.DataLoader(dataset, batch_size=1, num_threads=0)

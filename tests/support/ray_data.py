@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 import orchdata as od
 from orchdata.engines.on_ray import node_files
 from orchdata.engines.on_ray.node_files import NodeFile, copied, open_index
+from orchdata.loaders import waits
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -65,6 +66,23 @@ class Slow(Dataset[int]):
         (self.folder / f"pid-{os.getpid()}").touch()
         while self.wait and not (self.folder / "go").exists():
             time.sleep(0.01)
+        return number
+
+
+class FromFarStorage(Dataset[int]):
+    """Items; one of them waits for storage for some seconds, and writes a file each time."""
+
+    def __init__(self, folder: Path, row: int, seconds: float) -> None:
+        self.folder, self.row, self.seconds = folder, row, seconds
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> int:
+        if number == self.row:
+            (self.folder / f"{time.monotonic_ns()}").touch()
+            with waits.for_storage():
+                time.sleep(self.seconds)
         return number
 
 
@@ -125,7 +143,7 @@ class OutOfMemory(Dataset[int]):
         return number
 
 
-def numbers_over_ray() -> list[int]:
-    """A task that iterates a loader over Ray."""
-    loader = od.DataLoader(list(range(8)), batch_size=2, num_workers=1, engine=od.RayEngine(num_cpus=1))
+def numbers_over_ray(batch_size: int = 2) -> list[int]:
+    """Iterate a loader over Ray, in a trial of Ray Tune."""
+    loader = od.DataLoader(list(range(8)), batch_size=batch_size, num_workers=1, engine=od.RayEngine(num_cpus=1))
     return [number for batch in loader for number in batch.tolist()]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.build import Builder, in_parallel, named, warn_of_retries
+from orchdata.loaders.index.building.builder import Builder, named
+from orchdata.loaders.index.building.crew import in_parallel, warn_of_retries
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import check_function_of, index_path
 from orchdata.loaders.index.probed import Probes

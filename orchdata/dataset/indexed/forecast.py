@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.index.build import BuildProgress
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.slow import under_way_by_shard
 from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.progress import in_words

@@ -14,6 +14,9 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Engine
 from orchdata.engines.on_ray.compare import check_same
@@ -22,7 +25,7 @@ from orchdata.engines.on_ray.reply import pack
 from orchdata.engines.processes.message import Unit, describe_step
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, describe_error
-from orchdata.loaders.watch import Watch
+from orchdata.loaders.watch import IDLE, Watch, all_wait
 from orchdata.order.steps import StepTask
 
 Reply = list[Any]
@@ -42,6 +45,7 @@ class StepActor:
         self._parcel = parcel
         self._opening = threading.Lock()
         self._watch = Watch()
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
         self._worker: WorkerSpec | None = None
         self._work: Work | None = None
         self._engine: Engine | None = None
@@ -78,6 +82,10 @@ class StepActor:
             self._work.builder.load_alone(row)
         return pack({"kind": "survived"}, [])
 
+    def waits_for_storage(self) -> bool:
+        """Whether all threads wait for storage, see `watch.all_wait`; Ray calls it while steps are built."""
+        return all_wait(self._rows.tolist())
+
     def _built(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
         if failed := self._failing("not started", self._open):
             return failed
@@ -101,6 +109,8 @@ class StepActor:
                 worker, expected = open_parcel(self._parcel)
                 check_same(worker.spec, expected, _here()["address"])
                 self._worker = worker
+                self._rows = np.full(worker.num_loading_threads, IDLE, np.int64)
+                self._watch = Watch(self._rows)
             if self._work is None:
                 threads = self._worker.num_loading_threads
                 self._work = Work(self._worker, max(1, len(os.sched_getaffinity(0)) // threads))

@@ -17,19 +17,25 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 from typing import Any, Final
 
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
-from orchdata.engines.on_ray.fleet import Fleet, Member, actor_state, num_restarts, waits_for_room
+from orchdata.engines.on_ray.fleet import (
+    ANSWER_SECONDS,
+    Fleet,
+    Member,
+    actor_state,
+    ask_whether_it_waits,
+    num_restarts,
+    waits_for_room,
+)
 from orchdata.engines.on_ray.isolate import Isolation, Stopped
 from orchdata.engines.on_ray.reply import unpack
 from orchdata.engines.on_ray.room import Waiting
 from orchdata.engines.processes.message import read_step
-from orchdata.engines.processes.supervisor import Job
 from orchdata.engines.run import EngineRun
 from orchdata.engines.work import WorkerSpec, add_reads, error_of
 from orchdata.notices import warn_user
@@ -42,7 +48,7 @@ _MOST_HANGS: Final = 3
 _STOPPED: Final = "the loader's Ray actors were stopped"
 
 
-class ActorEngine:
+class ActorEngine(JobEngine):
     """Builds steps in actors; one actor builds a whole step.
 
     Args:
@@ -54,47 +60,18 @@ class ActorEngine:
         ValueError: Ray does not know an option.
     """
 
-    keeps_time = True
-
     def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
-        self.depth = run.options.num_workers * run.options.max_jobs
-        self._in_turn = run.in_turn
-        self._num_workers = run.options.num_workers
-        self._numbers = count()
-        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
-        self._dispatcher = Dispatcher(spec, run, options=options, start_timeout=start_timeout)
-        # The thread refers to the dispatcher, not to the engine, so that an unreferenced engine ends it.
-        weakref.finalize(self, self._dispatcher.stop)
-        self._dispatcher.start()
-
-    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by this worker if one is given."""
-        if worker is None and self._in_turn:
-            worker = task.step % self._num_workers
-        job = Job(next(self._numbers), task, Future(), worker)
-        self._jobs[job.future] = job
-        job.future.add_done_callback(self._jobs.pop)
-        self._dispatcher.submit(job)
-        return job.future
-
-    def expect(self, future: Future[BuiltStep]) -> None:
-        job = self._jobs.get(future)
-        if job is not None:
-            self._dispatcher.call(partial(_expect, job))
-
-    def take_notes(self) -> list[str]:
-        notes = self._dispatcher.notes
-        return [notes.popleft() for _ in range(len(notes))]
+        workers = run.options
+        self._actors = ActorDispatcher(spec, run, options=options, start_timeout=start_timeout)
+        super().__init__(self._actors, num_workers=workers.num_workers, max_jobs=workers.max_jobs, in_turn=run.in_turn)
+        weakref.finalize(self, self._actors.stop)
+        self._actors.start()
 
     def close(self) -> None:
-        self._dispatcher.stop()
+        self._actors.stop()
 
 
-def _expect(job: Job) -> None:
-    job.awaited = time.monotonic()
-
-
-class Dispatcher(threading.Thread):
+class ActorDispatcher(threading.Thread):
     """Runs jobs in actors until it is stopped. Arguments as of `ActorEngine`."""
 
     def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
@@ -114,6 +91,7 @@ class Dispatcher(threading.Thread):
         self._suspects: deque[tuple[int, Job]] = deque()  # number of the actor, and job; the first is on trial
         self._held: list[Job] = []
         self._first_lost: dict[int, float] = {}
+        self._asked: dict[int, float] = {}  # when an actor was asked whether it waits for storage, by job
         self._last_loss = ""  # why an actor was lost that loaded samples alone, or started: Ray says it only of these
         self._room: Waiting | None = None
         self._memory = BufferPool()
@@ -125,6 +103,9 @@ class Dispatcher(threading.Thread):
 
     def submit(self, job: Job) -> None:
         self.call(partial(self._take, job))
+
+    def expect(self, job: Job) -> None:
+        self.call(partial(_expect, job))
 
     def call(self, function: Callable[[], None]) -> None:
         """Have the thread call a function."""
@@ -358,12 +339,32 @@ class Dispatcher(threading.Thread):
                         f"waits for Ray actor {member.number}, which was on node {member.address} and is {state} for "
                         f"up to {self._patience:g} seconds: is the node gone, and has the cluster room on another?",
                     )
-                elif self._timeout:
+                elif self._timeout and self._answers_late(member, job, now):
                     self._on_hang(member, job)
-                else:
+                elif not self._timeout:
                     job.awaited = now  # it computes: there is no limit
 
+    def _answers_late(self, member: Member, job: Job, now: float) -> bool:
+        """Ask an actor whether it waits for storage. Return whether it has not answered in time, or cannot."""
+        if not self._fleet.can_ask:
+            return True
+        if job.number not in self._asked:
+            self._asked[job.number] = now
+            answer = ask_whether_it_waits(member.actor)
+            self._when_done(answer, partial(self._on_answer, member, member.actor, job))
+        return now - self._asked[job.number] >= ANSWER_SECONDS
+
+    def _on_answer(self, member: Member, actor: Any, job: Job, done: Future[Any]) -> None:
+        asked = self._asked.pop(job.number, None)
+        if asked is None or member.actor is not actor or job.number not in member.jobs:
+            return
+        if done.exception() is None and done.result():
+            job.awaited = time.monotonic()  # storage gives up before the sample is to blame
+        elif job.awaited is not None and job.awaited <= asked:
+            self._on_hang(member, job)
+
     def _on_hang(self, member: Member, job: Job) -> None:
+        self._asked.pop(job.number, None)
         how = f"did not return within {self._timeout:g} seconds, and was replaced"
         job.losses["hung"] += 1
         if job.losses["hung"] >= _MOST_HANGS:
@@ -399,6 +400,7 @@ class Dispatcher(threading.Thread):
         _, job = self._suspects[0]
         isolation = Isolation(
             self._fleet.start_alone,
+            self._fleet.waits,
             timeout=self._timeout,
             start_timeout=self._start_timeout,
             is_stopping=lambda: self._is_stopping,
@@ -461,6 +463,10 @@ def _rows_of(spec: BuildSpec, task: StepTask) -> list[int]:
         for microbatch in range(plan.num_microbatches):
             rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch)]].tolist())
     return sorted(rows)
+
+
+def _expect(job: Job) -> None:
+    job.awaited = time.monotonic()
 
 
 def _nothing() -> None:

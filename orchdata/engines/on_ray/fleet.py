@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from orchdata.engines.engine import Job
 from orchdata.engines.on_ray.actor import StepActor
 from orchdata.engines.on_ray.cluster import outside_of_groups
 from orchdata.engines.on_ray.compare import expected_by
 from orchdata.engines.on_ray.parcel import make_parcel
-from orchdata.engines.processes.supervisor import Job
 from orchdata.engines.work import WorkerSpec, alone
 from orchdata.loaders.errors import one_line
 
@@ -17,6 +17,9 @@ _TASK_RETRIES: Final = 2
 """How often Ray calls an actor again that was lost, before we look for the reason."""
 
 _SMALL_BYTES: Final = 64 << 10
+ANSWER_SECONDS: Final = 10.0
+_ASKED: Final = "asked"
+"""Group of calls that an actor answers while it builds."""
 
 
 @dataclass(eq=False)
@@ -62,6 +65,8 @@ class Fleet:
         self._expected = expected_by(first.spec)
         self._parcels = [self._put(replace(first, number=member.number)) for member in self.members]
         self._alone: Any = None
+        # Steps of map-style data are built in the main thread of an actor, as in a worker process: one call at a time.
+        self.can_ask = bool(first.options.num_threads)
 
     def start(self, member: Member) -> None:
         """Give a worker an actor, which Ray starts again as often as needed."""
@@ -88,6 +93,17 @@ class Fleet:
             )
         return self._actor(options, 0, self._alone)
 
+    def waits(self, actor: Any) -> bool:
+        """Return whether an actor says that all its threads wait for storage."""
+        import ray
+
+        if not self.can_ask:
+            return False
+        try:
+            return bool(ray.get(ask_whether_it_waits(actor), timeout=ANSWER_SECONDS))
+        except ray.exceptions.RayError:  # GetTimeoutError among them
+            return False
+
     def end(self, member: Member) -> None:
         """End the actor of a worker, if it has one."""
         import ray
@@ -106,10 +122,17 @@ class Fleet:
     def _actor(self, options: dict[str, Any], number: int, parcel: Any) -> Any:
         import ray
 
+        remote: Any = ray.remote  # its types do not know all options
+        kind = remote(concurrency_groups={_ASKED: 1})(StepActor) if self.can_ask else remote(StepActor)
         try:
-            return ray.remote(StepActor).options(**options).remote(number, parcel)
+            return kind.options(**options).remote(number, parcel)
         except (ValueError, TypeError) as error:
             raise ValueError(f"RayEngine({', '.join(self.options)}): {one_line(error)}") from error
+
+
+def ask_whether_it_waits(actor: Any) -> Any:
+    """Ask an actor that builds a step whether all its threads wait for storage. Returns a reference to the answer."""
+    return actor.waits_for_storage.options(concurrency_group=_ASKED).remote()
 
 
 def actor_state(actor: Any) -> str:

@@ -29,6 +29,7 @@ class Isolation:
 
     Args:
         start: starts an actor.
+        waits: returns whether an actor waits for storage.
         timeout: seconds after which a sample counts as hung; 0 for no limit.
         start_timeout: seconds that an actor may take to start.
         is_stopping: whether to give up.
@@ -37,8 +38,17 @@ class Isolation:
         last_loss: why an actor was lost last, other than by its sample; "" if none was.
     """
 
-    def __init__(self, start: Start, *, timeout: float, start_timeout: float, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        start: Start,
+        waits: Callable[[Any], bool],
+        *,
+        timeout: float,
+        start_timeout: float,
+        is_stopping: Callable[[], bool],
+    ) -> None:
         self._start = start
+        self._waits = waits
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._is_stopping = is_stopping
@@ -83,7 +93,7 @@ class Isolation:
         """Return how the actor ended while it loaded a sample; "" if that says nothing of the sample; None if it did
         not end.
         """
-        result = self._result(self._actor.load_alone.remote(row), self._timeout)
+        result = self._result(self._actor.load_alone.remote(row), self._timeout, can_wait=True)
         if result is not None and not isinstance(result, Exception):
             return None
         self._end()
@@ -94,8 +104,12 @@ class Isolation:
         self.last_loss = described(result)
         return ""
 
-    def _result(self, call: Any, timeout: float) -> Any:
-        """Return what a call returns, or Ray's error; None if it takes longer than `timeout`, 0 for no limit."""
+    def _result(self, call: Any, timeout: float, *, can_wait: bool = False) -> Any:
+        """Return what a call returns, or Ray's error; None if it takes longer than `timeout`, 0 for no limit.
+
+        Args:
+            can_wait: whether the time in which the actor waits for storage does not count.
+        """
         import ray
 
         begun = time.monotonic()
@@ -103,7 +117,9 @@ class Isolation:
             if self._is_stopping():
                 raise Stopped
             if timeout and time.monotonic() - begun >= timeout:
-                return None
+                if not (can_wait and self._waits(self._actor)):
+                    return None
+                begun = time.monotonic()
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:

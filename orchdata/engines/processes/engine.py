@@ -7,22 +7,19 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import count
 from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import JobEngine
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.restart_state import packed
-from orchdata.engines.processes.supervisor import Job, Supervisor
+from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.run import WorkerOptions
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.order.steps import StepTask
 
 _PRELOADED = "orchdata.engines.processes.preload"
 
@@ -45,7 +42,7 @@ class Workers:
     persistent: bool
 
 
-class ProcessEngine:
+class ProcessEngine(JobEngine):
     """Builds steps in worker processes; one process builds a whole step.
 
     Args:
@@ -73,11 +70,6 @@ class ProcessEngine:
     ) -> None:
         start_server(workers.context)
         options = workers.options
-        self.depth = options.num_workers * options.max_jobs
-        self._options = options
-        self._in_turn = workers.in_turn
-        self._numbers = count()
-        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
         first = WorkerSpec(spec=spec, number=0, options=options, base_seed=base_seed, environ=dict(os.environ))
         try:
             self._supervisor = Supervisor(
@@ -91,34 +83,16 @@ class ProcessEngine:
         except Exception as error:
             explain_pickling(first, error)
             raise
+        super().__init__(
+            self._supervisor, num_workers=options.num_workers, max_jobs=options.max_jobs, in_turn=workers.in_turn
+        )
+        self._is_polite = options.as_torch
         _supervisors.add(self._supervisor)
-        # The thread refers to the supervisor, not to the engine, so that an unreferenced engine ends the supervisor.
         weakref.finalize(self, self._supervisor.stop, polite=False).atexit = False
         self._supervisor.start()
 
-    keeps_time = True
-
-    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by this worker if one is given."""
-        if worker is None and self._in_turn:
-            worker = task.step % self._options.num_workers
-        job = Job(next(self._numbers), task, Future(), worker)
-        self._jobs[job.future] = job
-        job.future.add_done_callback(self._jobs.pop)
-        self._supervisor.submit(job)
-        return job.future
-
-    def expect(self, future: Future[BuiltStep]) -> None:
-        job = self._jobs.get(future)
-        if job is not None:
-            self._supervisor.expect(job)
-
-    def take_notes(self) -> list[str]:
-        notes = self._supervisor.notes
-        return [notes.popleft() for _ in range(len(notes))]
-
     def close(self) -> None:
-        self._supervisor.stop(polite=self._options.as_torch)
+        self._supervisor.stop(polite=self._is_polite)
 
 
 def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:

@@ -21,7 +21,7 @@ from orchdata.engines.processes.slabs import MappedSlabs
 from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, run_worker
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.interrupts import interrupts_deferred
-from orchdata.loaders.watch import IDLE, WAITING
+from orchdata.loaders.watch import IDLE, WAITING, all_wait
 from orchdata.order.steps import StepTask
 
 _END_SECONDS = 5.0
@@ -103,9 +103,8 @@ class Process:
 
     @property
     def waits_for_storage(self) -> bool:
-        """Whether all threads that load a sample wait for storage, which gives up before this process is to blame."""
-        rows = set(self._rows.tolist())
-        return WAITING in rows and rows <= {IDLE, WAITING}
+        """See `watch.all_wait`."""
+        return all_wait(self._rows.tolist())
 
     @property
     def has_unsent(self) -> bool:

@@ -18,13 +18,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Job
 from orchdata.engines.processes.isolate import FORK_SECONDS, START_SECONDS, CrashSuspects
 from orchdata.engines.processes.message import read_step
 from orchdata.engines.processes.process import Process
@@ -33,7 +32,6 @@ from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.work import WorkerSpec, add_reads, alone, error_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.order.steps import StepTask
 
 _GRACE_SECONDS = 2.0
 _DROP_SECONDS = 0.005  # in which a loop that has requested a step drops the one before
@@ -53,28 +51,6 @@ _NOT_STARTED = (
     "; it has written the reason to stderr. It runs the script that starts it again, so the script must be a file: if "
     "it is not, as in a notebook, pass multiprocessing_context='fork'"
 )
-
-
-@dataclass(eq=False)
-class Job:
-    """A step to build, from its request until its future is set.
-
-    Attributes:
-        worker: the worker that must build it; None for any.
-        losses: how often a process was lost with it, by kind.
-        awaited: since when the caller waits for it; None if he does not.
-    """
-
-    number: int
-    task: StepTask
-    future: Future[BuiltStep]
-    worker: int | None = None
-    losses: Counter[str] = field(default_factory=Counter)
-    awaited: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"step {self.task.step} of epoch {self.task.epoch}"
 
 
 class Supervisor(threading.Thread):

@@ -25,8 +25,10 @@ import orchdata as od
 import orchdata.loaders.index.index
 import orchdata.loaders.index.locations
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
-from orchdata.loaders.index import build, table
-from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index import table
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building import builder
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.locations import index_path, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
@@ -261,7 +263,7 @@ def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: py
         time.sleep(0.02)
         raise ValueError("disk on fire")
 
-    monkeypatch.setattr(build, "load_facts", failing)
+    monkeypatch.setattr(builder, "load_facts", failing)
     with pytest.raises(ValueError, match="disk on fire"):
         build_index(urls, Recipe(), num_threads=1, force=True)
     assert len(started) < 20
@@ -278,7 +280,7 @@ def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(0.02)
         raise StorageError(url, "disk on fire")
 
-    monkeypatch.setattr(build, "load_facts", failing)
+    monkeypatch.setattr(builder, "load_facts", failing)
     with pytest.raises(StorageError, match="disk on fire"):
         build_index(urls, Recipe(), num_threads=2, retry_seconds=0)
     assert len(started) < 15
@@ -335,7 +337,7 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
     assert build_index([url], recipe).bad_rows().size == 1
     failing.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(build, "merge_tables", lambda *_, **__: None)  # leaves the old index
+        patch.setattr(builder, "merge_tables", lambda *_, **__: None)  # leaves the old index
         build_index([url], recipe, force=True)
     assert build_index([url], recipe).bad_rows().size == 0
 
@@ -355,7 +357,7 @@ def test_another_rule_scans_what_it_names(
 
 def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory = content(build_index(shards, Recipe(), force=True))
-    monkeypatch.setattr(build, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(builder, "_IN_MEMORY_BYTES", 0)
     assert content(build_index(shards, Recipe(), force=True)) == in_memory
 
 

@@ -20,26 +20,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, omni_shards
+from text_shards import same, texts
 
 from orchdata.loaders.errors import ProcessError, StorageError
-from orchdata.loaders.index import build
-from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building import builder
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.jobs import jobs
 from orchdata.loaders.index.jobs.work import Measurer
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
 SUPPORT = Path(__file__).parents[2] / "support"
-
-
-def texts(path: Path, count: int) -> str:
-    path.write_text("".join(json.dumps({"text": f"{path.stem} has {number} words"}) + "\n" for number in range(count)))
-    return str(path)
-
-
-def same(index: Index, other: Index) -> bool:
-    return index.path.read_bytes() == other.path.read_bytes() and index.build_id == other.build_id
 
 
 def processes(folder: Path) -> set[int]:
@@ -136,7 +128,7 @@ def test_what_is_measured_elsewhere_comes_back(tmp_path: Path, monkeypatch: pyte
     assert not list((tmp_path / "cache" / "locks").glob("seen-*"))
 
     # Nothing is measured again: neither here nor there.
-    monkeypatch.setattr(build, "cost_shard", None)
+    monkeypatch.setattr(builder, "cost_shard", None)
     assert same(build_index(urls, RECIPE, cache=cache, processes=elsewhere), alone)
     assert len(elsewhere.given) == 1
 

@@ -24,8 +24,8 @@ from shard_factory import omni_samples, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.index import build
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.first.build import build_first_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
@@ -237,8 +237,8 @@ def test_costs_that_go_before_they_are_merged_are_measured_again(
     shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(build_index(shards, od.Recipe()))
-    monkeypatch.setattr(build, "_IN_MEMORY_BYTES", 0)  # so that costs are read again when they are merged
-    merge = build.merge_tables
+    monkeypatch.setattr(builder, "_IN_MEMORY_BYTES", 0)  # so that costs are read again when they are merged
+    merge = builder.merge_tables
 
     def late(*args: Any, **options: Any) -> None:
         if len(removed) < 2:
@@ -247,7 +247,7 @@ def test_costs_that_go_before_they_are_merged_are_measured_again(
         merge(*args, **options)
 
     removed: list[Path] = []
-    monkeypatch.setattr(build, "merge_tables", late)
+    monkeypatch.setattr(builder, "merge_tables", late)
     assert content(build_index(shards, od.Recipe(), force=True)) == before
     assert len(removed) == 2
 

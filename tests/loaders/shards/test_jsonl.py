@@ -21,7 +21,8 @@ from PIL import Image
 
 import orchdata as od
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
-from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits

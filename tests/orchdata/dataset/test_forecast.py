@@ -11,7 +11,7 @@ from shard_factory import omni_shards
 import orchdata as od
 from orchdata.dataset.indexed import forecast as forecasts
 from orchdata.dataset.indexed.forecast import Forecast
-from orchdata.loaders.index.build import BuildProgress
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.slow import here
 
 

@@ -26,6 +26,7 @@ from ray_clusters import ACTOR, TestCluster
 from ray_data import (
     Deadly,
     Drawn,
+    FromFarStorage,
     Raising,
     Slow,
     StartedAs,
@@ -257,6 +258,14 @@ def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> N
         rows = [row for batch in running for row in batch.tolist()]
     assert rows == [row for row in range(24) if row != 6]
     assert "timed out after 2 seconds" in str(running.gather_failures()[0])
+
+
+@pytest.mark.slow
+def test_a_sample_that_waits_for_storage_has_more_time(tmp_path: Path) -> None:
+    data = FromFarStorage(tmp_path, row=6, seconds=10)
+    running = loader(data, num_workers=1, num_threads=1, timeout=3, on_error=od.ErrorPolicy("skip", max_failures=2))
+    assert [row for batch in running for row in batch.tolist()] == list(range(24))
+    assert len(list(tmp_path.iterdir())) == 1  # its actor was not replaced
 
 
 @pytest.mark.slow
@@ -561,17 +570,22 @@ def test_what_counts_against_a_sample() -> None:
 
 
 @pytest.mark.slow
-def test_in_a_placement_group_that_captures_children_actors_start_outside(ray_cluster: TestCluster) -> None:
-    """As in a trial of Ray Tune, which has room for its own function alone."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+def test_trials_of_ray_tune_have_actors_outside_of_their_placement_groups(
+    ray_cluster: TestCluster, tmp_path: Path
+) -> None:
+    """Each trial has room for its own function alone, and captures what it starts."""
+    from ray import tune
 
-    group = placement_group([{"CPU": 1}])
-    ray.get(group.ready(), timeout=60)
-    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    trial = ray.remote(numbers_over_ray).options(num_cpus=1, scheduling_strategy=inside)
-    assert ray.get(trial.remote(), timeout=120) == list(range(8))
-    remove_placement_group(group)
+    def trial(options: dict[str, int]) -> None:
+        tune.report({"numbers": numbers_over_ray(**options)})
+
+    tuner = tune.Tuner(
+        tune.with_resources(trial, {"cpu": 1}),
+        param_space={"batch_size": tune.grid_search([2, 4])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    results = tuner.fit()
+    assert [result.metrics["numbers"] for result in results] == [list(range(8))] * 2, results.errors
 
 
 def test_data_that_a_node_does_not_see_is_an_error_that_names_the_node(tmp_path: Path) -> None:

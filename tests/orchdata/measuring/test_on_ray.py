@@ -17,23 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 from ray_clusters import TestCluster
 from shard_factory import RECIPE, omni_shards, png, write_shard
+from text_shards import same, texts
 
 import orchdata as od
 from orchdata.loaders.errors import ProcessError
-from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.measuring.on_ray import RayProcesses
 from orchdata.verifying.verify import verify
-
-
-def texts(path: Path, count: int) -> str:
-    path.write_text("".join(json.dumps({"text": f"{path.stem} has {number} words"}) + "\n" for number in range(count)))
-    return str(path)
-
-
-def same(index: Index, other: Index) -> bool:
-    return index.path.read_bytes() == other.path.read_bytes() and index.build_id == other.build_id
 
 
 def num_actors() -> int:

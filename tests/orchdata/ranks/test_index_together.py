@@ -17,8 +17,8 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.loaders.claims import Claims
-from orchdata.loaders.index import build
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.building import builder, crew
 from orchdata.loaders.index.facts import load_facts
 
 FORK = multiprocessing.get_context("fork")
@@ -63,7 +63,7 @@ def at_a_shard(shards: list[str]) -> Iterator[int]:
         return load_facts(url, *arguments, **options)  # type: ignore[arg-type]
 
     def child() -> None:
-        build.load_facts = stuck
+        builder.load_facts = stuck
         build_index(shards, RECIPE, num_threads=1)
 
     process = FORK.Process(target=child, daemon=True)
@@ -80,7 +80,7 @@ def test_another_process_measures_the_shard_of_a_lost_one(shards: list[str]) -> 
     done: list[str] = []
     rest = threading.Event()
 
-    def progress(built: build.BuildProgress) -> None:
+    def progress(built: crew.BuildProgress) -> None:
         done.append(built.url)
         if len(done) == SHARDS - 1:
             rest.set()

@@ -10,19 +10,19 @@ from other_places import Place
 from servers.fixtures import Proxied
 from servers.s3_server import S3Server
 
-from orchdata.loaders.index import build
+from orchdata.loaders.index.building import builder
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The shards that are measured: a build measures each of them once, and nothing else does."""
-    real, shards = build.cost_shard, []
+    real, shards = builder.cost_shard, []
 
     def noted(facts: Any, *rest: Any, **more: Any) -> Any:
         shards.append(facts.meta.url)
         return real(facts, *rest, **more)
 
-    monkeypatch.setattr(build, "cost_shard", noted)
+    monkeypatch.setattr(builder, "cost_shard", noted)
     return shards
 
 

@@ -135,7 +135,7 @@ def test_what_ends_or_fills_a_process_is_named(tmp_path: Path) -> None:
     reasons = {failure.key: failure.reason for failure in verification.failures if failure.shard == shards[0]}
     assert sorted(reasons.keys() & traps.keys()) == ["a", "b", "c", "d"]
     assert (tmp_path / "was here").exists()  # it ended one process, and not the next
-    assert "killed by signal: Aborted, whenever this sample was loaded alone" in reasons["a"]
+    assert "killed by signal: Aborted under 2147483648 bytes of memory and twice" in reasons["a"]
     assert f"went beyond {2 << 30} bytes of memory" in reasons["b"]
     assert "ended with status 7" in reasons["c"]
     assert "ValueError: a trap" in reasons["d"]

@@ -19,6 +19,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.loaders.index import build
+from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.published import folder as folders
 from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
 from orchdata.loaders.index.published.manifest import IndexStore, Manifest, generations, read_manifest
@@ -249,8 +250,10 @@ def test_a_build_goes_on_from_what_a_killed_one_left(
     is_published = bool(list(store.glob("*/00000001.json")))
 
     measured: list[str] = []
-    real = build.cost_shard
-    monkeypatch.setattr(build, "cost_shard", lambda facts, *more: measured.append(facts.meta.url) or real(facts, *more))
+    real = builder.cost_shard
+    monkeypatch.setattr(
+        builder, "cost_shard", lambda facts, *more: measured.append(facts.meta.url) or real(facts, *more)
+    )
     dataset = od.ShardDataset(shards, RECIPE, index_store=store)
     content = dataset.index().path.read_bytes()
     assert dataset.generation == 1
