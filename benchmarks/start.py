@@ -65,7 +65,7 @@ def run(config: StartBench) -> list[Result]:
 def _of_first_starts(size: int, num_bytes: int, starts: list[dict[str, float]]) -> list[Result]:
     return [
         Result(
-            name=f"{size:,} samples: seals checked, on the first start of a machine",
+            name=f"{size:,} samples: checksums verified, on the first start of a machine",
             unit="GB/s",
             values=tuple(num_bytes / start["opened_seconds"] / 1e9 for start in starts),
             demand=1.0,
@@ -91,7 +91,7 @@ def _of_later_starts(size: int, starts: list[dict[str, float]]) -> list[Result]:
             unit="MiB",
             values=tuple(start["anonymous_bytes"] / 2**20 for start in starts),
             demand=1024.0,
-            note=f"{max(added):.0f} MiB more than after imports",
+            note=f"{max(added):.0f} MiB more than before, with the index open",
         ),
         Result(
             name=f"{size:,} samples: a plan",

@@ -23,7 +23,7 @@ from orchdata.engines.threads import ThreadEngine
 DEFAULT_THREADS = 4
 DEFAULT_PREFETCH = 2
 FAR_PREFETCH = 4
-"""With threads that read object storage: a step waits for its answers while two others are built."""
+"""With threads that read object storage: two steps wait for answers while two are built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

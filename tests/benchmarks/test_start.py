@@ -13,9 +13,11 @@ def test_starting_a_loader() -> None:
         result.name.strip(): result
         for result in start.run(start.StartBench(ranks=4, samples_per_rank=8, samples=2_000, repeats=1))
     }
-    assert found["anonymous memory of that process"].median > 1.0
-    assert found["more than over 32 samples"].demand == 200.0
-    assert found["resume after nine tenths of an epoch / at its start"].median > 0
+    for size in ("32", "200", "2,000"):
+        assert found[f"{size} samples: checksums verified, on the first start of a machine"].median > 0
+        assert found[f"{size} samples: anonymous memory of that process"].median > 1.0
+        assert found[f"{size} samples: resume after nine tenths of an epoch / at its start"].median > 0
+    assert found["anonymous memory, 2,000 samples - 32"].demand == 200.0
     with pytest.raises(ValueError, match="4 ranks x 8 need 32 samples, got 31"):
         start.StartBench(ranks=4, samples_per_rank=8, samples=31)
 

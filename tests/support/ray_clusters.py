@@ -82,26 +82,42 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluste
     cluster.shutdown()
 
 
+@dataclass(frozen=True)
+class RefusingCluster:
+    """A running cluster.
+
+    Attributes:
+        folder: RAY_TMPDIR of the machine that it is the cluster of.
+    """
+
+    address: str
+    folder: str
+
+
 @pytest.fixture
-def refusing_cluster() -> Iterator[str]:
-    """The address of `ray start --head` that asks for a token which no other process has."""
+def refusing_cluster() -> Iterator[RefusingCluster]:
+    """What `ray start --head` starts; it asks for a token which no other process has."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 40, "RAY_USAGE_STATS_ENABLED": "0"}
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        options = ["--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}"]
+        options = ["--num-cpus=1", "--include-dashboard=false"]
         log = Path(folder, "start.log")
         with log.open("w") as out:
             head = subprocess.Popen(
-                command + options, env=os.environ | token, stdout=out, stderr=out, start_new_session=True
+                command + options,
+                env=os.environ | token | {"RAY_TMPDIR": folder},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         try:
             while "Ray runtime started" not in log.read_text():
                 assert head.poll() is None, log.read_text()
                 time.sleep(0.1)
-            yield f"127.0.0.1:{port}"
+            yield RefusingCluster(f"127.0.0.1:{port}", folder)
         finally:
             os.killpg(head.pid, signal.SIGKILL)
             head.wait()

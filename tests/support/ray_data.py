@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ class Deadly(Dataset[int]):
             (self.folder / f"{time.monotonic_ns()}").touch()
             if self.hangs:
                 time.sleep(1000)
-            os.kill(os.getpid(), signal.SIGSEGV)
+            ctypes.string_at(0)  # by this thread, before it returns
         return number
 
 
@@ -70,10 +70,12 @@ class Slow(Dataset[int]):
 
 
 class FromFarStorage(Dataset[int]):
-    """Items; one of them waits for storage for some seconds, and writes a file each time."""
+    """Items; one of them waits for storage for some seconds, after it has ended its process some times. Each time is a
+    file in a folder.
+    """
 
-    def __init__(self, folder: Path, row: int, seconds: float) -> None:
-        self.folder, self.row, self.seconds = folder, row, seconds
+    def __init__(self, folder: Path, row: int, seconds: float, *, ends: int) -> None:
+        self.folder, self.row, self.seconds, self.ends = folder, row, seconds, ends
 
     def __len__(self) -> int:
         return 24
@@ -81,6 +83,8 @@ class FromFarStorage(Dataset[int]):
     def __getitem__(self, number: int) -> int:
         if number == self.row:
             (self.folder / f"{time.monotonic_ns()}").touch()
+            if len(list(self.folder.iterdir())) <= self.ends:
+                ctypes.string_at(0)  # by this thread, before it returns
             with waits.for_storage():
                 time.sleep(self.seconds)
         return number
@@ -132,8 +136,18 @@ def index_on_node(file: NodeFile, fetch: Callable[[], Index] | None) -> str:
     return str(open_index(file, fetch).path)
 
 
+class Large(Dataset[torch.Tensor]):
+    """Items of 60 MiB."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((15 << 20,), float(number))
+
+
 class OutOfMemory(Dataset[int]):
-    """Items that are loaded while Ray's memory monitor ends actors: see `low_memory_program`."""
+    """Items that are loaded while Ray's memory monitor ends actors."""
 
     def __len__(self) -> int:
         return 8

@@ -26,6 +26,8 @@ from orchdata.loaders.storage.shared.files import opened, status_of
 
 _READ_BYTES: Final = 8 << 20
 _ATTEMPTS: Final = 3
+_OUTAGE_SECONDS: Final = 50.0
+"""As `Files.limited` takes it: 0.6 of it."""
 
 
 def opened_copy(folder: PublishedFolder, manifest: Manifest, *, local: Path | None = None, again: str = "") -> Index:
@@ -58,9 +60,9 @@ def fetched(url: str, files: Files, manifest: Manifest, *, again: str = "") -> I
     """Return the index of a manifest, as `opened_copy`, of the folder at a URL or path. Raises the same.
 
     Args:
-        files: how objects of storage are read.
+        files: how objects of storage are read. An outage may last half a minute: there may be another way to the file.
     """
-    return opened_copy(opened_folder(url, files), manifest, again=again)
+    return opened_copy(opened_folder(url, files.limited(_OUTAGE_SECONDS)), manifest, again=again)
 
 
 def file_digest(path: Path) -> tuple[int, str]:

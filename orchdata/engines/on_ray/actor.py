@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from orchdata.engines.work import Work, WorkerSpec, describe_error
 from orchdata.loaders.watch import IDLE, Watch, all_wait
 from orchdata.order.steps import StepTask
 
+OPENING_SECONDS: Final = 600.0
 Reply = list[Any]
 States = dict[str, bytes]
 
@@ -44,6 +45,7 @@ class StepActor:
         self._number = number
         self._parcel = parcel
         self._opening = threading.Lock()
+        self._opens_since: float | None = None
         self._watch = Watch()
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
         self._worker: WorkerSpec | None = None
@@ -82,8 +84,13 @@ class StepActor:
             self._work.builder.load_alone(row)
         return pack({"kind": "survived"}, [])
 
-    def waits_for_storage(self) -> bool:
-        """Whether all threads wait for storage, see `watch.all_wait`; Ray calls it while steps are built."""
+    def waits(self) -> bool:
+        """Return whether all threads wait for storage, or the spec is being opened, for 10 minutes at most. It can be
+        called while steps are built.
+        """
+        since = self._opens_since
+        if since is not None:
+            return time.monotonic() - since < OPENING_SECONDS
         return all_wait(self._rows.tolist())
 
     def _built(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
@@ -105,16 +112,23 @@ class StepActor:
         with self._opening:
             if self._engine is not None:
                 return
-            if self._worker is None:
-                worker, expected = open_parcel(self._parcel)
-                check_same(worker.spec, expected, _here()["address"])
-                self._worker = worker
-                self._rows = np.full(worker.num_loading_threads, IDLE, np.int64)
-                self._watch = Watch(self._rows)
-            if self._work is None:
-                threads = self._worker.num_loading_threads
-                self._work = Work(self._worker, max(1, len(os.sched_getaffinity(0)) // threads))
-            self._engine = self._work.open(self._watch)
+            self._opens_since = time.monotonic()
+            try:
+                self._open_spec()
+            finally:
+                self._opens_since = None
+
+    def _open_spec(self) -> None:
+        if self._worker is None:
+            worker, expected = open_parcel(self._parcel)
+            check_same(worker.spec, expected, _here()["address"])
+            self._worker = worker
+            self._rows = np.full(worker.num_loading_threads, IDLE, np.int64)
+            self._watch = Watch(self._rows)
+        if self._work is None:
+            threads = self._worker.num_loading_threads
+            self._work = Work(self._worker, max(1, len(os.sched_getaffinity(0)) // threads))
+        self._engine = self._work.open(self._watch)
 
     def _failing(self, kind: str, call: Any) -> Reply | None:
         """Call it; return the error as a message if it raises, else None."""

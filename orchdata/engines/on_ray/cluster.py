@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,6 +16,7 @@ _CLIENT: Final = "ray://"
 _JOIN: Final = "`ray start --address=HOST:PORT --num-cpus=0`"
 _START: Final = "`ray start --head`"
 _NO_CLUSTER: Final = "Could not find any running Ray instance"
+_CLUSTER_AT: Final = re.compile(r"to Ray cluster at (\S+:\d+)")
 _ANSWER_SECONDS: Final = 10.0
 _CODE: Final = ("working_dir", "py_modules")
 
@@ -78,15 +80,10 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
     try:
         ray.init(address=address or "auto", runtime_env=dict(code or {}))
     except ConnectionError as error:
-        if address is None and _NO_CLUSTER in str(error):
+        if address is None and _is_gone(error):
             _start_local(num_ranks, error, code or {})
             return
-        raise RuntimeError(
-            f"Ray cannot connect to {address or 'the cluster of this machine'}: {one_line(error)}. If a cluster runs "
-            "there, it refuses this process: RAY_AUTH_MODE, and RAY_AUTH_TOKEN or the file ~/.ray/auth_token, must be "
-            f"those of `ray start`, and `ray status` shows whether they are. Else start one with {_START}, and let "
-            f"this machine join it with {_JOIN}"
-        ) from error
+        raise RuntimeError(_not_connected(address, error)) from error
     except Exception as error:
         hint = (
             "use one version of each on all machines"
@@ -96,6 +93,29 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         raise RuntimeError(
             f"Ray cannot connect to {address or 'the cluster of this machine'}: {error}. {hint}"
         ) from error
+
+
+def _is_gone(error: ConnectionError) -> bool:
+    """Return whether there is no cluster on this machine, or only the address of one that was killed."""
+    if _NO_CLUSTER in str(error):
+        return True
+    try:
+        _check_answers(found[1] if (found := _CLUSTER_AT.search(str(error))) else None)
+    except OSError:
+        return True
+    return False
+
+
+def _not_connected(address: str | None, error: ConnectionError) -> str:
+    cause = "" if error.__cause__ is None else f" ({one_line(error.__cause__)})"
+    start = f"Start a cluster with {_START}, and let this machine join it with {_JOIN}"
+    if _NO_CLUSTER not in str(error):
+        start = (
+            f"Either this machine has not joined the cluster: run {_JOIN}; or the cluster refuses the token of this "
+            "process: RAY_AUTH_MODE, and RAY_AUTH_TOKEN or the file ~/.ray/auth_token, must be those of `ray start`. "
+            "`ray status` says which"
+        )
+    return f"Ray cannot connect to {address or 'the cluster of this machine'}: {one_line(error)}{cause}. {start}"
 
 
 def _check_answers(address: str | None) -> None:

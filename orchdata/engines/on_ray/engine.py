@@ -25,6 +25,7 @@ from orchdata.engines.engine import Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
 from orchdata.engines.on_ray.fleet import (
     ANSWER_SECONDS,
+    ASK_SECONDS,
     Fleet,
     Member,
     actor_state,
@@ -45,6 +46,8 @@ from orchdata.planning.make_plan import make_plan
 PATIENCE_SECONDS: Final = 600.0
 """How long a step may be lost again and again, where no timeout says it."""
 _MOST_HANGS: Final = 3
+_RESTART_SECONDS: Final = 60.0
+"""What Ray has at least to start an actor again, however short the timeout is: it imports torch."""
 _STOPPED: Final = "the loader's Ray actors were stopped"
 
 
@@ -91,7 +94,6 @@ class ActorDispatcher(threading.Thread):
         self._suspects: deque[tuple[int, Job]] = deque()  # number of the actor, and job; the first is on trial
         self._held: list[Job] = []
         self._first_lost: dict[int, float] = {}
-        self._asked: dict[int, float] = {}  # when an actor was asked whether it waits for storage, by job
         self._last_loss = ""  # why an actor was lost that loaded samples alone, or started: Ray says it only of these
         self._room: Waiting | None = None
         self._memory = BufferPool()
@@ -158,6 +160,8 @@ class ActorDispatcher(threading.Thread):
         awaited = [job.awaited for job in self._jobs.values() if job.awaited is not None]
         if awaited:
             times.append(max(0.0, min(awaited) + self._patience - time.monotonic()) + 0.05)
+            if self._timeout:
+                times.append(ASK_SECONDS)
         return min(times, default=None)
 
     # --- actors
@@ -275,7 +279,7 @@ class ActorDispatcher(threading.Thread):
                 self._on_loss(member, job, error)
             else:
                 del self._jobs[job.number]
-                job.future.set_exception(cause_of(error))
+                job.future.set_exception(_not_returned(member, job, error))
             return
         member.good_states = states
         self._resolve(member, job, done.result())
@@ -329,42 +333,42 @@ class ActorDispatcher(threading.Thread):
         """Replace actors that the caller has waited for too long."""
         now = time.monotonic()
         for member in self._fleet.members:
+            if self._timeout and any(job.awaited is not None for job in member.jobs.values()):
+                self._ask(member, now)
             for job in list(member.jobs.values()):
                 if job.awaited is None or now - job.awaited < self._patience or job.number not in member.jobs:
                     continue
                 state = actor_state(member.actor)
                 if state != "ALIVE":
-                    self._fail(
-                        job,
-                        f"waits for Ray actor {member.number}, which was on node {member.address} and is {state} for "
-                        f"up to {self._patience:g} seconds: is the node gone, and has the cluster room on another?",
-                    )
-                elif self._timeout and self._answers_late(member, job, now):
-                    self._on_hang(member, job)
-                elif not self._timeout:
+                    if now - job.awaited >= (seconds := max(self._patience, _RESTART_SECONDS)):
+                        self._fail(
+                            job,
+                            f"waits for Ray actor {member.number}, which was on node {member.address} and is {state} "
+                            f"for up to {seconds:g} seconds: is the node gone, and has the cluster room on another?",
+                        )
+                elif self._timeout:
+                    if member.asked is None or now - member.asked >= ANSWER_SECONDS:
+                        self._on_hang(member, job)
+                else:
                     job.awaited = now  # it computes: there is no limit
 
-    def _answers_late(self, member: Member, job: Job, now: float) -> bool:
-        """Ask an actor whether it waits for storage. Return whether it has not answered in time, or cannot."""
-        if not self._fleet.can_ask:
-            return True
-        if job.number not in self._asked:
-            self._asked[job.number] = now
-            answer = ask_whether_it_waits(member.actor)
-            self._when_done(answer, partial(self._on_answer, member, member.actor, job))
-        return now - self._asked[job.number] >= ANSWER_SECONDS
+    def _ask(self, member: Member, now: float) -> None:
+        """Ask an actor that is awaited, once a second, whether it waits for storage."""
+        if member.asked is None and now - member.heard >= ASK_SECONDS:
+            member.asked = now
+            self._when_done(ask_whether_it_waits(member.actor), partial(self._on_answer, member, member.actor))
 
-    def _on_answer(self, member: Member, actor: Any, job: Job, done: Future[Any]) -> None:
-        asked = self._asked.pop(job.number, None)
-        if asked is None or member.actor is not actor or job.number not in member.jobs:
+    def _on_answer(self, member: Member, actor: Any, done: Future[Any]) -> None:
+        if member.actor is not actor:
             return
-        if done.exception() is None and done.result():
-            job.awaited = time.monotonic()  # storage gives up before the sample is to blame
-        elif job.awaited is not None and job.awaited <= asked:
-            self._on_hang(member, job)
+        member.asked, member.heard = None, time.monotonic()
+        # An actor that is lost answers nothing, and its jobs come back with the error.
+        if done.exception() is not None or done.result():
+            for job in member.jobs.values():
+                if job.awaited is not None:
+                    job.awaited = member.heard
 
     def _on_hang(self, member: Member, job: Job) -> None:
-        self._asked.pop(job.number, None)
         how = f"did not return within {self._timeout:g} seconds, and was replaced"
         job.losses["hung"] += 1
         if job.losses["hung"] >= _MOST_HANGS:
@@ -400,7 +404,6 @@ class ActorDispatcher(threading.Thread):
         _, job = self._suspects[0]
         isolation = Isolation(
             self._fleet.start_alone,
-            self._fleet.waits,
             timeout=self._timeout,
             start_timeout=self._start_timeout,
             is_stopping=lambda: self._is_stopping,
@@ -453,6 +456,21 @@ class ActorDispatcher(threading.Thread):
         if ray.is_initialized():
             for member in self._fleet.members:
                 self._fleet.end(member)
+
+
+def _not_returned(member: Member, job: Job, error: BaseException) -> Exception:
+    """Return the error of a step that Ray could not send back, or of our own code."""
+    from ray import exceptions
+
+    cause = cause_of(error)
+    if not isinstance(cause, exceptions.RayError):
+        return cause
+    is_full = isinstance(cause, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError)
+    way_out = "free its disk, or give it a larger store (`ray start --object-store-memory`)" if is_full else ""
+    return RuntimeError(
+        f"{job.name} did not come back from Ray actor {member.number} on node {member.address}: {described(cause)}. "
+        + (way_out or "`ray logs` on that node may say more")
+    )
 
 
 def _rows_of(spec: BuildSpec, task: StepTask) -> list[int]:

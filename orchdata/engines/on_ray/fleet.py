@@ -17,7 +17,10 @@ _TASK_RETRIES: Final = 2
 """How often Ray calls an actor again that was lost, before we look for the reason."""
 
 _SMALL_BYTES: Final = 64 << 10
+ASK_SECONDS: Final = 1.0
+"""How often an actor is asked whether it waits."""
 ANSWER_SECONDS: Final = 10.0
+"""An actor that does not answer for so long hangs."""
 _ASKED: Final = "asked"
 """Group of calls that an actor answers while it builds."""
 
@@ -32,6 +35,8 @@ class Member:
         jobs: under way, by number.
         states: a reference to its random states after the step that it was sent last; None before the first.
         good_states: the same, after the step that it built last.
+        asked: since when it has not answered whether it waits; None if it is not asked now.
+        heard: when it answered last.
         address: of the node where it was ready.
     """
 
@@ -41,6 +46,8 @@ class Member:
     jobs: dict[int, Job] = field(default_factory=dict)
     states: Any = None
     good_states: Any = None
+    asked: float | None = None
+    heard: float = 0.0
     address: str = ""
 
 
@@ -65,15 +72,19 @@ class Fleet:
         self._expected = expected_by(first.spec)
         self._parcels = [self._put(replace(first, number=member.number)) for member in self.members]
         self._alone: Any = None
-        # Steps of map-style data are built in the main thread of an actor, as in a worker process: one call at a time.
-        self.can_ask = bool(first.options.num_threads)
 
     def start(self, member: Member) -> None:
         """Give a worker an actor, which Ray starts again as often as needed."""
-        member.is_ready, member.states = False, member.good_states
+        member.is_ready, member.states, member.asked = False, member.good_states, None
         member.actor = self._actor(
             self.options
-            | {"max_restarts": -1, "max_task_retries": _TASK_RETRIES, "max_concurrency": self._concurrency},
+            | {
+                "max_restarts": -1,
+                "max_task_retries": _TASK_RETRIES,
+                "max_concurrency": self._concurrency,
+                # Else an actor that was lost waits for the calls that were given up meanwhile, and makes no other.
+                "allow_out_of_order_execution": True,
+            },
             member.number,
             self._parcels[member.number],
         )
@@ -93,17 +104,6 @@ class Fleet:
             )
         return self._actor(options, 0, self._alone)
 
-    def waits(self, actor: Any) -> bool:
-        """Return whether an actor says that all its threads wait for storage."""
-        import ray
-
-        if not self.can_ask:
-            return False
-        try:
-            return bool(ray.get(ask_whether_it_waits(actor), timeout=ANSWER_SECONDS))
-        except ray.exceptions.RayError:  # GetTimeoutError among them
-            return False
-
     def end(self, member: Member) -> None:
         """End the actor of a worker, if it has one."""
         import ray
@@ -122,17 +122,17 @@ class Fleet:
     def _actor(self, options: dict[str, Any], number: int, parcel: Any) -> Any:
         import ray
 
+        # With a group of its own for questions, an actor does not run the others in its main thread.
         remote: Any = ray.remote  # its types do not know all options
-        kind = remote(concurrency_groups={_ASKED: 1})(StepActor) if self.can_ask else remote(StepActor)
         try:
-            return kind.options(**options).remote(number, parcel)
+            return remote(concurrency_groups={_ASKED: 1})(StepActor).options(**options).remote(number, parcel)
         except (ValueError, TypeError) as error:
             raise ValueError(f"RayEngine({', '.join(self.options)}): {one_line(error)}") from error
 
 
 def ask_whether_it_waits(actor: Any) -> Any:
-    """Ask an actor that builds a step whether all its threads wait for storage. Returns a reference to the answer."""
-    return actor.waits_for_storage.options(concurrency_group=_ASKED).remote()
+    """Ask an actor that builds a step: see `StepActor.waits`. Returns a reference to the answer."""
+    return actor.waits.options(concurrency_group=_ASKED).remote()
 
 
 def actor_state(actor: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from orchdata.engines.on_ray.deaths import described, is_own_end
+from orchdata.engines.on_ray.fleet import ANSWER_SECONDS, ask_whether_it_waits
 
 _ENDS: Final = 2
 _MOST_STARTS: Final = 8
@@ -29,7 +30,6 @@ class Isolation:
 
     Args:
         start: starts an actor.
-        waits: returns whether an actor waits for storage.
         timeout: seconds after which a sample counts as hung; 0 for no limit.
         start_timeout: seconds that an actor may take to start.
         is_stopping: whether to give up.
@@ -41,14 +41,12 @@ class Isolation:
     def __init__(
         self,
         start: Start,
-        waits: Callable[[Any], bool],
         *,
         timeout: float,
         start_timeout: float,
         is_stopping: Callable[[], bool],
     ) -> None:
         self._start = start
-        self._waits = waits
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._is_stopping = is_stopping
@@ -113,13 +111,19 @@ class Isolation:
         import ray
 
         begun = time.monotonic()
+        asked, answer = begun, None
         while not ray.wait([call], timeout=_TICK_SECONDS)[0]:
             if self._is_stopping():
                 raise Stopped
-            if timeout and time.monotonic() - begun >= timeout:
-                if not (can_wait and self._waits(self._actor)):
-                    return None
-                begun = time.monotonic()
+            now = time.monotonic()
+            if can_wait and answer is None:
+                asked, answer = now, ask_whether_it_waits(self._actor)
+            if answer is not None and ray.wait([answer], timeout=_TICK_SECONDS)[0]:
+                begun, answer = now if _says_so(answer) else begun, None
+            elif answer is not None and now - asked < ANSWER_SECONDS:
+                continue
+            if timeout and now - begun >= timeout:
+                return None
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
@@ -131,3 +135,13 @@ class Isolation:
 
             ray.kill(self._actor, no_restart=True)
             self._actor = None
+
+
+def _says_so(answer: Any) -> bool:
+    """Return whether an actor answered that it waits; one that is lost answers nothing, and its call says why."""
+    import ray
+
+    try:
+        return bool(ray.get(answer))
+    except ray.exceptions.RayError:
+        return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.engines.on_ray.deaths import cause_of
 from orchdata.loaders.claims import Claims
-from orchdata.loaders.errors import DamagedIndexError, StorageError, one_line
+from orchdata.loaders.errors import OrchdataError, StorageError, one_line
 from orchdata.loaders.index.index import KIND, Index
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.atomic import replaced, write_at
@@ -72,15 +72,21 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None) -> Index:
 
     Args:
         fetch: of the index: makes a copy for this node from where the index is published. The trainer's node is asked
-            if there is none, or if it cannot be read.
+            if there is none, or if it fails.
     """
-    path = _there(file)
-    if path is None and fetch is not None:
-        with suppress(StorageError, DamagedIndexError):
-            return fetch()
-    path = path or copied(file, CacheFolder())
-    with _claimed(CacheFolder(), path):  # the first actor of a node verifies a large file, the others find its note
-        return Index(path)
+    cache = CacheFolder()
+    # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
+    with _claimed(cache, Path(f"{file.digest}.opened")):
+        path, failed = _there(file), None
+        if path is None and fetch is not None:
+            try:
+                return fetch()
+            except (OrchdataError, OSError, ValueError, ImportError) as error:
+                failed = error
+        try:
+            return Index(path or copied(file, cache))
+        except StorageError as error:
+            raise error from failed
 
 
 def open_array(file: NodeFile) -> MappedArray:
@@ -95,8 +101,8 @@ def found(file: NodeFile) -> Path:
 
 def _there(file: NodeFile) -> Path | None:
     """Return the path of a file that this node has; None if no file here has its name and digest."""
-    given = Path(file.path)
-    paths = (given, CacheFolder().root / file.kind / given.name)
+    given, folder = Path(file.path), CacheFolder().root / file.kind
+    paths = (given, folder / given.name, folder / f"{file.digest}{given.suffix}")
     return next((path for path in paths if _is_same(file, path)), None)
 
 

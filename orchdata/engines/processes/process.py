@@ -205,7 +205,7 @@ def _ending(status: int | None, is_limited: bool) -> str:
     if status == UNGUARDED:
         return "started to run the script that started it"
     if status < 0:
-        # Libraries may abort if they get no memory.
-        limit = " under worker_memory" if is_limited else ""
+        # Libraries that get no memory may end the process.
+        limit = " under worker_memory" if is_limited and -status in (signal.SIGABRT, signal.SIGSEGV) else ""
         return f"was killed by signal: {signal.strsignal(-status) or -status}{limit}"
     return f"ended with status {status}"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,7 @@ import pytest
 import ray
 import torch
 from engine_specs import Specs, make_specs
-from ray_clusters import ACTOR, TestCluster
+from ray_clusters import ACTOR, RefusingCluster, TestCluster
 from ray_data import (
     Deadly,
     Drawn,
@@ -41,10 +44,10 @@ from spec_job import digest
 
 import orchdata as od
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import compare
+from orchdata.engines.on_ray import compare, node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
-from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found
+from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found, open_index
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.run import EngineRun, WorkerOptions
@@ -261,11 +264,23 @@ def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_sample_that_waits_for_storage_has_more_time(tmp_path: Path) -> None:
-    data = FromFarStorage(tmp_path, row=6, seconds=10)
-    running = loader(data, num_workers=1, num_threads=1, timeout=3, on_error=od.ErrorPolicy("skip", max_failures=2))
-    assert [row for batch in running for row in batch.tolist()] == list(range(24))
-    assert len(list(tmp_path.iterdir())) == 1  # its actor was not replaced
+@pytest.mark.parametrize(
+    ("num_threads", "ends", "loads"),
+    [
+        pytest.param(0, 0, 1, id="its actor is not replaced"),
+        pytest.param(1, 0, 1, id="with threads"),
+        # Ray calls an actor three times; then the sample is loaded alone, and the step is built again.
+        pytest.param(0, 3, 5, id="when it is loaded alone"),
+    ],
+)
+def test_a_sample_that_waits_for_storage_has_more_time(num_threads: int, ends: int, loads: int, tmp_path: Path) -> None:
+    data = FromFarStorage(tmp_path, row=6, seconds=10, ends=ends)
+    options: dict[str, Any] = {"cost": [1] * 24, "on_error": od.ErrorPolicy("skip", max_failures=2)}
+    running = loader(data, num_workers=1, num_threads=num_threads, timeout=3, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [row for batch in running for row in batch.tolist()] == list(range(24))
+    assert len(list(tmp_path.iterdir())) == loads
 
 
 @pytest.mark.slow
@@ -330,6 +345,24 @@ def test_a_published_index_is_fetched_from_its_store(tmp_path: Path, ray_cluster
         ray.get(opened.remote(lost, None))
 
 
+@pytest.mark.slow
+def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=3), RECIPE).index()
+    file = file_of_index(index, ray.get_runtime_context().get_node_id())
+    monkeypatch.setattr(node_files, "_there", lambda file: None)
+    copy = open_index(file, no_store)
+    assert copy.path.name == f"{file.digest}.index" and copy.path.read_bytes() == index.path.read_bytes()
+    with pytest.raises(od.StorageError, match="cannot be read on the trainer's node") as raised:
+        open_index(replace(file, path=str(tmp_path / "lost.index"), digest="0"), no_store)
+    assert "no answer" in str(raised.value.__cause__)
+
+
+def no_store() -> Index:
+    raise od.StorageError("s3://bucket/index", "no answer")
+
+
 def test_a_file_that_the_trainers_node_lost_is_an_error(tmp_path: Path) -> None:
     here = ray.get_runtime_context().get_node_id()
     gone = NodeFile(path=str(tmp_path / "gone.index"), kind="index", size=10, digest="0", node=here)
@@ -385,12 +418,21 @@ def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 127.0.0.1:1: .*refused.*`ray start --head`"):
         cluster_module.connect("127.0.0.1:1", num_ranks=1)
     assert len(asked) == before  # Ray would wait for minutes
-    with pytest.raises(RuntimeError, match=r"cannot connect to auto: Could not find.*`ray start --head`"):
+    with pytest.raises(RuntimeError, match=r"cannot connect to auto: Could not find.*`ray start --head`") as raised:
         cluster_module.connect("auto", num_ranks=1)
+    assert "RAY_AUTH" not in str(raised.value)
     monkeypatch.setattr(cluster_module, "warn_once", lambda subject, message: warnings.warn(message, stacklevel=1))
     with pytest.warns(UserWarning, match="starts a Ray of its own"):
         cluster_module.connect(None, num_ranks=1, code={"working_dir": "."})
     assert asked[-1]["address"] == "local" and asked[-1]["runtime_env"] == {"working_dir": "."}
+    # A cluster that was killed leaves its address; one that answers is not replaced.
+    answer = "Failed to connect to Ray cluster at 127.0.0.1:1"
+    with pytest.warns(UserWarning, match="starts a Ray of its own"):
+        cluster_module.connect(None, num_ranks=1)
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        answer = f"Failed to connect to Ray cluster at 127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match="cannot connect to the cluster of this machine.*has not joined.*TOKEN"):
+            cluster_module.connect(None, num_ranks=1)
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ValueError, match="RAY_ADDRESS"):
         cluster_module.connect(None, num_ranks=1)
@@ -398,15 +440,17 @@ def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [None, "b" * 40], ids=["none", "another"])
-def test_a_refused_token_is_an_error_that_says_so(token: str | None, refusing_cluster: str) -> None:
+def test_a_refused_token_is_an_error_that_says_so(token: str | None, refusing_cluster: RefusingCluster) -> None:
     """Also where the cluster is that of this machine: no local Ray takes its place."""
     tokens = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     program = "import sys, orchdata.engines.on_ray.cluster as c; c.connect(sys.argv[1] or None, num_ranks=1)"
-    for address, environ in ((refusing_cluster, {}), ("", {"RAY_ADDRESS": refusing_cluster})):
+    environ = {"RAY_TMPDIR": refusing_cluster.folder, "RAY_ADDRESS": ""} | tokens
+    for address in (refusing_cluster.address, ""):
         command = [sys.executable, "-c", program, address]
-        done = subprocess.run(command, env=os.environ | tokens | environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        error = r"RuntimeError: Ray cannot connect to 127.*it refuses this process: RAY_AUTH_MODE"
+        where = address or "the cluster of this machine"
+        error = f"RuntimeError: Ray cannot connect to {where}.*refuses the token of this process: RAY_AUTH_MODE"
         assert re.search(error, done.stderr), done.stderr
 
 
@@ -521,29 +565,47 @@ def kill_process(actor: Any) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-LOW_MEMORY = """
-import warnings
+SHORT_OF_ROOM = """
+import json, sys, warnings
 warnings.simplefilter("ignore")
-import ray, orchdata as od
-from ray_data import OutOfMemory
-limits = {"memory_usage_threshold": 0.001, "min_memory_free_bytes": -1, "memory_monitor_refresh_ms": 500}
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=limits)
+import ray, ray_data, orchdata as od
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, **json.loads(sys.argv[2]))
 engine = od.RayEngine(num_cpus=0.5, start_timeout=20)
-loader = od.DataLoader(OutOfMemory(), batch_size=2, num_workers=1, engine=engine, cost=[1] * 8, timeout=15)
+data = getattr(ray_data, sys.argv[1])()
 try:
-    next(iter(loader))
+    next(iter(od.DataLoader(data, batch_size=2, num_workers=1, engine=engine, cost=[1] * 8, timeout=15)))
 except RuntimeError as error:
     print(error)
 """
+NO_MEMORY = {"memory_usage_threshold": 0.001, "min_memory_free_bytes": -1, "memory_monitor_refresh_ms": 500}
+NO_DISK = {
+    "local_fs_capacity_threshold": 0.001,
+    "local_fs_monitor_interval_ms": 10,
+    "automatic_object_spilling_enabled": False,
+}
 
 
 @pytest.mark.slow
-def test_actors_that_rays_memory_monitor_ends_as_they_start_are_an_error_that_names_it(tmp_path: Path) -> None:
-    script = tmp_path / "low_memory.py"
-    script.write_text(LOW_MEMORY)
+@pytest.mark.parametrize(
+    ("data", "options", "error"),
+    [
+        ("OutOfMemory", {"_system_config": NO_MEMORY}, r"short of memory \(Ray's memory monitor ends actors"),
+        (
+            "Large",
+            {"_system_config": NO_DISK, "object_store_memory": 80 << 20},
+            r"step 0 of epoch 0 did not come back from Ray actor 0 on node \d.*disk is full.*--object-store-memory",
+        ),
+    ],
+)
+def test_a_node_without_memory_or_disk_is_an_error_that_says_so(
+    data: str, options: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "short_of_room.py"
+    script.write_text(SHORT_OF_ROOM)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support"), "RAY_ADDRESS": ""}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=200)
-    assert "short of memory (Ray's memory monitor ends actors" in done.stdout, done.stdout + done.stderr[-2000:]
+    command = [sys.executable, script, data, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    assert re.search(error, done.stdout), done.stdout + done.stderr[-2000:]
 
 
 def test_what_counts_against_a_sample() -> None:
