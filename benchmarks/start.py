@@ -58,21 +58,19 @@ def run(config: StartBench) -> list[Result]:
         read = {size: path.stat().st_size for size, path in paths.items()}
     results = []
     for size in sizes:
-        results += _of_first_starts(size, read[size], first[size]) + _of_later_starts(size, later[size])
-    return results + _of_size(later[sizes[0]], later[sizes[-1]], sizes[0], sizes[-1])
+        results += [_of_first_starts(size, read[size], first[size]), *_of_later_starts(size, later[size])]
+    return [*results, _of_size(later[sizes[0]], later[sizes[-1]], sizes[0], sizes[-1])]
 
 
-def _of_first_starts(size: int, num_bytes: int, starts: list[dict[str, float]]) -> list[Result]:
-    return [
-        Result(
-            name=f"{size:,} samples: checksums verified, on the first start of a machine",
-            unit="GB/s",
-            values=tuple(num_bytes / start["opened_seconds"] / 1e9 for start in starts),
-            demand=1.0,
-            better="high",
-            note=f"{num_bytes / 1e9:.2f} GB in the page cache",
-        )
-    ]
+def _of_first_starts(size: int, num_bytes: int, starts: list[dict[str, float]]) -> Result:
+    return Result(
+        name=f"{size:,} samples: checksums verified, on the first start of a machine",
+        unit="GB/s",
+        values=tuple(num_bytes / start["opened_seconds"] / 1e9 for start in starts),
+        demand=1.0,
+        better="high",
+        note=f"{num_bytes / 1e9:.2f} GB in the page cache",
+    )
 
 
 def _of_later_starts(size: int, starts: list[dict[str, float]]) -> list[Result]:
@@ -107,17 +105,15 @@ def _of_later_starts(size: int, starts: list[dict[str, float]]) -> list[Result]:
     ]
 
 
-def _of_size(few: list[dict[str, float]], many: list[dict[str, float]], least: int, most: int) -> list[Result]:
+def _of_size(few: list[dict[str, float]], many: list[dict[str, float]], least: int, most: int) -> Result:
     """What grows with the number of rows. Starts are compared in pairs."""
-    between = list(zip(few, many, strict=True))
-    return [
-        Result(
-            name=f"anonymous memory, {most:,} samples - {least:,}",
-            unit="MiB",
-            values=tuple((large["anonymous_bytes"] - small["anonymous_bytes"]) / 2**20 for small, large in between),
-            demand=200.0,
-        )
-    ]
+    between = zip(few, many, strict=True)
+    return Result(
+        name=f"anonymous memory, {most:,} samples - {least:,}",
+        unit="MiB",
+        values=tuple((large["anonymous_bytes"] - small["anonymous_bytes"]) / 2**20 for small, large in between),
+        demand=200.0,
+    )
 
 
 def _first_start(path: Path, config: StartBench) -> dict[str, float]:

@@ -20,11 +20,7 @@ from orchdata.loaders.index.building.crew import BuildProgress, in_parallel, war
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.jobs.jobs import Jobs, Processes
 from orchdata.loaders.index.jobs.work import Given
-from orchdata.loaders.index.locations import (
-    check_function_of,
-    index_path,
-    is_outdated,
-)
+from orchdata.loaders.index.locations import check_function_of, index_path, is_outdated
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.kept.builds import building

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from orchdata.building.step import BuiltStep
 from orchdata.order.steps import StepTask
@@ -98,7 +98,10 @@ class Dispatcher(Protocol):
         """The caller waits for a job from now on."""
 
 
-class JobEngine:
+D = TypeVar("D", bound=Dispatcher)
+
+
+class JobEngine(Generic[D]):
     """Base of engines with workers, each of which builds a whole step.
 
     The thread refers to its dispatcher, not to the engine, so that an engine that nothing refers to ends its workers.
@@ -110,7 +113,7 @@ class JobEngine:
 
     keeps_time = True
 
-    def __init__(self, dispatcher: Dispatcher, *, num_workers: int, max_jobs: int, in_turn: bool) -> None:
+    def __init__(self, dispatcher: D, *, num_workers: int, max_jobs: int, in_turn: bool) -> None:
         self.depth = num_workers * max_jobs
         self._dispatcher = dispatcher
         self._num_workers = num_workers

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.processes import free_ports
 
 CPUS_OF_A_NODE = 3
 ACTOR = {"num_cpus": 0.25}
@@ -98,12 +97,11 @@ class RefusingCluster:
 def refusing_cluster() -> Iterator[RefusingCluster]:
     """What `ray start --head` starts; it asks for a token which no other process has."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 40, "RAY_USAGE_STATS_ENABLED": "0"}
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        options = ["--num-cpus=1", "--include-dashboard=false"]
+        # Ray's own range for its workers has ports of `free_ports`: then it refuses to start.
+        options = ["--num-cpus=1", "--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0"]
         log = Path(folder, "start.log")
         with log.open("w") as out:
             head = subprocess.Popen(

@@ -26,9 +26,7 @@ from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, content_fingerprint, digest
 from orchdata.loaders.index.jobs.jobs import Jobs
 from orchdata.loaders.index.jobs.work import Measured
-from orchdata.loaders.index.locations import (
-    stored_description,
-)
+from orchdata.loaders.index.locations import stored_description
 from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes

@@ -1,9 +1,9 @@
 """The threads of a build: each measures one shard or several, small ones together, and large ones with idle threads.
 
 shards --chunks--> threads --Builder.costs--> tables
-|--> measured by another process: checked again, and waited for
-|--> a read failed: tried again, outside of the thread's turn
-'--> too little memory: measured again, while no other shard is
+                      |--> measured by another process: checked again, and waited for
+                      |--> a read failed: tried again, outside of the thread's turn
+                      '--> too little memory: measured again, while no other shard is
 """
 
 from __future__ import annotations

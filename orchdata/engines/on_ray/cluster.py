@@ -99,8 +99,9 @@ def _is_gone(error: ConnectionError) -> bool:
     """Return whether there is no cluster on this machine, or only the address of one that was killed."""
     if _NO_CLUSTER in str(error):
         return True
+    found = _CLUSTER_AT.search(str(error))
     try:
-        _check_answers(found[1] if (found := _CLUSTER_AT.search(str(error))) else None)
+        _check_answers(found and found[1])
     except OSError:
         return True
     return False

@@ -51,7 +51,7 @@ _RESTART_SECONDS: Final = 60.0
 _STOPPED: Final = "the loader's Ray actors were stopped"
 
 
-class ActorEngine(JobEngine):
+class ActorEngine(JobEngine["ActorDispatcher"]):
     """Builds steps in actors; one actor builds a whole step.
 
     Args:
@@ -65,13 +65,13 @@ class ActorEngine(JobEngine):
 
     def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
         workers = run.options
-        self._actors = ActorDispatcher(spec, run, options=options, start_timeout=start_timeout)
-        super().__init__(self._actors, num_workers=workers.num_workers, max_jobs=workers.max_jobs, in_turn=run.in_turn)
-        weakref.finalize(self, self._actors.stop)
-        self._actors.start()
+        dispatcher = ActorDispatcher(spec, run, options=options, start_timeout=start_timeout)
+        super().__init__(dispatcher, num_workers=workers.num_workers, max_jobs=workers.max_jobs, in_turn=run.in_turn)
+        weakref.finalize(self, dispatcher.stop)
+        dispatcher.start()
 
     def close(self) -> None:
-        self._actors.stop()
+        self._dispatcher.stop()
 
 
 class ActorDispatcher(threading.Thread):
@@ -465,11 +465,12 @@ def _not_returned(member: Member, job: Job, error: BaseException) -> Exception:
     cause = cause_of(error)
     if not isinstance(cause, exceptions.RayError):
         return cause
-    is_full = isinstance(cause, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError)
-    way_out = "free its disk, or give it a larger store (`ray start --object-store-memory`)" if is_full else ""
+    way_out = "`ray logs` on that node may say more"
+    if isinstance(cause, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
+        way_out = "free its disk, or give it a larger store (`ray start --object-store-memory`)"
     return RuntimeError(
         f"{job.name} did not come back from Ray actor {member.number} on node {member.address}: {described(cause)}. "
-        + (way_out or "`ray logs` on that node may say more")
+        f"{way_out}"
     )
 
 

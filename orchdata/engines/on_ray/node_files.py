@@ -76,7 +76,7 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None) -> Index:
     """
     cache = CacheFolder()
     # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
-    with _claimed(cache, Path(f"{file.digest}.opened")):
+    with _claimed(cache, f"{file.digest}.opened"):
         path, failed = _there(file), None
         if path is None and fetch is not None:
             try:
@@ -109,7 +109,7 @@ def _there(file: NodeFile) -> Path | None:
 def copied(file: NodeFile, cache: CacheFolder) -> Path:
     """Return the path of the copy in a cache folder, which is fetched by the first process that asks."""
     path = cache.file(file.kind, f"{file.digest}{Path(file.path).suffix}")
-    with _claimed(cache, path):
+    with _claimed(cache, str(path)):
         if not _is_same(file, path):
             with replaced(path) as fd:
                 _fetch(file, lambda data, start: write_at(fd, data.data, start))
@@ -119,9 +119,9 @@ def copied(file: NodeFile, cache: CacheFolder) -> Path:
 
 
 @contextmanager
-def _claimed(cache: CacheFolder, path: Path) -> Iterator[None]:
-    """Let one process of a node use a path at a time."""
-    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(str(path), go_on=lambda: True):
+def _claimed(cache: CacheFolder, name: str) -> Iterator[None]:
+    """Let one process of a node at a time work on what has this name."""
+    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(name, go_on=lambda: True):
         yield
 
 

@@ -42,7 +42,7 @@ class Workers:
     persistent: bool
 
 
-class ProcessEngine(JobEngine):
+class ProcessEngine(JobEngine[Supervisor]):
     """Builds steps in worker processes; one process builds a whole step.
 
     Args:
@@ -72,7 +72,7 @@ class ProcessEngine(JobEngine):
         options = workers.options
         first = WorkerSpec(spec=spec, number=0, options=options, base_seed=base_seed, environ=dict(os.environ))
         try:
-            self._supervisor = Supervisor(
+            supervisor = Supervisor(
                 workers.context,
                 [_worker(first, number, states) for number in range(options.num_workers)],
                 timeout=workers.timeout,
@@ -84,15 +84,15 @@ class ProcessEngine(JobEngine):
             explain_pickling(first, error)
             raise
         super().__init__(
-            self._supervisor, num_workers=options.num_workers, max_jobs=options.max_jobs, in_turn=workers.in_turn
+            supervisor, num_workers=options.num_workers, max_jobs=options.max_jobs, in_turn=workers.in_turn
         )
         self._is_polite = options.as_torch
-        _supervisors.add(self._supervisor)
-        weakref.finalize(self, self._supervisor.stop, polite=False).atexit = False
-        self._supervisor.start()
+        _supervisors.add(supervisor)
+        weakref.finalize(self, supervisor.stop, polite=False).atexit = False
+        supervisor.start()
 
     def close(self) -> None:
-        self._supervisor.stop(polite=self._is_polite)
+        self._dispatcher.stop(polite=self._is_polite)
 
 
 def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:

@@ -224,4 +224,6 @@ def test_bytes_on_their_way_count_as_memory_of_the_step(
         with pytest.raises(RuntimeError, match=error) as raised:
             list(loader)
         assert "none of its samples ends a process alone" in str(raised.value)
+        # Where the step does not fit at all, no client is asked, which would end its process.
+        assert memory == 64 or "Aborted" not in str(raised.value)
     assert loader.stats()["failures"]["count"] == 0
