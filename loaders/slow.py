@@ -21,8 +21,9 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 AFTER_SECONDS: Final = 30.0
-SCANNING: Final = 0.5
-"""The part of the work for a shard that is scanning it; the rest is measuring its samples."""
+SCANNING: Final = 0.25
+"""The part of the work for a shard that is scanning it; the rest is measuring its samples. For short texts it is a
+fifth, for records that name images more than half."""
 _LOOK_SECONDS: Final = 1.0
 _WAITING: Final = (
     "orchdata.loaders.storage.",

@@ -126,6 +126,8 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
+        del batches
+        pa.default_memory_pool().release_unused()  # a multiple of the facts
     if facts.marks:  # after the batch; facts of earlier releases have none
         values["marks"] = len(facts.marks)
     write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0], access)

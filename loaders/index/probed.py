@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
@@ -52,7 +53,7 @@ class RecipeColumns(NamedTuple):
         errors: row -> its error.
     """
 
-    kinds: list[int]
+    kinds: array[int]
     headers: Iterable[Header]
     errors: dict[int, str]
 
@@ -87,7 +88,7 @@ class Probes:
         # The kind of each row under the recipe. An error of a whole sample stays, for any modality.
         table, recipe = facts.table, self._recipe
         known: dict[tuple[str, int], int] = {}
-        kinds: list[int] = []
+        kinds = array("i")
         for field_kind in zip(fields, table.kind, strict=True):
             kind = known.get(field_kind)
             kinds.append(known.setdefault(field_kind, recipe.kind_of(*field_kind)) if kind is None else kind)
@@ -95,7 +96,8 @@ class Probes:
         errors = table.errors
         if errors:
             structural = {row for row in errors if table.kind[row] == OTHER}
-            kinds = [OTHER if row in structural else kind for row, kind in enumerate(kinds)] if structural else kinds
+            for row in structural:
+                kinds[row] = OTHER
 
         # Headers of the user's own modalities.
         if self._own:

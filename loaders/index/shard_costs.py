@@ -38,7 +38,7 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
-from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
+from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.text.words import WORDS_SUFFIX
 from orchdata.loaders.versions import COSTS_FORMAT
@@ -202,8 +202,8 @@ class ShardCosts(NamedTuple):
         """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
         values = self.values(url, meta, media_root) | ({"marks": True} if self.marks else {})
         body = pack(self.columns) + self.marks
-        file, digest = seal(KIND, COSTS_FORMAT, values, [body])
-        write_whole(path, file, access)
+        head, digest = head_for(KIND, COSTS_FORMAT, values, body)
+        write_whole(path, body, access, head=head)
         return CostTable.of(path, values, digest, body, self.kinds, access)
 
 
@@ -263,7 +263,7 @@ def _samples(
 ) -> Iterator[ShardSample]:
     table = facts.table
     ordinals, errors = table.sample, table.errors
-    fields, keys = _shared_strings(table.field), table.key
+    fields, keys = table.field, table.key
     columns = probes.under_recipe(facts, fields, shard)
     kinds, errors = columns.kinds, columns.errors
     row_errors = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
@@ -297,12 +297,6 @@ def _samples(
             wanted = sorted({*wanted, *(member for name, member in parts if (name, member) not in sizes)})
         sample = ShardSample(keys[first], first, mine, wanted, digest, names, sizes=sizes)
         yield sample if usable is None else usable.used(sample, number)
-
-
-def _shared_strings(strings: list[str]) -> list[str]:
-    """Return the list with equal strings as one object, to save memory."""
-    shared: dict[str, str] = {}
-    return [shared.setdefault(string, string) for string in strings]
 
 
 def _shard_error(members: Sequence[Member]) -> FieldError | None:

@@ -177,6 +177,8 @@ def part_sizes(
     Args:
         known: sizes that were counted before; those that are counted now are added.
     """
+    if not parts:
+        return []
     known = {} if known is None else known
     sizes = [_part_size(name, member, members, payloads, recipe, known) for name, member in parts]
     counts = Counter(name for name, _ in parts)

@@ -17,12 +17,14 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from orchdata.loaders.compact import Names, Strings
 from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.shards.fields import OWN_JSON, RAW
@@ -86,22 +88,22 @@ class FactsMeta:
 
 @dataclass(slots=True)
 class FactsTable:
-    """Rows of facts, one Python list per column: lists are faster than arrays for the many tiny shards of a data set.
+    """Rows of facts, by column. No row has a Python object of its own: see `loaders.compact`.
 
     Attributes:
         sample, key, ... header1: as in SCHEMA, all of the same length.
         errors: row -> its error.
     """
 
-    sample: list[int] = dataclasses.field(default_factory=list)
-    key: list[str] = dataclasses.field(default_factory=list)
-    field: list[str] = dataclasses.field(default_factory=list)
-    kind: list[int] = dataclasses.field(default_factory=list)
-    offset: list[int] = dataclasses.field(default_factory=list)
-    size: list[int] = dataclasses.field(default_factory=list)
-    encoding: list[int] = dataclasses.field(default_factory=list)
-    header0: list[int] = dataclasses.field(default_factory=list)
-    header1: list[int] = dataclasses.field(default_factory=list)
+    sample: array[int] = dataclasses.field(default_factory=partial(array, "i"))
+    key: Strings = dataclasses.field(default_factory=Strings)
+    field: Names = dataclasses.field(default_factory=Names)
+    kind: array[int] = dataclasses.field(default_factory=partial(array, "B"))
+    offset: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    size: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    encoding: array[int] = dataclasses.field(default_factory=partial(array, "B"))
+    header0: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    header1: array[int] = dataclasses.field(default_factory=partial(array, "q"))
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -123,10 +125,16 @@ class FactsTable:
         """Append one row."""
         if error is not None:
             self.errors[len(self.sample)] = error
-        for name, value in zip(_ROW, (sample, key, field, kind, offset, size, encoding), strict=True):
-            getattr(self, name).append(value)
-        for name, value in zip(HEADERS, header, strict=True):
-            getattr(self, name).append(value)
+        header0, header1 = header
+        self.sample.append(sample)
+        self.key.append(key)
+        self.field.append(field)
+        self.kind.append(kind)
+        self.offset.append(offset)
+        self.size.append(size)
+        self.encoding.append(encoding)
+        self.header0.append(header0)
+        self.header1.append(header1)
 
     def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
         """Append rows of (sample, key, field, kind, offset, size, encoding); call `extend_headers` afterwards."""
@@ -136,8 +144,8 @@ class FactsTable:
 
     def extend_headers(self, headers: NDArray[np.int64]) -> None:
         """Append the headers of the rows added since the last call, int64 (n, NUM_FACTS)."""
-        for name, values in zip(HEADERS, headers.T.tolist(), strict=True):
-            getattr(self, name).extend(values)
+        for name, values in zip(HEADERS, headers.T, strict=True):
+            getattr(self, name).frombytes(values.astype(np.int64).tobytes())
 
     def fail_structure(self, row: int, reason: str) -> None:
         """Make the sample of `row` bad under every recipe. A reason that is already recorded stays."""
@@ -147,7 +155,7 @@ class FactsTable:
     def all_failed(self, reason: str) -> FactsTable:
         """Return a copy of the rows in which every sample is bad for this reason."""
         rows = range(len(self))
-        return replace(self, kind=[OTHER for _ in rows], errors=dict.fromkeys(rows, reason))
+        return replace(self, kind=array("B", [OTHER]) * len(self), errors=dict.fromkeys(rows, reason))
 
     def ignored(self) -> dict[str, int]:
         """Count the rows without error of each ignored field."""
@@ -162,19 +170,22 @@ class FactsTable:
         """Return a digest of which bytes of the shard each row is, and of which sample: equal, if the rows are."""
         digest = hashlib.blake2b(digest_size=8)
         for column in (self.sample, self.offset, self.size, self.encoding):
-            digest.update(array("q", column))
+            digest.update(np.asarray(column).astype(np.int64).data)
         return digest.hexdigest()
 
     def arrow(self) -> pa.Table:
         """Return an Arrow table of SCHEMA."""
-        columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
-        errors = pa.array([self.errors.get(row) for row in range(len(self))], SCHEMA.field("error").type)
-        return pa.Table.from_arrays([*columns, errors], schema=SCHEMA)
+        columns: dict[str, Any] = {name: pa.array(np.asarray(getattr(self, name))) for name in _NUMBERS}
+        columns |= {name: getattr(self, name).arrow() for name in _STRINGS}
+        columns["error"] = pa.nulls(len(self), pa.string())
+        if self.errors:
+            columns["error"] = pa.array(map(self.errors.get, range(len(self))), pa.string())
+        return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     def check(self) -> None:
         """Raise ValueError for values that no reader produces: someone else may have written the file of the table."""
-        samples, kinds, encodings = self.sample, set(self.kind), set(self.encoding)
-        if samples and (samples[0] < 0 or any(map(int.__gt__, samples, samples[1:]))):
+        samples, kinds, encodings = self.sample, set(self.kind.tobytes()), set(self.encoding.tobytes())
+        if samples and (samples[0] < 0 or (np.diff(np.asarray(samples)) < 0).any()):
             raise ValueError("samples are not in order")
         if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_JSON + 1)):
             raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
@@ -184,12 +195,15 @@ class FactsTable:
     @staticmethod
     def of_arrow(table: pa.Table) -> FactsTable:
         """Build the rows from a table of SCHEMA."""
-        columns = {name: table.column(name).to_numpy().tolist() for name in _NUMBERS}
-        columns |= {name: table.column(name).to_pylist() for name in _STRINGS}
-        errors: dict[int, str] = {}
+        result = FactsTable()
+        for name in _NUMBERS:
+            getattr(result, name).frombytes(table.column(name).to_numpy().tobytes())
+        result.key = Strings.of_arrow(table.column("key").combine_chunks())
+        result.field = Names.of_arrow(table.column("field").combine_chunks())
         if table.column("error").null_count < len(table):
-            errors = {row: reason for row, reason in enumerate(table.column("error").to_pylist()) if reason is not None}
-        return FactsTable(**columns, errors=errors)
+            reasons = enumerate(table.column("error").to_pylist())
+            result.errors = {row: reason for row, reason in reasons if reason is not None}
+        return result
 
 
 class Facts(NamedTuple):

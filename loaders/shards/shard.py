@@ -140,6 +140,8 @@ def beginning_of(
     table = first_samples(table, most)
     rows = hashlib.blake2b(digest_size=16)
     for column in fields(table):
-        rows.update(repr(getattr(table, column.name)).encode("utf-8", "backslashreplace"))
+        values = getattr(table, column.name)
+        listed = values if isinstance(values, dict) else list(values)
+        rows.update(repr(listed).encode("utf-8", "backslashreplace"))
     facts = facts_of(shard, table, rows.hexdigest(), ignored=table.ignored(), **more)
     return Beginning(facts, is_whole, 1.0 if is_whole else min(1.0, max(share, _LEAST_SHARE)), max(1, reach))

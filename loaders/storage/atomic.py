@@ -55,15 +55,20 @@ def replaced(path: str | Path, access: Access | None = None) -> Iterator[int]:
         raise storage_error(str(path), "cannot be written", error) from error
 
 
-def write_whole(path: str | Path, data: Buffer, access: Access | None = None) -> None:
-    """Write a small file, with some attempts. Raises StorageError if all of them fail."""
-    tried(str(path), "cannot be written", lambda: write_once(path, data, access))
+def write_whole(path: str | Path, data: Buffer, access: Access | None = None, *, head: bytes = b"") -> None:
+    """Write a small file, with some attempts. Raises StorageError if all of them fail.
+
+    Args:
+        head: comes before the data.
+    """
+    tried(str(path), "cannot be written", lambda: write_once(path, data, access, head=head))
 
 
-def write_once(path: str | Path, data: Buffer, access: Access | None = None) -> None:
+def write_once(path: str | Path, data: Buffer, access: Access | None = None, *, head: bytes = b"") -> None:
     """Write a small file. Raises OSError."""
     with new_file(path, access=access) as fd:
-        write_at(fd, data, 0)
+        write_at(fd, head, 0)
+        write_at(fd, data, len(head))
 
 
 def write_at(fd: int, data: Buffer, offset: int) -> None:

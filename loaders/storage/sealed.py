@@ -63,8 +63,13 @@ class Head:
 def seal(kind: bytes, format: int, values: Mapping[str, Any], body: Sequence[Buffer]) -> tuple[bytes, str]:
     """Return the bytes of a whole file, and its digest as in `Head`."""
     joined = b"".join(body)
-    head, digest = _head(kind, format, values, len(joined), _crcs_of(joined))
+    head, digest = head_for(kind, format, values, joined)
     return head + joined, digest
+
+
+def head_for(kind: bytes, format: int, values: Mapping[str, Any], body: bytes) -> tuple[bytes, str]:
+    """Return what a file has before its body, and its digest as in `Head`."""
+    return _head(kind, format, values, len(body), _crcs_of(body))
 
 
 def body_start(values: Mapping[str, Any], size: int) -> int:

@@ -311,7 +311,7 @@ _SPECIAL_IDS: Final = tuple(f"{name}_id" for name in _SPECIAL.split())
 def decode_utf8(payload: bytes | memoryview) -> str:
     """Text of a UTF-8 payload, without a byte order mark. Raises DecodeError."""
     try:
-        return str(payload, "utf-8-sig")
+        return str(payload, "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DecodeError(f"not valid UTF-8: {error.reason} at byte {error.start}") from None
 

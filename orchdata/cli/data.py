@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -382,6 +383,7 @@ def _build(
             advance(done, total)
 
         how: dict[str, Any] = {"reading": reading, "force": force, "parts": parts, **measured_by}
+        gc.freeze()  # what is loaded stays: the collector need not walk it while samples are measured
         index = build_index(urls, recipe, **how, progress=shard_done, under_way=under_way)
         return index, scanned
 

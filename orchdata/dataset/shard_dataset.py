@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from orchdata.dataset.indexed.arguments import checked_fields, checked_store, command_arguments, reading_of
 from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
-from orchdata.dataset.indexed.opened import Chosen, Opened
+from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
 from orchdata.dataset.indexed.published import Generation, StoredIndex
 from orchdata.dataset.selection import (
     Filter,
@@ -409,7 +409,7 @@ class ShardDataset:
         rows = self._chosen().first_rows
         if not -len(rows) <= number < len(rows):
             raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
-        row = int(rows[number])  # negative numbers count from the end
+        row = rows[number]
         index, shards = self._opened.index, self._opened.open(self.recipe, self.containers, self.files)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
@@ -437,14 +437,14 @@ class ShardDataset:
             shard = absolute(shard)
         rows = self._chosen().first_rows
         assert self._opened.index is not None
-        matches = np.array(self._opened.index.find_all(shard, key), np.int64)
-        matches = matches[np.isin(matches, rows)]
+        found = [int(row) for row in self._opened.index.find_all(shard, key)]
+        matches = {row: number for row in found if (number := rows.number_of(row)) is not None}
         if len(matches) > 1:
-            shards = ", ".join(sorted({self._opened.index.shard_of(int(row)).url for row in matches[:3]}))
+            shards = ", ".join(sorted({self._opened.index.shard_of(row).url for row in [*matches][:3]}))
             raise ValueError(
                 f"{len(matches)} samples have the key {key!r} (in {shards}): pass shard=, or use unique keys"
             )
-        return int(np.searchsorted(rows, matches[0])) if len(matches) else None
+        return next(iter(matches.values()), None)
 
     def _chosen(self) -> Chosen:
         """Return the rows of the samples."""
@@ -453,8 +453,10 @@ class ShardDataset:
             index = opened.index or self.index()
             if opened.chosen is None:
                 without = np.union1d(index.bad_rows(), self.left_out(index))
-                rows = np.setdiff1d(np.arange(index.num_rows), without, assume_unique=True)
-                opened.chosen = Chosen(rows, rows[index.piece[rows] == 0] if index.is_split else rows)
+                rows = first_rows = Rows(index.num_rows, without)
+                if index.is_split:
+                    first_rows = Rows(index.num_rows, np.union1d(without, np.flatnonzero(index.piece)))
+                opened.chosen = Chosen(rows, first_rows)
             return opened.chosen
 
     def _with(self, selection: Selection | Taken) -> ShardDataset:
@@ -489,5 +491,5 @@ class ShardDataset:
             return f"ShardDataset({shards}{chosen}; not indexed yet)"
         rows, first_rows = self._chosen()
         pieces = f" in {len(rows):,} rows" if len(rows) > len(first_rows) else ""
-        tokens = int(index.llm_tokens[rows].sum())
+        tokens = rows.sum_of(index.llm_tokens)
         return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"

@@ -35,7 +35,7 @@ balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
 loaders: memory waits
-loaders: errors versions amounts locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
+loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage

@@ -6,6 +6,7 @@ then it measures in a folder of its own, and its result has the files that the b
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -120,6 +121,7 @@ class Measurer:
                 "--jobs 1 (jobs=1), which uses threads"
             ) from error
         self._builder.claims.close()  # the build has claimed the shard
+        gc.freeze()  # what is loaded stays: the collector need not walk it while samples are measured
         self._given = given
         return given, self._builder
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.compact import Strings
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.field_names import VALUE, is_kept_as
 from orchdata.loaders.index.measuring.kept_texts import Kept
@@ -62,10 +63,10 @@ class CostRows:
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
         self._counts = recipe.text.count_fields
-        # Flat arrays of int64: millions of tuples would slow the garbage collector.
+        # Without an object for each row: millions of them would slow the garbage collector.
         self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
-        self._keys: list[str] = []
-        self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would keep texts in memory
+        self._keys = Strings()
+        self._errors: dict[int, tuple[str, str]] = {}  # (field, reason): an exception would keep texts in memory
         self._parts = array("q")  # as PARTS
         self._members = array("q")  # as MEMBERS
 
@@ -102,15 +103,14 @@ class CostRows:
         for piece, counts in enumerate(measured.pieces):
             self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
             self._keys.append(sample.key)
-            self._errors.append(None)
 
     def add_bad(self, sample: ShardSample, name: str, reason: str) -> None:
         for member in sample.members:
             if member.kind == OTHER and member.error is None and not member.field.endswith(VALUE):
                 self.ignored[member.field] += 1
         self._rows.extend((0, 0, 0, 0, 0, 0, 0))
+        self._errors[len(self._keys)] = (name, reason)
         self._keys.append(sample.key)
-        self._errors.append((name, reason))
 
     def columns(self) -> Columns:
         """Return all rows as columns."""
@@ -134,13 +134,13 @@ class CostRows:
                 arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
             arrays[f"{kind}_{listed}"] = np.ascontiguousarray(rows[len(names) :].T, layout[listed])
 
-        errors = [error for error in self._errors if error is not None]
-        arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
-        fields, reasons = [field for field, _ in errors], [reason for _, reason in errors]
+        arrays["bad_row"] = np.array(list(self._errors), np.int64)
+        fields = Strings([name for name, _ in self._errors.values()])
+        reasons = Strings([reason for _, reason in self._errors.values()])
         for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
-            encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
-            arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])
-            arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
+            lengths, encoded = strings.encoded()
+            arrays[f"{column_name}_offsets"] = offsets_of(lengths)
+            arrays[f"{column_name}_bytes"] = np.frombuffer(encoded, np.uint8)
         return Columns(**arrays)
 
 

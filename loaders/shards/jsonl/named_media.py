@@ -11,6 +11,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
@@ -29,6 +30,7 @@ _CHATS: Final = ("messages", "conversations", "conversation")
 _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item besides that of its type, as in transformers."""
 _CONTENTS: Final = ("content", "value")
+_NAMING: Final = frozenset((*_RECORD_KEYS, *_CHATS, *_CONTENTS))
 _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
@@ -91,6 +93,8 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     Raises:
         DecodeError: the record names media in two ways that differ, or in tags of its text.
     """
+    if not file_names and isinstance(value, dict) and _names_none(tuple(value)):
+        return []
     # Names under keys of the record, and names in its turns.
     by_key: dict[str, list[Any]] = {}
     in_turns: dict[str, list[Any]] = {}
@@ -118,6 +122,12 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         if modality in BUILTINS and not names and isinstance(value, dict):
             media += _unread_key_error(value, modality, kind)
     return media
+
+
+@lru_cache(maxsize=1024)  # most records of a file have the same keys
+def _names_none(keys: tuple[str, ...]) -> bool:
+    """Return whether no record with these keys names media: it has none that names media, or that has turns."""
+    return _NAMING.isdisjoint(keys) and not any(key.startswith(tuple(BUILTINS)) for key in keys)
 
 
 def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:

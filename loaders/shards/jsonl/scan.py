@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
+from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
@@ -285,7 +286,7 @@ class _Scan:
         self._url = reader.url
         self._encoding = reader.encoding
         self._number = 0
-        self._first_row: dict[str, int] = {}
+        self._first_row = RowsOfKeys(self.table.key)
 
     def add(self, read: Sequence[_Read], probed: Sequence[_Probed]) -> None:
         """Add records; `probed` are the media of all of them, in order."""

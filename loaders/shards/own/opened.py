@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Final, TypeVar
 
+from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import NOT_DATA, ContainerError, DecodeError, FieldError, ShardError, pass_trouble
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
@@ -245,7 +246,7 @@ class _Scan:
         self._shard = shard
         self._limits: Limits = shard._limits
         self._table = FactsTable()
-        self._first_row: dict[str, int] = {}
+        self._first_row = RowsOfKeys(self._table.key)
 
     def run(self) -> FactsTable:
         current = here()

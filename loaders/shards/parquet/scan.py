@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
@@ -68,7 +69,7 @@ class _Scan:
         self._reader = reader
         self._limits = limits
         self._table = FactsTable()
-        self._first_row: dict[str, int] = {}
+        self._first_row = RowsOfKeys(self._table.key)
 
     def run(self, most: int) -> FactsTable:
         reader, key = self._reader, self._reader.key

@@ -19,11 +19,58 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.files import Files
 
 
-class Chosen(NamedTuple):
-    """Rows of samples, and the first of each sample, ascending, int64."""
+class Rows:
+    """Rows of an index, ascending: all but some. The memory is that of the rows it has, or of those it lacks if they
+    are fewer.
 
-    rows: NDArray[np.int64]
-    first_rows: NDArray[np.int64]
+    Args:
+        num_rows: of the index.
+        without: the rows that it lacks, ascending, int64.
+    """
+
+    def __init__(self, num_rows: int, without: NDArray[np.int64]) -> None:
+        self._count = num_rows - len(without)
+        self._listed: NDArray[np.int64] | None = None
+        if len(without) > self._count:
+            has = np.ones(num_rows, np.bool_)
+            has[without] = False
+            self._listed, without = np.flatnonzero(has), without[:0]
+        self._without = without
+        self._before = without - np.arange(len(without))  # how many rows of it come before each that it lacks
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> int:
+        """Return the row with this number; negative numbers count from the end. Raises IndexError."""
+        if not -self._count <= number < self._count:
+            raise IndexError(number)
+        number %= self._count
+        if self._listed is not None:
+            return int(self._listed[number])
+        return number + int(np.searchsorted(self._before, number, side="right"))
+
+    def number_of(self, row: int) -> int | None:
+        """Return the number of a row; None if the row is not among them."""
+        known = self._without if self._listed is None else self._listed
+        at = int(np.searchsorted(known, row))
+        is_known = at < len(known) and int(known[at]) == row
+        if self._listed is None:
+            return None if is_known else row - at
+        return at if is_known else None
+
+    def sum_of(self, column: NDArray[np.int32]) -> int:
+        """Return the sum of a column of the index over these rows."""
+        if self._listed is not None:
+            return int(column[self._listed].sum())
+        return int(column.sum()) - int(column[self._without].sum())
+
+
+class Chosen(NamedTuple):
+    """Rows of samples, and the first row of each sample."""
+
+    rows: Rows
+    first_rows: Rows
 
 
 class Opened:
