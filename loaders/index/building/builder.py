@@ -27,7 +27,7 @@ from orchdata.loaders.index.index import Index, content_fingerprint, digest
 from orchdata.loaders.index.jobs.jobs import Jobs
 from orchdata.loaders.index.jobs.work import Measured
 from orchdata.loaders.index.locations import stored_description
-from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts
+from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts, NewCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.published.parts import Parts
@@ -146,7 +146,9 @@ class Builder:
                     files=self._files,
                 )
                 costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules), access)
-                table = costs.write(path, url, facts.meta, root, access)
+                meta = facts.meta
+                del facts  # a large shard's take as much memory as its costs
+                table = costs.write(path, url, meta, root, access)
                 self._give(table)
                 return self._kept_in_memory(named(table, rules)), True
 
@@ -264,7 +266,7 @@ class Builder:
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
         self._counts.write(files, costs.new, kept, access)
-        return costs
+        return costs._replace(new=NewCounts(recipe))  # they are written: their memory is free
 
 
 def named(table: CostTable, rules: FieldRules) -> CostTable:

@@ -243,7 +243,7 @@ class TextsWriter:
         self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float], access: Access
     ) -> None:
         """Write the file for `read_texts`, which appears when it is complete. Raises StorageError."""
-        body = b"".join(bytes(values) for values in self._columns.values())
+        body = b"".join(self._columns.values())
         values = {
             "meta": identity,
             "rules": {topic: RULES[topic] for topic in _TOPICS},

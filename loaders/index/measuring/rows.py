@@ -6,10 +6,9 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.loaders.compact import Strings
 from orchdata.loaders.errors import FieldError
@@ -52,6 +51,9 @@ class ShardSample:
     sizes: Sizes = field(default_factory=dict)
 
 
+_ROW: Final = ("llm_tokens", "loss_tokens", "text_start", "piece", "cut_tokens", "num_parts", "num_members")
+
+
 class CostRows:
     """Collects the rows of one shard."""
 
@@ -64,11 +66,11 @@ class CostRows:
         self.ignored: Counter[str] = Counter()
         self._counts = recipe.text.count_fields
         # Without an object for each row: millions of them would slow the garbage collector.
-        self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
+        self._rows = {name: array("i") for name in _ROW}
         self._keys = Strings()
         self._errors: dict[int, tuple[str, str]] = {}  # (field, reason): an exception would keep texts in memory
-        self._parts = array("q")  # as PARTS
-        self._members = array("q")  # as MEMBERS
+        self._parts = {name: array(np.dtype(dtype).char) for name, dtype in PARTS.items()}
+        self._members = {name: array(np.dtype(dtype).char) for name, dtype in MEMBERS.items()}
 
     def put(self, sample: ShardSample, outcome: Outcome) -> None:
         """Add the next sample of the shard."""
@@ -83,56 +85,54 @@ class CostRows:
         header_width, extent_width = self._header_width, self._extent_width
         used, members = measured.used_members, sample.members
         position_of = {index: position for position, index in enumerate(used)}
-        numbers = self.field_numbers
+        numbers, columns = self.field_numbers, self._members
         for _ in measured.pieces:  # each piece lists all members
             for index in used:
                 row = sample.start + index
                 name, kind, header, size, _ = members[index]
-                number = numbers.setdefault(name, len(numbers))
-                if len(header) != header_width:
-                    header = _filled(header, header_width)
-                self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+                columns["field"].append(numbers.setdefault(name, len(numbers)))
+                columns["kind"].append(kind)
+                columns["encoding"].append(self._encodings[row])
+                columns["offset"].append(self._offsets[row])
+                columns["size"].append(size)
+                columns["header"].extend(header if len(header) == header_width else _filled(header, header_width))
+        columns = self._parts
         for name, index, (positions, tokens, rows, extent) in measured.parts:
-            if len(extent) != extent_width:
-                extent = _filled(extent, extent_width)
-            self._parts.extend((self._codes[name], position_of[index], positions, tokens, rows, *extent))
+            columns["modality"].append(self._codes[name])
+            columns["member"].append(position_of[index])
+            columns["positions"].append(positions)
+            columns["tokens"].append(tokens)
+            columns["rows"].append(rows)
+            columns["extent"].extend(extent if len(extent) == extent_width else _filled(extent, extent_width))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in position_of and not any(is_kept_as(member.field, name) for name in self._counts):
                     self.ignored[member.field] += 1
         for piece, counts in enumerate(measured.pieces):
-            self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
-            self._keys.append(sample.key)
+            self._put(sample.key, *counts, piece, measured.cut_tokens, len(measured.parts), len(used))
 
     def add_bad(self, sample: ShardSample, name: str, reason: str) -> None:
         for member in sample.members:
             if member.kind == OTHER and member.error is None and not member.field.endswith(VALUE):
                 self.ignored[member.field] += 1
-        self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._errors[len(self._keys)] = (name, reason)
-        self._keys.append(sample.key)
+        self._put(sample.key, 0, 0, 0, 0, 0, 0, 0)
+
+    def _put(self, key: str, *values: int) -> None:
+        """Add a row; `values` are as `_ROW`."""
+        self._keys.append(key)
+        for column, value in zip(self._rows.values(), values, strict=True):
+            column.append(value)
 
     def columns(self) -> Columns:
-        """Return all rows as columns."""
-        rows = _rows_of(self._rows, 7, np.int32)
-        llm_tokens, loss_tokens, text_start, piece, cut_tokens, num_parts, num_members = rows
-        arrays: dict[str, Any] = {
-            "shard": np.zeros(llm_tokens.size, np.int32),
-            "llm_tokens": llm_tokens,
-            "loss_tokens": loss_tokens,
-            "piece": piece,
-            "cut_tokens": cut_tokens,
-            "text_start": text_start,
-            "part_offsets": offsets_of(num_parts),
-            "member_offsets": offsets_of(num_members),
-        }
-        widths = {"part": self._extent_width, "member": self._header_width}
-        for kind, layout, numbers in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
-            *names, listed = layout  # the list comes last
-            rows = _rows_of(numbers, len(names) + widths[kind], np.int32 if kind == "part" else np.int64)
-            for row, name in zip(rows, names, strict=False):
-                arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
-            arrays[f"{kind}_{listed}"] = np.ascontiguousarray(rows[len(names) :].T, layout[listed])
+        """Return all rows as columns. No more can be added after that: they are not copied."""
+        arrays: dict[str, Any] = {name: np.asarray(column) for name, column in self._rows.items()}
+        arrays |= {"shard": np.zeros(len(self._keys), np.int32)}
+        arrays |= {f"{kind}_offsets": offsets_of(arrays.pop(f"num_{kind}s")) for kind in ("part", "member")}
+        arrays |= {f"part_{name}": np.asarray(column) for name, column in self._parts.items()}
+        arrays |= {f"member_{name}": np.asarray(column) for name, column in self._members.items()}
+        arrays["part_extent"] = arrays["part_extent"].reshape(len(self._parts["member"]), self._extent_width)
+        arrays["member_header"] = arrays["member_header"].reshape(len(self._members["field"]), self._header_width)
 
         arrays["bad_row"] = np.array(list(self._errors), np.int64)
         fields = Strings([name for name, _ in self._errors.values()])
@@ -147,8 +147,3 @@ class CostRows:
 def _filled(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
     """Cut to a width, or fill with zeros: headers of the facts may be wider than the recipe needs."""
     return numbers if len(numbers) == width else (*numbers[:width], *(0,) * (width - len(numbers)))
-
-
-def _rows_of(numbers: array[int], width: int, dtype: Any) -> NDArray[Any]:
-    """Convert records of `width` numbers to `width` contiguous columns."""
-    return np.frombuffer(numbers, np.int64).reshape(-1, width).T.astype(dtype, order="C")

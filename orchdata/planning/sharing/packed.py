@@ -98,6 +98,10 @@ class _Candidates:
         return min(allowed, key=lambda each: (each[0], each[1].num_microbatches))[1]
 
 
+class _DoesNotFit(ValueError):
+    """The samples do not fit into as many micro-steps as are asked for."""
+
+
 def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     """As `NoPadding.share_out`, but micro-steps may be empty."""
     balance = step.balance
@@ -118,15 +122,19 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     most = num_microbatches or first.num_microbatches
     # A grid starts from balancing over all ranks.
     if everywhere is not step and step.meets_in_micro_steps and most > 1:
-        chosen = NO_PADDING.share_out(everywhere, num_microbatches)
-        return first if chosen.num_microbatches > most else in_scope(step, chosen)
+        try:
+            chosen = NO_PADDING.share_out(everywhere, num_microbatches)
+        except _DoesNotFit:  # the ranks' own samples may
+            chosen = None
+        if chosen is not None:
+            return first if chosen.num_microbatches > most else in_scope(step, chosen)
     # Otherwise compare all candidates.
     ways = _Candidates(step)
     ways.add(_in_number(step, first, most))
     if balance.scope != "none":
         _add_balanced(ways, most, num_microbatches)
     if not ways.priced:
-        raise ValueError(
+        raise _DoesNotFit(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
             f"{first.num_microbatches} are enough"
         )

@@ -153,6 +153,25 @@ def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance],
     check_step(batch, shares, balance)
 
 
+def test_ranks_of_a_grid_keep_their_own_samples_where_balancing_over_all_ranks_does_not_fit() -> None:
+    image = np.zeros(48, np.int64)
+    image[[1, 2, 3, 11, 13, 15, 18, 20, 21, 31, 46]] = 9, 121, 625, 4, 100, 25, 676, 441, 49, 729, 529
+    audio = np.zeros(48, np.int64)
+    audio[[16, 20, 24, 29, 32, 36, 39, 41, 45, 47]] = 38, 240, 229, 87, 148, 213, 111, 166, 254, 44
+    llm = (
+        "343 334 456 981 157 36 198 100 669 165 243 100 133 322 52 326 202 68 726 376 626 182 177 1456 210 243 52 1216"
+    )
+    llm += " 566 661 235 566 1116 414 190 52 635 32 173 182 80 414 182 145 376 137 1527 318"
+    costs = {"llm": np.array(llm.split(), np.int64)}
+    positions = {"image": image, "audio": audio, "llm": costs["llm"] // 4}
+    batch = GlobalBatch(costs, positions, np.repeat(np.arange(16, dtype=np.int32) % 2, 3), 2)
+    balance = Balance(scope="grid", group_size=2, max_tokens={"image": 200, "audio": 100}, oversize="own", effort=0.0)
+    fewest = shared_out(batch, balance).num_microbatches
+    shares = shared_out(batch, balance, fewest)
+    assert shares.num_microbatches == fewest
+    check_step(batch, shares, balance)
+
+
 def test_too_few_micro_steps_are_an_error_that_says_how_many_hold_the_samples() -> None:
     batch, balance = global_batch(1, 40, 2), Balance(max_tokens={"llm": 500}, oversize="own")
     with pytest.raises(ValueError, match=r"do not fit into 1 microbatches within max_tokens=.*: \d+ are enough"):
