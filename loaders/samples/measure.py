@@ -292,6 +292,8 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
     is_split = recipe.text.overflow == "split" and limit is not None and num_tokens(spans) > limit and not parts
     if is_split:
         starts = tuple(_text_starts(writer, divided([*cast("Sequence[Span]", spans)], recipe)))
+        if max(map(abs, starts)) > _INT32_MAX:  # the index keeps starts in int32
+            raise FieldError("*", 'the text is too long for overflow="split" (134 million characters): divide it')
     composition = sample.composition
     return Outline(
         tuple(parts),
