@@ -77,13 +77,15 @@ class Strings(Sequence[str]):
         return pa.StringArray.from_buffers(len(self), pa.py_buffer(ends), pa.py_buffer(bytes(self._bytes)))
 
     @staticmethod
-    def of_arrow(column: pa.Array) -> Strings:
-        """Build the column from an Arrow array of strings without nulls."""
-        column, result = column.cast(pa.large_string()), Strings()
-        if len(column):
-            _, ends, content = column.buffers()
-            bounds = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1]
-            result._ends.frombytes((bounds[1:] - bounds[0]).tobytes())
+    def of_arrow(column: pa.Array | pa.ChunkedArray) -> Strings:
+        """Build the column from Arrow strings without nulls."""
+        result = Strings()
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            if not len(chunk):
+                continue
+            _, ends, content = chunk.buffers()
+            bounds = np.frombuffer(ends, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1].astype(np.int64)
+            result._ends.frombytes((bounds[1:] - bounds[0] + len(result._bytes)).tobytes())
             result._bytes += memoryview(content)[bounds[0] : bounds[-1]] if content is not None else b""
         return result
 
@@ -138,17 +140,21 @@ class Names(Sequence[str]):
         )
 
     @staticmethod
-    def of_arrow(column: pa.Array) -> Names:
-        """Build the column from an Arrow array of strings without nulls."""
-        encoded, result = column.dictionary_encode(), Names()
-        result._names = encoded.dictionary.to_pylist()
-        result._known = {name: code for code, name in enumerate(result._names)}
-        result._codes.frombytes(encoded.indices.to_numpy().astype(np.int32).tobytes())
+    def of_arrow(column: pa.Array | pa.ChunkedArray) -> Names:
+        """Build the column from Arrow strings without nulls."""
+        result = Names()
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            encoded, at = chunk.dictionary_encode(), len(result)
+            names = encoded.dictionary.to_pylist()
+            result.extend(names)  # their codes, and then those of the rows
+            codes = np.array(result._codes[at:], np.int32)[encoded.indices.to_numpy()]
+            del result._codes[at:]
+            result._codes.frombytes(codes.tobytes())
         return result
 
 
 class RowsOfKeys:
-    """The first row of each key, as a dict from key to row would have it, in a quarter of its memory.
+    """The first row of each key, as a dict from key to row would have it, without an object for each key.
 
     Args:
         keys: the key of each row. A key that is added is, or will be, the key of its row.
@@ -190,11 +196,12 @@ class RowsOfKeys:
         self._codes = array("q", [0]) * slots  # hashes: another key is seldom looked at
 
     def _grow(self) -> None:
-        known = [(row, code) for row, code in zip(self._rows, self._codes, strict=True) if row != _EMPTY]
+        former = zip(self._rows, self._codes, strict=True)
         self._make(2 * len(self._rows))
-        rows, mask = self._rows, len(self._rows) - 1
-        for row, code in known:
-            slot = code & mask
-            while rows[slot] != _EMPTY:
-                slot = (slot + 1) & mask
-            rows[slot], self._codes[slot] = row, code
+        rows, codes, mask = self._rows, self._codes, len(self._rows) - 1
+        for row, code in former:
+            if row != _EMPTY:
+                slot = code & mask
+                while rows[slot] != _EMPTY:
+                    slot = (slot + 1) & mask
+                rows[slot], codes[slot] = row, code

@@ -32,41 +32,6 @@ def interrupts_later(finalizer: FrameType) -> AbstractContextManager[None]:
     return _then(lambda *_: threading.Thread(target=_send_after, args=(finalizer,), daemon=True).start())
 
 
-@contextmanager
-def interrupts_repeated() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C came during the block. A long wait calls it from time to
-    time: a Ctrl-C that was lost in a finalizer, of any object and library, then ends the wait all the same.
-
-    Does nothing in another thread, and where Ctrl-C has another handler than Python's: that may mean to go on.
-    """
-    came = threading.Event()
-
-    def check() -> None:
-        if came.is_set():
-            raise KeyboardInterrupt
-
-    previous = signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not previous:
-        yield check
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.set()
-        previous(number, frame)
-
-    try:
-        signal.signal(signal.SIGINT, note)
-    except ValueError:
-        yield check
-        return
-    try:
-        yield check
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, previous)
-
-
 def _send_after(frame: FrameType) -> None:
     """Send SIGINT again, when the main thread has left a frame. A signal also ends a wait of the main thread."""
     main = threading.main_thread().ident

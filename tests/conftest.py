@@ -15,6 +15,10 @@ from hypothesis import settings
 # Tensors of tests are small: threads of one operation would only wait for each other, and for whoever shares the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell starts what it runs in the background without Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A loaded machine is no fault of an example.
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")

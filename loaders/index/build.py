@@ -92,8 +92,9 @@ def build_index(
     if not urls:
         raise ValueError("no shards to index")
     workers = threads_or_default(num_threads, far=any(map(is_remote, urls)))
-    if workers < 1 or jobs < 1:
-        raise ValueError(f"num_threads and jobs must be at least 1, got {num_threads} and {jobs}")
+    for name, number in (("num_threads", workers), ("jobs", jobs)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
     apart = jobs > 1 or processes is not None
     if apart:
         if num_threads is not None:

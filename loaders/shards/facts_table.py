@@ -185,7 +185,7 @@ class FactsTable:
     def check(self) -> None:
         """Raise ValueError for values that no reader produces: someone else may have written the file of the table."""
         samples, kinds, encodings = self.sample, set(self.kind.tobytes()), set(self.encoding.tobytes())
-        if samples and (samples[0] < 0 or (np.diff(np.asarray(samples)) < 0).any()):
+        if samples and (samples[0] < 0 or (np.asarray(samples)[1:] < np.asarray(samples)[:-1]).any()):
             raise ValueError("samples are not in order")
         if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_JSON + 1)):
             raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
@@ -196,10 +196,12 @@ class FactsTable:
     def of_arrow(table: pa.Table) -> FactsTable:
         """Build the rows from a table of SCHEMA."""
         result = FactsTable()
+        if any(table.column(name).null_count for name in (*_NUMBERS, *_STRINGS)):
+            raise ValueError("a column has nulls")
         for name in _NUMBERS:
             getattr(result, name).frombytes(table.column(name).to_numpy().tobytes())
-        result.key = Strings.of_arrow(table.column("key").combine_chunks())
-        result.field = Names.of_arrow(table.column("field").combine_chunks())
+        result.key = Strings.of_arrow(table.column("key"))
+        result.field = Names.of_arrow(table.column("field"))
         if table.column("error").null_count < len(table):
             reasons = enumerate(table.column("error").to_pylist())
             result.errors = {row: reason for row, reason in reasons if reason is not None}

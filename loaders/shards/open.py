@@ -69,6 +69,7 @@ def open_shard(
         ValueError: unknown suffix.
         ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
+    files = files.of(url)
     context = OpenContext(
         limits=limits, cache=cache, media_root=media_root, moved_media=moved_media, reads=reads, files=files
     )

@@ -102,8 +102,8 @@ class Patience:
 
     def _wait(self, error: Exception, pause: float) -> bool:
         """Pause. Return False if no time is left, or the error is permanent."""
-        if isinstance(error, StorageError) and error.errno in _LASTING:
-            return False
+        if isinstance(error, StorageError) and (error.errno in _LASTING or (error.is_refused and "://" in error.url)):
+            return False  # a server that refuses has been asked twice, with credentials that are fresh
         with self._lock:
             if self._waiting == 0:
                 self._since = time.monotonic()

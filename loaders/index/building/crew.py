@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from orchdata.loaders.errors import StaleIndexError, StorageError
 from orchdata.loaders.index.building.builder import Builder
 from orchdata.loaders.index.shard_costs import CostTable
-from orchdata.loaders.interrupts import interrupts_repeated
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.shards.parquet.children import measuring
@@ -78,12 +77,12 @@ def in_parallel(
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        with measuring(), watching(), interrupts_repeated() as check_interrupt, _cancelled(pool, crew):
+        with measuring(), watching(), _cancelled(pool, crew):
             chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
             while chunks:  # shards that other processes are measuring are checked again, and waited for
                 futures = [pool.submit(crew.measure, chunk) for chunk in chunks]
                 tick = None if under_way is None else functools.partial(_show, under_way, tables, len(urls), shown)
-                for future in _completed(futures, tick, check_interrupt):
+                for future in _completed(futures, tick):
                     for url, table, measured in future.result():
                         tables[url] = table
                         if progress is not None:
@@ -108,25 +107,20 @@ def _show(
     under_way(shown[0], total)
 
 
-def _completed(
-    futures: Sequence[Future[Done]], tick: Callable[[], None] | None, check: Callable[[], None]
-) -> Iterator[Future[Done]]:
-    """Yield futures as they are done, and call `tick` and `check` in between. Its work does not grow with those that
-    are not.
-    """
+def _completed(futures: Sequence[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
+    """Yield futures as they are done, and call `tick` in between. Its work does not grow with those that are not."""
     done: SimpleQueue[Future[Done]] = SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
     left = len(futures)
     while left:
         try:
-            future = done.get(timeout=_TICK_SECONDS)
+            future = done.get(timeout=None if tick is None else _TICK_SECONDS)
         except Empty:
             pass
         else:
             left -= 1
             yield future
-        check()
         if tick is not None:
             tick()
 

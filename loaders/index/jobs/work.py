@@ -6,11 +6,13 @@ then it measures in a folder of its own, and its result has the files that the b
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import pickle
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +34,9 @@ from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.tokenizer_threads import share_cores
 
+_OWN_PREFIX: Final = "orchdata-measures-"
+_LOCK: Final = "lock"
+_YOUNG_SECONDS: Final = 60.0
 _SENT: Final = ("costs", "facts", TEXTS, SIZES)
 """Kinds of files in the cache folder that a build keeps of each shard."""
 
@@ -87,6 +92,7 @@ class Measurer:
         self._given: Given | None = None
         self._builder: Builds | None = None
         self._own: Path | None = None
+        self._lock: int | None = None
 
     def run(self, kind: str, url: str, *chunk: Chunk) -> Any:
         """Return the result of a task: a `Measured`, or the results of a chunk. An error is returned, not raised."""
@@ -104,6 +110,9 @@ class Measurer:
         """Remove the folder of its own."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _opened(self) -> tuple[Given, Builds]:
         if self._given is not None and self._builder is not None:
@@ -128,7 +137,10 @@ class Measurer:
     def _folder(self, given: Given) -> CacheFolder:
         if not given.seen or os.path.exists(given.seen):
             return given.cache
-        self._own = Path(tempfile.mkdtemp(prefix="orchdata-"))
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self._own = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX))
+        self._lock = os.open(self._own / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         return CacheFolder(self._own)
 
     def _take_files(self) -> dict[str, bytes]:
@@ -142,6 +154,20 @@ class Measurer:
                     files[str(path.relative_to(own))] = path.read_bytes()
                     path.unlink()
         return files
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of processes that were killed: no process holds their locks."""
+    for folder in parent.glob(f"{_OWN_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
+                continue  # it may not be locked yet
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def packed(message: Any) -> bytes:

@@ -88,7 +88,7 @@ def _begin(
     for record, named in of_record.items():
         try:
             media = media_of(record, sizes.get(record, 0), named[0][3])
-        except (OrchdataError, FieldError, DecodeError):
+        except (OrchdataError, FieldError, DecodeError, ValueError):  # or the shard is closed: nothing waits for it
             continue
         wanted = [
             (one.path, size, None if moved else offset & _STAMP)

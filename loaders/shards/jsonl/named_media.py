@@ -31,6 +31,7 @@ _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item besides that of its type, as in transformers."""
 _CONTENTS: Final = ("content", "value")
 _NAMING: Final = frozenset((*_RECORD_KEYS, *_CHATS, *_CONTENTS))
+_KEPT_CHARACTERS: Final = 1024
 _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
@@ -93,7 +94,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     Raises:
         DecodeError: the record names media in two ways that differ, or in tags of its text.
     """
-    if not file_names and isinstance(value, dict) and _names_none(tuple(value)):
+    if not file_names and isinstance(value, dict) and _names_none(value):
         return []
     # Names under keys of the record, and names in its turns.
     by_key: dict[str, list[Any]] = {}
@@ -124,9 +125,16 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     return media
 
 
-@lru_cache(maxsize=1024)  # most records of a file have the same keys
-def _names_none(keys: tuple[str, ...]) -> bool:
-    """Return whether no record with these keys names media: it has none that names media, or that has turns."""
+def _names_none(record: Mapping[str, Any]) -> bool:
+    """Return whether a record's keys show that it names no media: none of them does, or has turns."""
+    # Most records of a file have the same keys. What is kept of them is small, however large records are.
+    if sum(map(len, record)) <= _KEPT_CHARACTERS:
+        return _keys_name_none(tuple(record))
+    return _NAMING.isdisjoint(record) and not any(key.startswith(tuple(BUILTINS)) for key in record)
+
+
+@lru_cache(maxsize=256)
+def _keys_name_none(keys: tuple[str, ...]) -> bool:
     return _NAMING.isdisjoint(keys) and not any(key.startswith(tuple(BUILTINS)) for key in keys)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
+from urllib.parse import quote, unquote
 
 from orchdata.loaders.errors import DecodeError, StaleIndexError, StorageError
 from orchdata.loaders.shards.jsonl.media_files import (
@@ -27,7 +28,7 @@ from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.listing import looked_at
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, ObjectRange
 from orchdata.loaders.storage.remote.stamps import stamp_of_version, stamped
-from orchdata.loaders.storage.remote.urls import identity, is_remote, parsed
+from orchdata.loaders.storage.remote.urls import HTTP, check_key, identity, is_remote, parsed, scheme_of
 from orchdata.loaders.storage.storage import FileVersion
 
 _HEAD_BYTES: Final = 32 << 10
@@ -82,6 +83,7 @@ class ObjectFolder:
         self.has_files = False
         self._files = files
         self._reads = reads
+        self._is_http = scheme_of(root) in HTTP
         self._start = len(parsed(f"{self.root}/").key)
         self._versions: dict[str, FileVersion | None] = {}
         self._pages: dict[str, Iterator[list[Listed]]] = {}
@@ -117,7 +119,7 @@ class ObjectFolder:
             listed = {key[self._start :]: file for key, file in page}
             self._versions |= listed
             left -= listed.keys()
-        urls = {f"{self.root}/{name}": name for name in left}
+        urls = {self._url(name): name for name in left}
         found = looked_at(self._files.objects, list(urls))
         self._versions |= {name: found.get(url) for url, name in urls.items()}
 
@@ -163,7 +165,7 @@ class ObjectFolder:
         if size <= PIECE_BYTES:
             return FileVersion(size, "")
         if name not in self._versions:
-            self._versions[name] = self._files.objects.version(f"{self.root}/{name}")
+            self._versions[name] = self._files.objects.version(self._url(name))
         return FileVersion(size, "" if (found := self._versions[name]) is None else found.version)
 
     def content(self, name: str, file: FileVersion, stop: int) -> bytes:
@@ -171,7 +173,7 @@ class ObjectFolder:
         if not stop:
             return b""
         try:
-            return bytes(self._files.objects.read(ObjectRange(f"{self.root}/{name}", file, 0, stop), self._reads))
+            return bytes(self._files.objects.read(ObjectRange(self._url(name), file, 0, stop), self._reads))
         except StaleIndexError as error:
             raise DecodeError(f"{shown_name(name)} was changed since it was indexed ({error.reason})") from None
         except StorageError as error:
@@ -187,14 +189,28 @@ class ObjectFolder:
             with suppress(DecodeError, StorageError):
                 name = self._checked(name)
                 if size:
-                    ranges.append(ObjectRange(f"{self.root}/{name}", self._version(name, size, stamp), 0, size))
+                    ranges.append(ObjectRange(self._url(name), self._version(name, size, stamp), 0, size))
         return self._files.objects.expect(ranges, self._reads)
 
+    def _url(self, name: str) -> str:
+        """Return the URL of the object with a name. A name is no URL: in HTTP, "%20", "#" and "?" of it are quoted."""
+        return f"{self.root}/{quote(name) if self._is_http else name}"
+
     def _checked(self, name: str) -> str:
-        """Return the name below the root. A full URL below it is allowed. Raises DecodeError for any other."""
+        """Return the key below the root, without "." and empty parts, as a file system reads a path. A full URL below
+        the root is allowed. Raises DecodeError for any other.
+        """
         if is_remote(name) and (url := identity(name)).startswith(f"{self.root}/"):
             name = url[len(self.root) + 1 :]
-        return checked_name(name)
+            name = unquote(name) if self._is_http else name
+        key = "/".join(part for part in checked_name(name).split("/") if part not in ("", "."))
+        if not key:
+            raise DecodeError(f"{shown_name(name)} names a folder")
+        try:
+            check_key(self._url(key))
+        except ValueError as error:
+            raise DecodeError(f"{shown_name(name)}: {error}") from None
+        return key
 
     def _check_root(self) -> None:
         """Raise StorageError if nothing is below the root: then no object is known to be missing."""

@@ -102,6 +102,10 @@ class Files:
     def identity(self, path: str) -> str:
         return urls.identity(path)
 
+    def of(self, shard: str) -> Files:
+        """Return the files of the data set that has a shard, for the media that it names."""
+        return self.others.get(shard, self)
+
     def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
         if not urls.is_remote(path):
             return LOCAL.version(path, retries=retries)
@@ -215,11 +219,11 @@ def _restored(
 
 
 def joined_files(parts: Sequence[tuple[Sequence[str], Files]]) -> Files:
-    """Return the files of several data sets: each URL is read by the files of the first that has it."""
+    """Return the files of several data sets: a shard, and its media, by those of the first that has it."""
     if all(files == parts[0][1] for _, files in parts):
         return parts[0][1]
     joined = Files()
-    joined.others = {url: files for paths, files in reversed(parts) for url in paths if urls.is_remote(url)}
+    joined.others = {url: files for paths, files in reversed(parts) for url in paths}
     return joined
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -26,7 +27,7 @@ from orchdata.loaders.errors import ProcessError, StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.index.jobs import jobs
+from orchdata.loaders.index.jobs import jobs, work
 from orchdata.loaders.index.jobs.work import Measurer
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
@@ -93,6 +94,21 @@ def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Pat
     assert same(index, build_index([url], recipe, cache=CacheFolder(tmp_path / "alone")))
     assert np.array_equal(index.llm_tokens, [4] * 5000)
     assert not any(map(is_running, processes(tmp_path) - {os.getpid()}))
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, alive, young = (tmp_path / f"orchdata-measures-{name}" for name in ("killed", "alive", "young"))
+    for folder in (killed, alive, young, tmp_path / "orchdata-measures-of-others"):
+        (folder / "facts").mkdir(parents=True)
+    for folder in (killed, alive, young):
+        (folder / "lock").touch()
+    for folder in (killed, alive):
+        os.utime(folder, (0, 0))
+    os.utime(tmp_path / "orchdata-measures-of-others", (0, 0))
+    with (alive / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        work._remove_abandoned(tmp_path)
+    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["alive", "others", "young"]
 
 
 class Elsewhere:
@@ -178,7 +194,7 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out(tmp_path: Path) -> None
         build_index([url], recipe, jobs=2)
     with pytest.raises(ValueError, match="num_threads=3 is for jobs=1"):
         build_index([url], RECIPE, jobs=2, num_threads=3)
-    with pytest.raises(ValueError, match="at least 1, got None and 0"):
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
         build_index([url], RECIPE, jobs=0)
 
 

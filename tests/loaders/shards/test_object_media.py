@@ -10,6 +10,7 @@ import pytest
 from global_digest import global_batch
 from servers.fixtures import Proxied
 from servers.gcs_server import GcsServer
+from servers.http_server import HttpServer
 from servers.s3_server import S3Server
 from shard_factory import jpeg
 
@@ -121,6 +122,9 @@ def test_a_replaced_object_fails_its_sample_alone(pictures: Pictures, s3_server:
         ("https://host/x.jpg", "is a URL, and nothing is downloaded"),
         ("/etc/passwd.jpg", "is an absolute path"),
         ("a/nothing.jpg", "no such file"),
+        ("a/.", "no such file"),
+        (".", "names a folder"),
+        ("a/b\tc.jpg", "control characters"),
     ],
 )
 def test_names_that_lead_elsewhere_are_bad_samples(
@@ -131,6 +135,49 @@ def test_names_that_lead_elsewhere_are_bad_samples(
     index = od.ShardDataset(pictures.url, RECIPE, media_root=pictures.root, storage_options=s3_server.options).index()
     assert index.bad_rows().tolist() == [1]
     assert reason in index.failure(1).reason
+
+
+ODD_NAMES = ("scan", "scan#1", "scan#2", "scan?v=3", "a b.png", "a%20b.png", "%2Fx.png", "%2e%2e/x.png", "ü.png")
+
+
+def test_a_name_below_an_http_root_is_no_url(tmp_path: Path, http_server: HttpServer) -> None:
+    for number, name in enumerate(ODD_NAMES):
+        data = jpeg(28 + 14 * number, 28, seed=number)
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        http_server.put(f"names/{name}", data)
+    (tmp_path / "records.jsonl").write_text("\n".join(record(number, name) for number, name in enumerate(ODD_NAMES)))
+    local = od.ShardDataset(tmp_path / "records.jsonl", RECIPE, media_root=tmp_path / "images")
+    dataset = od.ShardDataset(
+        tmp_path / "records.jsonl",
+        RECIPE,
+        media_root=f"{http_server.endpoint}/names",
+        storage_options=http_server.options,
+    )
+    assert len(dataset) == len(ODD_NAMES) and samples(dataset) == samples(local)
+    assert epoch(dataset)[0] == epoch(local)[0]
+
+
+def test_a_path_with_dots_and_empty_parts_is_that_of_a_file_system(pictures: Pictures, s3_server: S3Server) -> None:
+    names = [f"./{pictures.names[0]}", pictures.names[1].replace("/", "//"), pictures.names[2].replace("/", "/./")]
+    (pictures.folder / "records.jsonl").write_text("\n".join(record(number, name) for number, name in enumerate(names)))
+    far = od.ShardDataset(
+        pictures.folder / "records.jsonl", RECIPE, media_root=pictures.root, storage_options=s3_server.options
+    )
+    assert samples(far) == samples(pictures.local())
+
+
+def test_sources_of_a_mixture_read_media_with_their_own_options(pictures: Pictures, s3_server: S3Server) -> None:
+    far = od.ShardDataset(
+        pictures.folder / "records.jsonl", RECIPE, media_root=pictures.root, storage_options=s3_server.options
+    )
+    text = pictures.folder / "text.jsonl"
+    text.write_text('{"text": "a word and more words"}\n' * 80)
+    near = od.ShardDataset(text, RECIPE)
+    mixture = od.Mixture({"far": od.Source(far, weight=1.0), "near": od.Source(near, weight=1.0)})
+    loader = od.DataLoader(mixture, batch_size=4, shuffle=True, num_threads=2)
+    assert "records.jsonl" in "".join(str(batch.sample_ids) for batch in loader)
 
 
 def test_a_root_without_objects_is_trouble(pictures: Pictures, s3_server: S3Server) -> None:

@@ -18,6 +18,8 @@ _WRONG: Final = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", 
 _SKEWED: Final = ("RequestTimeTooSkewed", "RequestInTheFuture")
 _OTHER: Final = (*_EXPIRED, *_REGION, *_WRONG, *_SKEWED)
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s)\"']+")
+_NO_RANGES: Final = ("non-partial response", "content-range", "content_range", "range requested", "requested range")
 _OF_PATHS: Final = ("control character", "parse path", "parsing path", "invalid path")
 _UNLISTED: Final = "allow it, or name the shards with braces, as in train-{000000..000127}.tar"
 _NO_CREDENTIALS: Final = (
@@ -34,10 +36,14 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
         words: the first line of the exception, without secrets.
     """
     text = str(error)
-    if any(address in text for address in _ADDRESSES):
-        return Trouble("final", _NO_CREDENTIALS)
+    asks_metadata = any(address in text for address in _ADDRESSES)
+    text = _URL.sub("", text)  # words of a key say nothing
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
     status = int(status_match[1] or status_match[2]) if status_match else 0
+    if asks_metadata and (status in _THROTTLED or status >= 500):
+        return Trouble("passing", f"the cloud metadata, which has the credentials, failed (HTTP {status})")
+    if asks_metadata:
+        return Trouble("final", _NO_CREDENTIALS)
     code = code_match[1] if code_match else ""
     said = " ".join(filter(None, (f"HTTP {status}" if status else "", code)))
     found = _of_class(error, name, said, code) or _of_status(status, code, said, text, name)
@@ -47,7 +53,8 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
         return Trouble(
             "final", "the endpoint is http://, which is not encrypted: allow it with storage_options allow_http=true"
         )
-    if "NotSupported" in type(error).__name__ or ("range" in text.lower() and status in (0, 200)):
+    ignores_ranges = status in (0, 200) and any(each in text.lower() for each in _NO_RANGES)
+    if "NotSupported" in type(error).__name__ or ignores_ranges:
         return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
     if "InvalidPath" in type(error).__name__ or any(each in text.lower() for each in _OF_PATHS):
         return Trouble("final", f"a key has parts or characters that no path of obstore can have: {words}")

@@ -1,0 +1,33 @@
+"""What exceptions of obstore mean: words of a key say nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchdata.loaders.storage.remote.clients.obstore_errors import trouble_of
+
+LOST = "Generic HTTP error: error sending request for url (http://host/{key}/0.tar) kind: Unknown"
+METADATA = "Error getting credentials from http://169.254.169.254/latest/: Server returned error status: {status}"
+
+
+@pytest.mark.parametrize("key", ["apple", "orange", "arrange/content-range", "certificate", "dns%20error"])
+def test_a_lost_connection_is_passing_for_any_key(key: str) -> None:
+    trouble = trouble_of(OSError(LOST.format(key=key)), "host", "words")
+    assert (trouble.kind, trouble.reason) == ("passing", "the connection was lost")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Received non-partial response when range requested",
+        "Content-Range header not present in partial response",
+        "Requested 0..10, got 0..5 for CONTENT_RANGE",
+    ],
+)
+def test_a_server_without_ranges_is_final(text: str) -> None:
+    assert trouble_of(OSError(text), "host", "words").kind == "final"
+
+
+@pytest.mark.parametrize(("status", "kind"), [("503", "passing"), ("429", "passing"), ("404", "final")])
+def test_cloud_metadata_that_fails_once_is_asked_again(status: str, kind: str) -> None:
+    assert trouble_of(OSError(METADATA.format(status=status)), "bucket", "words").kind == kind
