@@ -125,6 +125,6 @@ class Parts:
         began = self._clock()
         if self._folder.can_list and max(generations(self._folder, self._name), default=0) > self._newest:
             raise PublishedMeanwhile
-        self._listed = self._folder.names(f"parts/{self._name}")
+        self._listed = self._folder.names(f"parts/{self._name}") if self._folder.can_list else {}
         now = self._clock()
         self._list_at = now + max(_LEAST_SECONDS, _TIMES * (now - began)) if self._gives else float("inf")

@@ -43,7 +43,8 @@ class Trouble(Exception):
             attempts: number of requests.
         """
         if self.kind == "changed":
-            return StaleIndexError(url, f"{self.reason}: run `orchdata index` again")
+            way_out = "run `orchdata index` again, with --to where the index is published"
+            return StaleIndexError(url, f"{self.reason}: {way_out}")
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
         # A build does not wait once more for what was waited for here.
         return StorageError(url, f"{doing}: {self.reason}{tried}", _NUMBERS.get(self.kind, errno.ETIME))
