@@ -160,12 +160,11 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that were killed: no process holds their locks."""
     for folder in parent.glob(f"{_OWN_PREFIX}*"):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
-                continue  # it may not be locked yet
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if time.time() - os.fstat(lock).st_mtime >= _YOUNG_SECONDS:  # a younger one may not be locked yet
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
 

@@ -103,8 +103,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     for folder in (killed, alive, young):
         (folder / "lock").touch()
     for folder in (killed, alive):
-        os.utime(folder, (0, 0))
-    os.utime(tmp_path / "orchdata-measures-of-others", (0, 0))
+        os.utime(folder / "lock", (0, 0))
     with (alive / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         work._remove_abandoned(tmp_path)

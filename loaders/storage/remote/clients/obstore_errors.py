@@ -19,7 +19,7 @@ _SKEWED: Final = ("RequestTimeTooSkewed", "RequestInTheFuture")
 _OTHER: Final = (*_EXPIRED, *_REGION, *_WRONG, *_SKEWED)
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s)\"']+")
-_NO_RANGES: Final = ("non-partial response", "content-range", "content_range", "range requested", "requested range")
+_NO_RANGES: Final = re.compile(r"non-partial response|content.range|requested (range )?\S+\.\.", re.IGNORECASE)
 _OF_PATHS: Final = ("control character", "parse path", "parsing path", "invalid path")
 _UNLISTED: Final = "allow it, or name the shards with braces, as in train-{000000..000127}.tar"
 _NO_CREDENTIALS: Final = (
@@ -53,7 +53,7 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
         return Trouble(
             "final", "the endpoint is http://, which is not encrypted: allow it with storage_options allow_http=true"
         )
-    ignores_ranges = status in (0, 200) and any(each in text.lower() for each in _NO_RANGES)
+    ignores_ranges = status in (0, 200) and _NO_RANGES.search(text) is not None
     if "NotSupported" in type(error).__name__ or ignores_ranges:
         return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
     if "InvalidPath" in type(error).__name__ or any(each in text.lower() for each in _OF_PATHS):
