@@ -11,6 +11,7 @@ from typing import Final, overload
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 _FEW_SLOTS: Final = 64
 _EMPTY: Final = -1
@@ -64,17 +65,16 @@ class Strings(Sequence[str]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def encoded(self) -> tuple[array[int], bytes]:
-        """Return the length of each string in bytes, and the bytes of all."""
-        return array("q", np.diff(np.asarray(self._ends), prepend=0).tobytes()), bytes(self._bytes)
+    def encoded(self) -> tuple[NDArray[np.int64], bytes]:
+        """Return the start of each string in the bytes of all and their end, int64 (len + 1,), and these bytes."""
+        return np.concatenate([np.zeros(1, np.int64), self._ends]), bytes(self._bytes)
 
     def arrow(self) -> pa.Array | pa.ChunkedArray:
         """Return an Arrow array of strings; in chunks, if they have more than 2 GiB."""
         if len(self._bytes) > _MOST_BYTES:
             return pa.array(list(self), pa.string())
-        ends = np.zeros(len(self) + 1, np.int32)
-        ends[1:] = self._ends
-        return pa.StringArray.from_buffers(len(self), pa.py_buffer(ends), pa.py_buffer(bytes(self._bytes)))
+        offsets, content = self.encoded()
+        return pa.StringArray.from_buffers(len(self), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(content))
 
     @staticmethod
     def of_arrow(column: pa.Array | pa.ChunkedArray) -> Strings:

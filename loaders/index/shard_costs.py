@@ -174,7 +174,6 @@ class ShardCosts(NamedTuple):
     Attributes:
         fields: names for `member_field`.
         kinds: modalities by code.
-        new: counts to be kept.
         marks: of its rows, see `moved.marks`; empty if there are none.
     """
 
@@ -182,7 +181,6 @@ class ShardCosts(NamedTuple):
     fields: list[str]
     totals: Totals
     kinds: Sequence[str]
-    new: NewCounts
     marks: bytes = b""
 
     def values(self, url: str, meta: FactsMeta, media_root: str | None) -> dict[str, Any]:
@@ -214,6 +212,7 @@ def cost_shard(
     probes: Probes,
     spread: Spread | None = None,
     kept: KeptCounts = _NOTHING,
+    new: NewCounts | None = None,
 ) -> ShardCosts:
     """Measure every sample of a shard.
 
@@ -226,13 +225,14 @@ def cost_shard(
         probes: headers of the recipe's own modalities.
         spread: idle threads that may help. The result is the same.
         kept: what is kept of the shard's counts.
+        new: gets the counts to keep.
 
     Raises:
         ShardError: the shard can no longer be opened.
         StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
     scanned, facts = facts, with_inner(facts, recipe)
-    rows, new = CostRows(facts.table, recipe), NewCounts(recipe)
+    rows = CostRows(facts.table, recipe)
     progress = Progress(here(), len(facts.table))
 
     def measured(chunk: Chunk) -> tuple[Chunk, list[Result]]:
@@ -245,11 +245,12 @@ def cost_shard(
         for chunk, outcomes in results:
             for sample, (outcome, text, sizes) in zip(chunk.samples, outcomes, strict=True):
                 rows.put(sample, outcome)
-                new.put(sample, text, sizes)
+                if new is not None:
+                    new.put(sample, text, sizes)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
-    return ShardCosts(columns, fields, totals, recipe.kinds, new, row_marks(scanned, columns))
+    return ShardCosts(columns, fields, totals, recipe.kinds, row_marks(scanned, columns))
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, StorageError
+from orchdata.loaders.storage.remote.urls import is_remote
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class Patience:
 
     def _wait(self, error: Exception, pause: float) -> bool:
         """Pause. Return False if no time is left, or the error is permanent."""
-        if isinstance(error, StorageError) and (error.errno in _LASTING or (error.is_refused and "://" in error.url)):
+        if isinstance(error, StorageError) and (error.errno in _LASTING or (error.is_refused and is_remote(error.url))):
             return False  # a server that refuses has been asked twice, with credentials that are fresh
         with self._lock:
             if self._waiting == 0:

@@ -260,13 +260,14 @@ class Builder:
         if self.jobs is not None:
             spread = self.jobs.spread(meta.url, len(facts.table))
         try:
-            costs = cost_shard(facts, shard, recipe, self._probes, spread, kept)
+            new = NewCounts(recipe)
+            costs = cost_shard(facts, shard, recipe, self._probes, spread, kept, new)
         except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
-        self._counts.write(files, costs.new, kept, access)
-        return costs._replace(new=NewCounts(recipe))  # they are written: their memory is free
+        self._counts.write(files, new, kept, access)
+        return costs
 
 
 def named(table: CostTable, rules: FieldRules) -> CostTable:

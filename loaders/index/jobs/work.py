@@ -6,7 +6,6 @@ then it measures in a folder of its own, and its result has the files that the b
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import pickle
@@ -15,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,15 +26,16 @@ from orchdata.loaders.index.measuring.chunk import Progress, measure_chunk
 from orchdata.loaders.index.measuring.kept_sizes import FOLDER as SIZES
 from orchdata.loaders.index.measuring.kept_texts import FOLDER as TEXTS
 from orchdata.loaders.index.measuring.reading import Chunk
+from orchdata.loaders.kept.builds import building, builds
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.jsonl.media_files import Found, MissingMedia
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.shared.files import status_of
 from orchdata.loaders.tokenizer_threads import share_cores
 
 _OWN_PREFIX: Final = "orchdata-measures-"
-_LOCK: Final = "lock"
 _YOUNG_SECONDS: Final = 60.0
 _SENT: Final = ("costs", "facts", TEXTS, SIZES)
 """Kinds of files in the cache folder that a build keeps of each shard."""
@@ -92,7 +92,7 @@ class Measurer:
         self._given: Given | None = None
         self._builder: Builds | None = None
         self._own: Path | None = None
-        self._lock: int | None = None
+        self._held = ExitStack()
 
     def run(self, kind: str, url: str, *chunk: Chunk) -> Any:
         """Return the result of a task: a `Measured`, or the results of a chunk. An error is returned, not raised."""
@@ -110,9 +110,7 @@ class Measurer:
         """Remove the folder of its own."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
     def _opened(self) -> tuple[Given, Builds]:
         if self._given is not None and self._builder is not None:
@@ -139,9 +137,9 @@ class Measurer:
             return given.cache
         _remove_abandoned(Path(tempfile.gettempdir()))
         self._own = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX))
-        self._lock = os.open(self._own / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return CacheFolder(self._own)
+        folder = CacheFolder(self._own)
+        self._held.enter_context(building(folder))
+        return folder
 
     def _take_files(self) -> dict[str, bytes]:
         """Return the files that were made in a folder of its own, and remove them there."""
@@ -157,16 +155,13 @@ class Measurer:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that were killed: no process holds their locks."""
-    for folder in parent.glob(f"{_OWN_PREFIX}*"):
+    """Remove the folders of processes that were killed: no build is under way in them."""
+    for lock in parent.glob(f"{_OWN_PREFIX}*/locks/*"):
         with suppress(OSError):
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if time.time() - os.fstat(lock).st_mtime >= _YOUNG_SECONDS:  # a younger one may not be locked yet
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+            status, folder = status_of(lock), lock.parent.parent
+            is_young = status is None or time.time() - status.st_mtime < _YOUNG_SECONDS  # it may not be locked yet
+            if not is_young and not builds(CacheFolder(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def packed(message: Any) -> bytes:

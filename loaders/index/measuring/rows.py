@@ -135,11 +135,9 @@ class CostRows:
         arrays["member_header"] = arrays["member_header"].reshape(len(self._members["field"]), self._header_width)
 
         arrays["bad_row"] = np.array(list(self._errors), np.int64)
-        fields = Strings([name for name, _ in self._errors.values()])
-        reasons = Strings([reason for _, reason in self._errors.values()])
+        fields, reasons = (Strings([error[part] for error in self._errors.values()]) for part in (0, 1))
         for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
-            lengths, encoded = strings.encoded()
-            arrays[f"{column_name}_offsets"] = offsets_of(lengths)
+            arrays[f"{column_name}_offsets"], encoded = strings.encoded()
             arrays[f"{column_name}_bytes"] = np.frombuffer(encoded, np.uint8)
         return Columns(**arrays)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import fields, replace
 from typing import NamedTuple
 
+from orchdata.loaders.compact import Names
 from orchdata.loaders.shards.facts_table import Facts, FactsTable
 
 
@@ -33,4 +34,5 @@ def first_samples(table: FactsTable, most: int) -> FactsTable:
     if stop == len(table):
         return table
     columns = {each.name: getattr(table, each.name)[:stop] for each in fields(table) if each.name != "errors"}
+    columns["field"] = Names(columns["field"])
     return replace(table, **columns, errors={row: reason for row, reason in table.errors.items() if row < stop})

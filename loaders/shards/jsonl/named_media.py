@@ -11,7 +11,6 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
@@ -31,7 +30,7 @@ _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item besides that of its type, as in transformers."""
 _CONTENTS: Final = ("content", "value")
 _NAMING: Final = frozenset((*_RECORD_KEYS, *_CHATS, *_CONTENTS))
-_KEPT_CHARACTERS: Final = 1024
+_BEGINNINGS: Final = tuple(BUILTINS)
 _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
@@ -127,15 +126,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
 
 def _names_none(record: Mapping[str, Any]) -> bool:
     """Return whether a record's keys show that it names no media: none of them does, or has turns."""
-    # Most records of a file have the same keys. What is kept of them is small, however large records are.
-    if sum(map(len, record)) <= _KEPT_CHARACTERS:
-        return _keys_name_none(tuple(record))
-    return _NAMING.isdisjoint(record) and not any(key.startswith(tuple(BUILTINS)) for key in record)
-
-
-@lru_cache(maxsize=256)
-def _keys_name_none(keys: tuple[str, ...]) -> bool:
-    return _NAMING.isdisjoint(keys) and not any(key.startswith(tuple(BUILTINS)) for key in keys)
+    return _NAMING.isdisjoint(record) and not any(key.startswith(_BEGINNINGS) for key in record)
 
 
 def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:

@@ -29,9 +29,10 @@ def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
     Raises StorageError.
     """
     url = parsed(pattern)
-    if MAGIC.search(url.key) is None:
+    magic = MAGIC.search(url.key)
+    if magic is None:
         raise StorageError(pattern, "a pattern may stand in the keys, not in the name of the bucket", errno.EINVAL)
-    folder = url.key[: MAGIC.search(url.key).start()].rpartition("/")[0]  # type: ignore[union-attr]
+    folder = url.key[: magic.start()].rpartition("/")[0]
     folder += "/" if folder else ""
     fits = re.compile(expression(url.key))
     found: dict[str, FileVersion] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pickle
@@ -29,6 +28,7 @@ from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.jobs import jobs, work
 from orchdata.loaders.index.jobs.work import Measurer
+from orchdata.loaders.kept.builds import building
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -96,16 +96,15 @@ def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Pat
     assert not any(map(is_running, processes(tmp_path) - {os.getpid()}))
 
 
-def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     killed, alive, young = (tmp_path / f"orchdata-measures-{name}" for name in ("killed", "alive", "young"))
-    for folder in (killed, alive, young, tmp_path / "orchdata-measures-of-others"):
-        (folder / "facts").mkdir(parents=True)
-    for folder in (killed, alive, young):
-        (folder / "lock").touch()
-    for folder in (killed, alive):
-        os.utime(folder / "lock", (0, 0))
-    with (alive / "lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    (tmp_path / "orchdata-measures-of-others").mkdir()
+    for folder in (killed, young):
+        (folder / "locks").mkdir(parents=True)
+        (folder / "locks" / "build-0").touch()  # nothing holds it, as after a kill
+    with building(CacheFolder(alive)) as build:
+        for lock in (killed / "locks" / "build-0", build.path):
+            os.utime(lock, (0, 0))
         work._remove_abandoned(tmp_path)
     assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["alive", "others", "young"]
 

@@ -40,9 +40,9 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
     text = _URL.sub("", text)  # words of a key say nothing
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
     status = int(status_match[1] or status_match[2]) if status_match else 0
-    if asks_metadata and (status in _THROTTLED or status >= 500):
-        return Trouble("passing", f"the cloud metadata, which has the credentials, failed (HTTP {status})")
     if asks_metadata:
+        if status in _THROTTLED or status >= 500:
+            return Trouble("passing", f"the cloud metadata, which has the credentials, failed (HTTP {status})")
         return Trouble("final", _NO_CREDENTIALS)
     code = code_match[1] if code_match else ""
     said = " ".join(filter(None, (f"HTTP {status}" if status else "", code)))
