@@ -275,9 +275,10 @@ def _changes_note(scale: Scale, micro_steps: float) -> str:
     for change in scale.changes:
         size = "batch_tokens" if change.change == "batch_size" and scale.batch_size is None else change.change
         what = f"{change.factor} x the {size}" if change.factor else f"no {size}"
-        if change.change == "tokens":
-            what = "steps of as many tokens"
         changes.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
+    if (tokens := scale.settings.get("tokens")) is not None:
+        at = f" at {tokens.microbatches:.1f} micro-steps" if capped else ""
+        changes.append(f"steps of as many tokens {1 / (1 - tokens.waiting):.2f}{at}")
     now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
     uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]
     lost = [

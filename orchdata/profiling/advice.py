@@ -15,10 +15,10 @@ import numpy as np
 from orchdata.balancers import advise
 from orchdata.loaders.index.index import Index
 from orchdata.order.steps import StepTask
-from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps, sums_of
+from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profiling.settings import is_better
 
 ENOUGH = 1.02  # A step this near its mean needs nothing.
 LARGER_BATCHES = (2, 4)
@@ -65,16 +65,21 @@ class Change:
     """Another step over all ranks, planned: every cap of `max_tokens`, or the size of the batch, times `factor`.
 
     Attributes:
-        change: "tokens" measures steps in tokens, with the mean number of tokens of the present steps.
         factor: None for no cap.
         step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
-        microbatches: microbatches of each rank in a step, mean over steps.
+        waiting, waiting_error, samples, tokens, microbatches: as in `Setting`.
+        is_better: ranks wait less than in the balanced step, by at least three standard errors of the difference.
     """
 
-    change: Literal["max_tokens", "batch_size", "tokens"]
+    change: Literal["max_tokens", "batch_size"]
     factor: int | None
     step: float
+    waiting: float
+    waiting_error: float | None
+    samples: float
+    tokens: float
     microbatches: float
+    is_better: bool
 
 
 def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int], planned: PlannedSteps) -> PhaseAdvice:
@@ -84,8 +89,7 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
         spec: the spec of `planned`.
         steps: numbers of its steps.
     """
-    columns = planned.phase_bounds[phase], planned.totals[phase]
-    ratios = [bound / (total or 1) for bound, total in zip(*columns, strict=True)]
+    ratios = [step.phase_bounds[phase] / (step.totals[phase] or 1) for step in planned.steps]
     median = steps[int(np.argsort(ratios, kind="stable")[len(ratios) // 2])]
     uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None), costs=_of_length(spec.costs, None))
     plan = make_plan(uncapped, StepTask(0, median))
@@ -110,25 +114,24 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
 
 
 def try_changes(
-    spec: PlanSpec, order: AnyOrder, size: StepSize, counts: TokenCounts, step: float, steps: int
+    spec: PlanSpec, order: AnyOrder, size: StepSize, mean: int, planned: PlannedSteps, steps: int
 ) -> tuple[Change, ...]:
-    """Plan possible changes of a step that costs `step` times its mean: larger caps, no caps, larger batches, and
-    batches measured in tokens.
+    """Plan possible changes of a step: larger caps, no caps, larger batches. None if the step is nearly even.
 
     Args:
         size: size of the step.
-        counts: tokens of samples.
+        mean: LLM tokens of a sample, mean.
+        planned: the step as it is.
+        steps: steps to plan for each change.
     """
-    if step <= ENOUGH:
+    if planned.step <= ENOUGH:
         return ()
-    balance, mean = spec.balance, max(1, sums_of(order, counts).of_epoch(0) // order.length(0))
+    balance = spec.balance
     num_samples = size.amount if size.counts is None else size.amount // mean
-    tried: list[tuple[Literal["max_tokens", "batch_size", "tokens"], int | None]] = []
+    tried: list[tuple[Literal["max_tokens", "batch_size"], int | None]] = []
     if balance.caps:
         tried += [("max_tokens", 2), ("max_tokens", None)]
     tried += [("batch_size", factor) for factor in LARGER_BATCHES if factor * num_samples <= MOST_SAMPLES]
-    if size.counts is None and balance.max_samples is None:
-        tried.append(("tokens", None))
     changes = []
     for change, factor in tried:
         changed, costs, other_size = balance, spec.costs, size
@@ -137,14 +140,24 @@ def try_changes(
             other_size = size._replace(amount=size.amount * larger)
             if balance.max_samples is not None:
                 changed = replace(balance, max_samples=balance.max_samples * larger)
-        elif change == "tokens":
-            other_size = StepSize(size.amount * mean, counts)
         else:
             caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
             changed, costs = replace(balance, max_tokens=caps), _of_length(spec.costs, factor)
         other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=steps)
-        planned = plan_steps(other, spread_steps(other, steps))
-        changes.append(Change(change=change, factor=factor, step=planned.step, microbatches=planned.mean_microbatches))
+        result = plan_steps(other, spread_steps(other, steps))
+        changes.append(
+            Change(
+                change=change,
+                factor=factor,
+                step=result.step,
+                waiting=result.waiting,
+                waiting_error=result.waiting_error,
+                samples=result.mean_samples,
+                tokens=result.mean_tokens,
+                microbatches=result.mean_microbatches,
+                is_better=is_better(result, planned, paired=False),
+            )
+        )
     return tuple(changes)
 
 

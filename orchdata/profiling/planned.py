@@ -1,12 +1,12 @@
 """Some steps of an epoch, planned under one Balance as in training, and the cost of ranks waiting in them.
 
-PlanSpec, steps --make_plan--> plans --price--> PlannedSteps (sums over the steps)
+PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the steps, and their standard errors
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,99 +21,173 @@ from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedSteps:
-    """Some steps, planned. All attributes except `num_ranks` and the last one have one entry per step. See
-    `orchdata.planning.price`.
+class PlannedStep:
+    """One step. Costs are in the unit of the cost model, see `orchdata.planning.price`.
 
     Attributes:
-        balanced: phases of the cost model, which make up the step.
-        costs, bounds: cost of the step, and a lower bound of it.
+        cost, bound: cost of the step, and a lower bound of it.
         phase_costs, phase_bounds: phase -> the same for each phase.
         totals: phase -> sum over ranks.
         microbatches: microbatches of each rank.
-        samples: samples of all ranks.
+        samples, tokens: samples and LLM tokens of all ranks.
         filled: tokens of samples in microbatches of one length, and positions of these; None if lengths vary.
-        rows_between_nodes: encoder phase -> share of its features' rows that cross nodes, over all steps, if parts are
-            assigned separately.
+        rows: encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty
+            if parts are not assigned separately.
+    """
+
+    cost: int
+    bound: int
+    phase_costs: Mapping[str, int]
+    phase_bounds: Mapping[str, int]
+    totals: Mapping[str, int]
+    microbatches: int
+    samples: int
+    tokens: int
+    filled: tuple[int, int] | None
+    rows: Mapping[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSteps:
+    """Some steps, planned.
+
+    Attributes:
+        balanced: phases of the cost model, which make up the step.
+        adds_up: the cost of a step is the sum of the costs of its phases: ranks wait for each other after each phase.
     """
 
     num_ranks: int
     balanced: tuple[str, ...]
-    costs: tuple[int, ...]
-    bounds: tuple[int, ...]
-    phase_costs: Mapping[str, tuple[int, ...]]
-    phase_bounds: Mapping[str, tuple[int, ...]]
-    totals: Mapping[str, tuple[int, ...]]
-    microbatches: tuple[int, ...]
-    samples: tuple[int, ...]
-    filled: tuple[tuple[int, int], ...] | None
-    rows_between_nodes: Mapping[str, float]
+    adds_up: bool
+    steps: tuple[PlannedStep, ...]
+
+    def joined(self, other: PlannedSteps) -> PlannedSteps:
+        """Return the steps of both."""
+        return replace(self, steps=self.steps + other.steps)
 
     @property
     def step(self) -> float:
         """Cost of the steps over that of perfectly even ones."""
-        return self._over_mean(sum(self.costs), *self.balanced)
+        return self._over_mean([step.cost for step in self.steps], *self.balanced)
 
     @property
     def step_bound(self) -> float:
         """No assignment has a smaller `step`."""
-        return self._over_mean(sum(self.bounds), *self.balanced)
+        return self._over_mean([step.bound for step in self.steps], *self.balanced)
 
     def phase(self, name: str) -> float:
         """Return `step` for one phase; 1 if no sample enters it."""
-        return self._over_mean(sum(self.phase_costs[name]), name)
+        return self._over_mean([step.phase_costs[name] for step in self.steps], name)
 
     def phase_bound(self, name: str) -> float:
         """Return `step_bound` for one phase."""
-        return self._over_mean(sum(self.phase_bounds[name]), name)
+        return self._over_mean([step.phase_bounds[name] for step in self.steps], name)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the steps' time that ranks wait for each other, mean over ranks."""
+        return 1 - 1 / self.step
+
+    def waiting_in(self, phase: str) -> float:
+        """Return the part of `waiting` in one phase of those that make up the step. Only if `adds_up`."""
+        cost = self.num_ranks * sum(step.cost for step in self.steps)
+        lost = sum(self.num_ranks * step.phase_costs[phase] - step.totals[phase] for step in self.steps)
+        return lost / cost if cost else 0.0
+
+    @property
+    def waiting_error(self) -> float | None:
+        """Standard error of `waiting` over the steps; None for less than two steps."""
+        return _standard_error(self._deviations())
+
+    def difference_error(self, other: PlannedSteps, *, paired: bool) -> float | None:
+        """Return the standard error of the difference of `waiting`; None for less than two steps.
+
+        Args:
+            paired: both are of the same steps of an order.
+        """
+        mine, theirs = self._deviations(), other._deviations()
+        if paired:
+            return _standard_error(mine - theirs)
+        errors = _standard_error(mine), _standard_error(theirs)
+        return None if None in errors else float(np.hypot(*errors))  # type: ignore[arg-type]
+
+    def _deviations(self) -> NDArray[np.float64]:
+        """How each step changes `waiting`, a ratio of two sums, to the first order: float64 (num_steps,)."""
+        costs = np.array([float(step.cost) for step in self.steps])
+        totals = np.array([float(sum(step.totals[phase] for phase in self.balanced)) for step in self.steps])
+        deviations: NDArray[np.float64] = (costs * (1 - self.waiting) - totals / self.num_ranks) / max(
+            1.0, costs.mean()
+        )
+        return deviations
 
     @property
     def mean_microbatches(self) -> float:
         """Micro-steps of a step."""
-        return sum(self.microbatches) / len(self.microbatches)
+        return sum(step.microbatches for step in self.steps) / len(self.steps)
+
+    @property
+    def mean_samples(self) -> float:
+        return sum(step.samples for step in self.steps) / len(self.steps)
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(step.tokens for step in self.steps) / len(self.steps)
 
     @property
     def fill(self) -> float | None:
         """Share of the microbatches' positions that have tokens of samples; None if lengths vary."""
-        return None if self.filled is None else sum(used for used, _ in self.filled) / sum(of for _, of in self.filled)
+        filled = [step.filled for step in self.steps if step.filled is not None]
+        return sum(used for used, _ in filled) / sum(of for _, of in filled) if filled else None
 
-    def _over_mean(self, cost: int, *phases: str) -> float:
-        total = sum(sum(self.totals[phase]) for phase in phases)
-        return cost * self.num_ranks / total if total else 1.0
+    @property
+    def rows_between_nodes(self) -> dict[str, float]:
+        """Encoder phase -> share of its features' rows that cross nodes, if parts are assigned separately."""
+        phases = {phase: None for step in self.steps for phase in step.rows}
+        ways = {
+            phase: np.sum([step.rows[phase] for step in self.steps if phase in step.rows], axis=0) for phase in phases
+        }
+        return {phase: int(way[2]) / max(1, int(way.sum())) for phase, way in ways.items()}
+
+    def _over_mean(self, costs: Sequence[int], *phases: str) -> float:
+        total = sum(step.totals[phase] for step in self.steps for phase in phases)
+        return sum(costs) * self.num_ranks / total if total else 1.0
 
 
-def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
-    """Plan these steps of epoch 0, and price them by `spec.balance.price`."""
-    phases, balanced, price = spec.costs.phases, spec.costs.balanced, spec.balance.price
-    costs, bounds, microbatches, samples, filled = [], [], [], [], []
-    rows: dict[str, NDArray[np.int64]] = {}
-    by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
-    for step in steps:
-        plan = make_plan(spec, StepTask(0, step))
-        cells = {phase: plan.cells(phase) for phase in phases}
-        costs.append(price.of([cells[phase] for phase in balanced]))
-        bounds.append(plan.cost_bound(price, balanced))
-        microbatches.append(plan.num_microbatches)
-        samples.append(len(plan.row))
-        filled += [] if plan.filled is None else [plan.filled]
-        for phase in plan.parts:
-            rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
-        for phase, figures in by_phase.items():
-            total = int(plan.costs[phase].sum())
-            figures.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
-    columns = {phase: tuple(zip(*figures, strict=True)) for phase, figures in by_phase.items()}
+def _standard_error(deviations: NDArray[np.float64]) -> float | None:
+    return None if len(deviations) < 2 else float(deviations.std(ddof=1) / np.sqrt(len(deviations)))
+
+
+def plan_steps(spec: PlanSpec, steps: Sequence[int], priced: tuple[str, ...] = ()) -> PlannedSteps:
+    """Plan these steps of epoch 0, and price them by `spec.balance.price`.
+
+    Args:
+        priced: phases that make up the step; default: those that are balanced.
+    """
+    priced = priced or spec.costs.balanced
     return PlannedSteps(
         num_ranks=spec.num_ranks,
-        balanced=balanced,
-        costs=tuple(costs),
-        bounds=tuple(bounds),
-        phase_costs={phase: column[0] for phase, column in columns.items()},
-        phase_bounds={phase: column[1] for phase, column in columns.items()},
-        totals={phase: column[2] for phase, column in columns.items()},
-        microbatches=tuple(microbatches),
-        samples=tuple(samples),
-        filled=tuple(filled) or None,
-        rows_between_nodes={phase: int(ways[2]) / max(1, int(ways.sum())) for phase, ways in rows.items()},
+        balanced=priced,
+        adds_up=spec.balance.price.meets_in_micro_steps,
+        steps=tuple(_planned(spec, step, priced) for step in steps),
+    )
+
+
+def _planned(spec: PlanSpec, step: int, priced: tuple[str, ...]) -> PlannedStep:
+    price, phases = spec.balance.price, spec.costs.phases
+    plan = make_plan(spec, StepTask(0, step))
+    cells = {phase: plan.cells(phase) for phase in phases}
+    rows = {phase: plan.feature_rows(phase).tolist() for phase in plan.parts}
+    return PlannedStep(
+        cost=price.of([cells[phase] for phase in priced]),
+        bound=plan.cost_bound(price, priced),
+        phase_costs={phase: price.of([cells[phase]]) for phase in phases},
+        phase_bounds={phase: plan.lower_bound(phase) for phase in phases},
+        totals={phase: int(plan.costs[phase].sum()) for phase in phases},
+        microbatches=plan.num_microbatches,
+        samples=len(plan.row),
+        tokens=int(plan.llm_positions.sum()),
+        filled=plan.filled,
+        rows={phase: (stay, move, cross) for phase, (stay, move, cross) in rows.items()},
     )
 
 
@@ -175,6 +249,21 @@ class ListedSums:
 def spread_steps(spec: PlanSpec, most: int) -> list[int]:
     """Return up to `most` steps, spread evenly over the epoch."""
     return [int(step) for step in np.linspace(0, spec.num_steps - 1, min(most, spec.num_steps)).astype(np.int64)]
+
+
+def rounds_of_steps(spec: PlanSpec, first: int, most: int) -> list[list[int]]:
+    """Return steps in rounds: `first` of them, then each time as many more as there are, up to `most` in all.
+
+    After each round those so far are spread over the epoch.
+    """
+    rounds = [spread_steps(spec, first)]
+    known, count = set(rounds[0]), first
+    while count < min(most, spec.num_steps):
+        count = min(2 * count, most)
+        new = [step for step in spread_steps(spec, count) if step not in known]
+        rounds += [new] if new else []
+        known.update(new)
+    return rounds
 
 
 @dataclass(frozen=True)

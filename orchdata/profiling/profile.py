@@ -9,7 +9,7 @@ Everything is read from the index: no sample is decoded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -37,17 +37,22 @@ from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Shuffle
+from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
-from orchdata.planning.costs import IndexCosts, IndexTokens
+from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.cached import NodeCache
 from orchdata.profiling.chosen_totals import chosen_totals
-from orchdata.profiling.failures import count_reasons, split_failures
+from orchdata.profiling.content import Content, content_of
+from orchdata.profiling.failures import FailureExample, count_reasons, failure_examples, split_failures
+from orchdata.profiling.largest import LargestSample, measure_phases
+from orchdata.profiling.layouts import LayoutPadding, padding_of_layouts
+from orchdata.profiling.lengths import Lengths
+from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
 from orchdata.profiling.scales import Scale, make_scale
 
-PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
 _RANGE_SAMPLES = 1000
+_MAIN_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +63,14 @@ class Modality:
         samples: samples that have it; `share` is their fraction of all usable samples.
         parts: images or audio clips; for text the samples that have any.
         tokens: positions it gives the LLM; for text everything that is not media, including special tokens.
+        lengths: LLM tokens that it gives a sample, over the samples that have it.
     """
 
     samples: int
     share: float
     parts: int
     tokens: int
+    lengths: Lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +81,13 @@ class Phase:
         samples: samples that enter the phase.
         positions: their sum: patches before merging, audio frames entering attention, or LLM tokens.
         percentiles: percentiles of the positions of a sample, over the samples that enter the phase; empty if none do.
+        bins: samples with positions from 2^b up to 2^(b+1), for b from 0.
     """
 
     samples: int
     positions: int
     percentiles: Mapping[str, int]
+    bins: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +172,15 @@ class Profile:
         unchosen: samples that the data set leaves out by `filter` and `split`; no other number contains them.
         layout: "packed" or "padded".
         objective: see `Balance`: whether ranks wait after each phase of each micro-step.
+        multiple_of, length: LLM sequences are padded to a multiple of this; and tokens of every microbatch, if all have
+            one length.
         model_parallel: GPUs of a rank.
         caps: None without `max_tokens`.
         sources: sources of a mixture, by name; empty without a mixture.
+        failures: examples of bad samples, at most three for each of the ten most frequent reasons.
+        content: what samples are made of.
+        largest: the samples that cost the most, at most ten.
+        layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
     """
 
     shards: int
@@ -183,12 +198,23 @@ class Profile:
     balanced_phases: tuple[str, ...]
     has_cost_model: bool
     layout: Literal["packed", "padded"]
+    multiple_of: int
+    length: int | None
     objective: Objective
     model_parallel: int
     caps: Caps | None
     seed: int
     sources: Mapping[str, SourceShare]
+    failures: tuple[FailureExample, ...]
+    content: Content
+    largest: tuple[LargestSample, ...]
+    layouts: tuple[LayoutPadding, ...]
     scales: tuple[Scale, ...]
+
+    @property
+    def main_scale(self) -> Scale:
+        """The number of ranks that a summary speaks of: the first of at least 64, else the largest."""
+        return main_scale(self.scales)
 
     @property
     def meets_in_micro_steps(self) -> bool:
@@ -280,9 +306,11 @@ def profile(
             "each step; profile Packed(length=...) to compare with whole samples"
         )
     check_layout(balance, layout)
-    if (length := fixed_length(layout)) is not None:
+    length = fixed_length(layout)
+    if length is not None:
         balance = replace(balance, max_tokens={**balance.caps, "llm": length})
     check_caps(balance, index)
+    price = balance.price
 
     # Leave out samples that are too large.
     source = layout_costs(index, cost, layout)
@@ -296,9 +324,9 @@ def profile(
         budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
         excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
     group_size = group_size or balance.group_size or 8
-    mixed = None
+    order_of: Callable[[int], AnyOrder] = partial(_order, index.num_rows, excluded, seed)
     if isinstance(dataset, Mixture):
-        mixed = partial(_mixed, dataset, index, excluded, seed, counts.multiple_of)
+        order_of = partial(_mixed, dataset, index, excluded, seed, counts.multiple_of)
     # Describe the samples, and plan each number of ranks.
     good = np.delete(np.arange(index.num_rows), unused)
     samples = index.num_samples - num_unchosen - len(bad)
@@ -307,6 +335,37 @@ def profile(
     bad_samples, failed_shards = split_failures(index, bad)
     reads = _read_amplification(index, good, totals["bytes"], dataset)
     cache = _node_cache(index, reads, totals["bytes"], cache_bytes)
+    content = content_of(index, unused, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [])
+    scales = tuple(
+        make_scale(
+            source,
+            balance,
+            order_of,
+            ranks=num_ranks,
+            model_parallel=model_parallel,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+            counts=counts,
+            group_size=group_size,
+            streams=streams,
+            steps=steps,
+            cache=cache,
+        )
+        for num_ranks in ranks
+    )
+    main = main_scale(scales)
+    phases, largest = measure_phases(source, good, price, main.samples / main.ranks)
+    # Padding of each layout, planned on the ranks that a summary speaks of.
+    size = StepSize(main.ranks * batch_size) if batch_tokens is None else StepSize(main.ranks * batch_tokens, counts)
+    layouts = padding_of_layouts(
+        index,
+        balance,
+        lambda costs, its: epoch_spec(costs, order_of(1), its, size, num_ranks=main.ranks, steps=steps),
+        multiple_of=layout.multiple_of,
+        length=length,
+        longest=phases["llm"].percentiles["max"],
+        tokens_per_rank=main.settings["joint"].tokens / main.ranks,
+    )
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
@@ -318,11 +377,20 @@ def profile(
         loss_tokens=totals["loss_tokens"],
         overflow=Overflow(**overflow) if any(overflow.values()) else None,
         read_amplification=reads,
-        modalities={name: _modality(counts, samples) for name, counts in totals["modalities"].items()},
-        phases={phase: _phase(source, phase, good) for phase in source.phases},
+        modalities={
+            name: _modality(counts, samples, content.tokens[name]) for name, counts in totals["modalities"].items()
+        },
+        phases={
+            phase: Phase(
+                samples=lengths.samples, positions=lengths.total, percentiles=lengths.percentiles, bins=lengths.bins
+            )
+            for phase, lengths in phases.items()
+        },
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,
         layout="padded" if isinstance(layout, Padded) else "packed",
+        multiple_of=layout.multiple_of,
+        length=length,
         objective=balance.objective,
         model_parallel=model_parallel,
         caps=Caps(
@@ -334,27 +402,22 @@ def profile(
         if balance.caps
         else None,
         seed=seed,
-        sources={} if mixed is None else _sources(mixed(1)),
-        scales=tuple(
-            make_scale(
-                source,
-                excluded,
-                balance,
-                ranks=num_ranks,
-                model_parallel=model_parallel,
-                batch_size=batch_size,
-                batch_tokens=batch_tokens,
-                counts=counts,
-                group_size=group_size,
-                streams=streams,
-                seed=seed,
-                steps=steps,
-                mixed=mixed,
-                cache=cache,
-            )
-            for num_ranks in ranks
-        ),
+        sources=_sources(order_of(1)),
+        failures=failure_examples(bad_samples),
+        content=content,
+        largest=largest,
+        layouts=layouts,
+        scales=scales,
     )
+
+
+def main_scale(scales: Sequence[Scale]) -> Scale:
+    """Return the first scale of at least 64 ranks, else the one of the most ranks."""
+    return next((scale for scale in scales if scale.ranks >= _MAIN_RANKS), max(scales, key=lambda scale: scale.ranks))
+
+
+def _order(num_rows: int, excluded: NDArray[np.int64], seed: int, streams: int) -> Order:
+    return Order(num_rows, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
 
 
 def _mixed(
@@ -364,7 +427,9 @@ def _mixed(
     return mixture_order(mixture, index, excluded, shuffle=Shuffle(streams=streams), seed=seed, multiple_of=multiple_of)
 
 
-def _sources(order: MixtureOrder) -> dict[str, SourceShare]:
+def _sources(order: AnyOrder) -> dict[str, SourceShare]:
+    if not isinstance(order, MixtureOrder):
+        return {}
     total = order.of_epoch(0)
     return {
         source.name: SourceShare(
@@ -410,18 +475,7 @@ def _node_cache(index: Index, reads: ReadAmplification, num_bytes: int, cache_by
     )
 
 
-def _modality(counts: Mapping[str, int], num_samples: int) -> Modality:
+def _modality(counts: Mapping[str, int], num_samples: int, lengths: Lengths) -> Modality:
     samples = counts["samples"]
     parts = counts.get("parts", samples)
-    return Modality(samples=samples, share=samples / num_samples, parts=parts, tokens=counts["tokens"])
-
-
-def _phase(source: IndexCosts, phase: str, rows: NDArray[np.int64]) -> Phase:
-    positions = source.positions(phase, rows)
-    positions = positions[positions > 0]
-    percentiles: dict[str, int] = {}
-    if len(positions):
-        # "lower" returns the size of an existing sample.
-        sizes = np.percentile(positions, list(PERCENTILES.values()), method="lower")
-        percentiles = {name: int(size) for name, size in zip(PERCENTILES, sizes, strict=True)}
-    return Phase(samples=len(positions), positions=int(positions.sum()), percentiles=percentiles)
+    return Modality(samples=samples, share=samples / num_samples, parts=parts, tokens=counts["tokens"], lengths=lengths)

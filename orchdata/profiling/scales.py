@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import StepTask
 from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
@@ -23,9 +20,22 @@ from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.sharing.fixed import better_budget
 from orchdata.profiling.advice import Change, PhaseAdvice, phase_advice, try_changes
 from orchdata.profiling.cached import NodeCache, NodeReads
-from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profiling.planned import (
+    AnyOrder,
+    PlannedSteps,
+    StepSize,
+    epoch_spec,
+    plan_steps,
+    rounds_of_steps,
+    spread_steps,
+    sums_of,
+)
+from orchdata.profiling.settings import LlmAlone, Setting, SettingName, make_settings
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+MOST_STEPS: Final = 64
+SMALL_ERROR: Final = 0.02
+"""Steps are added until the standard error of every setting's waiting is below this, or there are MOST_STEPS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +87,7 @@ class ScopeProfile(AssignmentProfile):
         groups_per_shard: groups that read from a shard in these steps, mean over the shards that any group reads from:
             the bytes read if each group fetches the shards it needs whole, over the bytes read if each shard were
             fetched once. From 1 (only one group reads each shard) to the number of groups.
+        groups_per_shard_of_one_stream: the same if the order has one stream, as with `shuffle=True`.
         node: what a node with a cache reads, if nodes are groups; None without object storage.
     """
 
@@ -84,12 +95,15 @@ class ScopeProfile(AssignmentProfile):
     own_streams: float
     shards_per_group: float
     groups_per_shard: float
+    groups_per_shard_of_one_stream: float
     node: NodeReads | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """The profile of a number of ranks, over `steps` steps spread evenly over an epoch.
+    """The profile of a number of ranks, over `steps` steps spread over an epoch.
+
+    Steps are added, up to 64, until the standard error of each setting's waiting is below 2 points.
 
     Attributes:
         gpus: GPUs of all ranks, each a model-parallel group.
@@ -109,6 +123,9 @@ class Scale:
         rows_between_groups: encoder phase -> share of its features' rows that leave their group, such as their node,
             per phase over all ranks.
         scopes: result of each scope of balancing; without "grid" if counts of samples are limited.
+        settings: how long ranks wait without balancing ("none"), balanced by LLM tokens alone ("llm", if the model has
+            other phases), over all ranks with whole samples ("joint") or each phase apart ("per_phase"), in groups, in
+            a grid, and with steps in tokens, of as many as the mean of the present steps ("tokens").
         advice: advice on the phases of the cost model, each balanced by itself in one microbatch.
         changes: alternatives to the whole step, planned; empty if it is within 2 % of the mean.
     """
@@ -133,14 +150,15 @@ class Scale:
     per_phase_speedup: float
     rows_between_groups: Mapping[str, float]
     scopes: Mapping[Scope, ScopeProfile]
+    settings: Mapping[SettingName, Setting]
     advice: Mapping[str, PhaseAdvice]
     changes: tuple[Change, ...]
 
 
 def make_scale(
     source: IndexCosts,
-    excluded: NDArray[np.int64],
     balance: Balance,
+    order_of: Callable[[int], AnyOrder],
     *,
     ranks: int,
     model_parallel: int,
@@ -149,9 +167,7 @@ def make_scale(
     counts: TokenCounts,
     group_size: int,
     streams: int | None,
-    seed: int,
     steps: int,
-    mixed: Callable[[int], MixtureOrder] | None,
     cache: NodeCache | None = None,
 ) -> Scale:
     """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.profile.profile`.
@@ -159,32 +175,45 @@ def make_scale(
     Args:
         source: costs of an index.
         counts: its LLM tokens, as steps measure them.
-        excluded: rows that are not in the order.
+        order_of: number of streams -> the order.
         streams: streams of the order; None for one per group.
-        mixed: number of streams -> the order of a mixture.
         cache: of each node; None without object storage.
     """
     # The order, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
     streams = groups if streams is None else streams
-    order: AnyOrder
-    if mixed is not None:
-        order = mixed(streams)
-    else:
-        order = Order(source.index.num_rows, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
+    order = order_of(streams)
     size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
-    base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=steps)
-    spread = spread_steps(base, steps)
-    first = (base.num_steps - len(spread)) // 2
-    run = range(first, first + len(spread))
-    # Plan every scope in both assignments.
+    most = max(steps, MOST_STEPS)
+    base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
+    # Plan every scope in both assignments, and by LLM tokens alone.
     limited = balance.equal_count or balance.max_samples is not None
     scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
     specs = {scope: _scoped(base, scope, "joint", group_size) for scope in scopes}
-    joint = {scope: plan_steps(spec, spread) for scope, spec in specs.items()}
-    apart: dict[Scope, PlannedSteps] = {
-        scope: plan_steps(_scoped(base, scope, "per_phase", group_size), spread) for scope in scopes if scope != "none"
+    tried: dict[_Tried, PlanSpec] = {("joint", scope): spec for scope, spec in specs.items()}
+    tried |= {
+        ("per_phase", scope): _scoped(base, scope, "per_phase", group_size) for scope in scopes if scope != "none"
     }
+    if len(source.balanced) > 1:
+        tried["llm", "global"] = replace(specs["global"], costs=LlmAlone.of(source))
+    planned, spread = _plan_rounds(tried, rounds_of_steps(base, steps, most), source.balanced)
+    joint = {scope: planned["joint", scope] for scope in scopes}
+    apart: dict[Scope, PlannedSteps] = {scope: planned["per_phase", scope] for scope in scopes if scope != "none"}
+    # Steps of as many tokens, and the steps in a row that show which group reads what.
+    mean = max(1, sums_of(order, counts).of_epoch(0) // order.length(0))
+    in_tokens = None
+    if size.counts is None and balance.max_samples is None and not balance.equal_count:
+        spec = epoch_spec(
+            source,
+            order,
+            specs["global"].balance,
+            StepSize(size.amount * mean, counts),
+            num_ranks=ranks,
+            steps=most,
+        )
+        in_tokens = plan_steps(spec, spread_steps(spec, len(spread)))
+    run = _steps_in_a_row(base, steps)
+    of_one = epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most)
     unbalanced, balanced = joint["none"], joint["global"]
     return Scale(
         ranks=ranks,
@@ -193,7 +222,7 @@ def make_scale(
         global_batch_size=size.amount if batch_tokens is None else None,
         batch_tokens=batch_tokens,
         global_batch_tokens=None if batch_tokens is None else size.amount,
-        samples=sum(balanced.samples) / len(spread),
+        samples=balanced.mean_samples,
         better_tokens=None
         if batch_tokens is None or source.length is None
         else better_budget(size.amount, source.length, ranks),
@@ -202,7 +231,7 @@ def make_scale(
         group_size=group_size,
         groups=groups,
         streams=streams,
-        locality_steps=len(spread),
+        locality_steps=len(run),
         phases={
             phase: PhaseImbalance(
                 unbalanced=unbalanced.phase(phase),
@@ -227,13 +256,59 @@ def make_scale(
                 unbalanced,
                 apart.get(scope),
                 _locality(specs[scope], run, source, group_size),
+                _locality(_scoped(of_one, scope, "joint", group_size), run, source, group_size),
                 cache and cache.reads(specs[scope].balance, ranks=ranks, group_size=group_size, streams=streams),
             )
             for scope in scopes
         },
+        settings=make_settings(_by_setting(planned, in_tokens)),
         advice={phase: phase_advice(phase, source.index, specs["none"], spread, balanced) for phase in source.balanced},
-        changes=try_changes(specs["global"], order, size, counts, balanced.step, steps),
+        changes=try_changes(specs["global"], order, size, mean, balanced, steps),
     )
+
+
+_Tried = tuple[Literal["joint", "per_phase", "llm"], Scope]
+"""What is balanced, and in which scope."""
+
+_SETTING_OF: Final[Mapping[_Tried, SettingName]] = {
+    ("joint", "none"): "none",
+    ("llm", "global"): "llm",
+    ("joint", "global"): "joint",
+    ("per_phase", "global"): "per_phase",
+    ("joint", "grouped"): "grouped",
+    ("joint", "grid"): "grid",
+}
+
+
+def _plan_rounds(
+    specs: Mapping[_Tried, PlanSpec], rounds: Sequence[Sequence[int]], priced: tuple[str, ...]
+) -> tuple[dict[_Tried, PlannedSteps], list[int]]:
+    """Plan rounds of steps until standard errors are small. Return the plans, and the numbers of their steps."""
+    planned: dict[_Tried, PlannedSteps] = {}
+    steps: list[int] = []
+    for more in rounds:
+        for tried, spec in specs.items():
+            new = plan_steps(spec, more, priced)
+            planned[tried] = planned[tried].joined(new) if tried in planned else new
+        steps += more
+        errors = [each.waiting_error for each in planned.values()]
+        if all(error is not None and error < SMALL_ERROR for error in errors):
+            break
+    return planned, steps
+
+
+def _by_setting(
+    planned: Mapping[_Tried, PlannedSteps], in_tokens: PlannedSteps | None
+) -> dict[SettingName, PlannedSteps]:
+    named = {name: planned[tried] for tried, name in _SETTING_OF.items() if tried in planned}
+    return named if in_tokens is None else named | {"tokens": in_tokens}
+
+
+def _steps_in_a_row(spec: PlanSpec, most: int) -> range:
+    """Return up to `most` steps in the middle of the epoch."""
+    count = min(most, spec.num_steps)
+    first = (spec.num_steps - count) // 2
+    return range(first, first + count)
 
 
 def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size: int) -> PlanSpec:
@@ -255,6 +330,7 @@ def _scope_profile(
     unbalanced: PlannedSteps,
     apart: PlannedSteps | None,
     locality: _Locality,
+    of_one_stream: _Locality,
     node: NodeReads | None,
 ) -> ScopeProfile:
     joint = _assignment_profile(planned, unbalanced)
@@ -268,13 +344,14 @@ def _scope_profile(
         own_streams=locality.own_streams,
         shards_per_group=locality.shards_per_group,
         groups_per_shard=locality.groups_per_shard,
+        groups_per_shard_of_one_stream=of_one_stream.groups_per_shard,
         node=node,
     )
 
 
 def _assignment_profile(planned: PlannedSteps, unbalanced: PlannedSteps) -> AssignmentProfile:
     return AssignmentProfile(
-        phases={phase: planned.phase(phase) for phase in planned.totals},
+        phases={phase: planned.phase(phase) for phase in planned.steps[0].totals},
         step=planned.step,
         speedup=unbalanced.step / planned.step,
         microbatches=planned.mean_microbatches,
