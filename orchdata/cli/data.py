@@ -162,6 +162,13 @@ def profile(
         str | None,
         typer.Option(metavar="SIZE", help="Cap of each node's od.Cache: 2TiB; default: one that holds its own shards."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a report to look at: one page without a script."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="With --html: samples to show; 0 leaves out every text, picture and key of a sample.")
+    ] = 12,
     as_json: JsonOption = False,
 ) -> None:
     """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads.
@@ -175,6 +182,12 @@ def profile(
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profiling.profile import profile as make_profile
 
+    if html is not None:
+        from orchdata.profiling.report.page import check_report
+
+        check_report(html)
+        if samples < 0:
+            raise ValueError(f"--samples must be at least 0, got {samples}")
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     balance = Balance(max_tokens=caps, objective=objective, oversize=oversize)  # type: ignore[arg-type]
     if padded and length is not None:
@@ -197,6 +210,8 @@ def profile(
         seed=seed,
         cache_bytes=None if cache_bytes is None else bytes_of(cache_bytes, "--cache-bytes"),
     )
+    if html is not None:
+        result.write_html(html, dataset, samples=samples)
     if as_json:
         print_json(result.to_dict())
         return
@@ -204,6 +219,8 @@ def profile(
 
     print_table(profile_table(result))
     print_unit(dataset)
+    if html is not None:
+        typer.echo(f"report: {html}")
 
 
 @one_line_errors

@@ -13,7 +13,7 @@ from orchdata.cli.output import human_bytes, overflow_words, plain_table
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
-    from orchdata.profiling.scales import Scale
+    from orchdata.profiling.ranks.scales import Scale
 
 MOST_REASONS = 5
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.mixed_state import MixtureState, mixture_of
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
+from orchdata.dataset.resume.mixture import MixtureState, mixture_of
+from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
@@ -37,6 +38,17 @@ def joined_index(mixture: Mixture, indexes: Sequence[Index]) -> JoinedIndex:
     check_alike([(leaf.name, leaf.dataset.recipe) for leaf in mixture.leaves])
     by_path: dict[Path, Index] = {}
     return JoinedIndex([by_path.setdefault(index.path, index) for index in indexes])
+
+
+def index_of(dataset: ShardDataset | Mixture, *, check: bool = True) -> Index:
+    """Return the index of a data set, built where it is missing; that of a mixture joins its sources.
+
+    Args:
+        check: measure shards again that have changed since they were indexed.
+    """
+    if isinstance(dataset, Mixture):
+        return joined_index(dataset, [leaf.dataset.index(check=check) for leaf in dataset.leaves])
+    return dataset.index(check=check)
 
 
 def check_alike(recipes: Sequence[tuple[str, Recipe]]) -> None:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
+from orchdata.dataset.profiled import Profiled
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
@@ -62,7 +63,7 @@ class Leaf(NamedTuple):
     loss_weight: float
 
 
-class Mixture:
+class Mixture(Profiled):
     """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
     The order is a pure function of the seed: there are no buffers, and any position is computed directly. Pass it to

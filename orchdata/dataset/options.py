@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
-from orchdata.dataset.mixed_state import dump_mixture
 from orchdata.dataset.resume.begun import begun_of, dump_begun
 from orchdata.dataset.resume.form import bound, written_now
+from orchdata.dataset.resume.mixture import dump_mixture
 from orchdata.dataset.resume.rows import SourceRows, dump_rows
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError

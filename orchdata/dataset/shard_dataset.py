@@ -23,6 +23,7 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
 from orchdata.dataset.indexed.published import Generation, StoredIndex
+from orchdata.dataset.profiled import Profiled
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -58,7 +59,7 @@ _listings: Counter[str] = Counter()
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
-class ShardDataset:
+class ShardDataset(Profiled):
     """Samples of images, audio and text, under a recipe.
 
     `len(dataset)` and `dataset[i]` count the good samples that `filter` and `split` keep, in the order of the shards.

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.dataset.indexed.column_reads import chunks_of
-from orchdata.dataset.mixed import mixture_order
+from orchdata.dataset.mixed import index_of, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -41,18 +42,22 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
-from orchdata.profiling.cached import NodeCache
 from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.content import Content, content_of
 from orchdata.profiling.failures import FailureExample, count_reasons, failure_examples, split_failures
 from orchdata.profiling.largest import LargestSample, measure_phases
-from orchdata.profiling.layouts import LayoutPadding, padding_of_layouts
 from orchdata.profiling.lengths import Lengths
-from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
-from orchdata.profiling.scales import Scale, make_scale
+from orchdata.profiling.ranks.cached import NodeCache
+from orchdata.profiling.ranks.layouts import LayoutPadding, padding_of_layouts
+from orchdata.profiling.ranks.planned import AnyOrder, StepSize, epoch_spec
+from orchdata.profiling.ranks.scales import Scale, make_scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _RANGE_SAMPLES = 1000
 _MAIN_RANKS = 64
+_COMPARED = ("scope", "assignment", "group_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +177,7 @@ class Profile:
         unchosen: samples that the data set leaves out by `filter` and `split`; no other number contains them.
         layout: "packed" or "padded".
         objective: see `Balance`: whether ranks wait after each phase of each micro-step.
+        balance: other arguments of `Balance` than its defaults, which all settings share.
         multiple_of, length: LLM sequences are padded to a multiple of this; and tokens of every microbatch, if all have
             one length.
         model_parallel: GPUs of a rank.
@@ -198,6 +204,7 @@ class Profile:
     balanced_phases: tuple[str, ...]
     has_cost_model: bool
     layout: Literal["packed", "padded"]
+    balance: Mapping[str, Any]
     multiple_of: int
     length: int | None
     objective: Objective
@@ -221,14 +228,60 @@ class Profile:
         """Whether ranks wait for each other in each micro-step, in joint assignment."""
         return Balance(objective=self.objective).price.meets_in_micro_steps
 
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What the profile says, in sentences, the most important first."""
+        from orchdata.profiling.report.summary import findings
+
+        return tuple(finding.text for finding in findings(self))
+
+    @property
+    def call(self) -> str:
+        """The `od.DataLoader(...)` call that follows, for the ranks of `main_scale`: Python source with comments."""
+        from orchdata.profiling.report.call import call_of
+
+        return call_of(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-safe values: plain dicts, lists, strings and finite numbers."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
-        return plain
+        return {"summary": list(self.summary), **plain, "call": self.call}
+
+    def write_html(self, path: str | Path, dataset: ShardDataset | Mixture | None = None, *, samples: int = 12) -> None:
+        """Write a report: one page of HTML that loads nothing and runs no script.
+
+        The page holds keys and reasons of failures, and some samples: mind who gets it.
+
+        Args:
+            path: file to write, in a folder that exists; an existing file is replaced whole.
+            dataset: the data set of this profile, from which samples are read; None for a page without samples.
+            samples: number of samples to show, drawn at random; 0 for a page without any text, picture, key or error
+                text of a sample.
+
+        Raises:
+            ValueError: `samples` below 0, or a path that is not a file's.
+            PackageError: matplotlib, of the extra `plots`, is missing.
+            StorageError: the file cannot be written.
+        """
+        from orchdata.profiling.report.page import write_report
+
+        write_report(self, path, dataset, samples)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the cost of a step over an even one against the number of ranks, for each setting. Return the axes.
+
+        Args:
+            ax: axes of matplotlib; None for those of a new figure.
+
+        Raises PackageError if matplotlib, of the extra `plots`, is missing.
+        """
+        from orchdata.profiling.report.plots import plot_profile
+
+        return plot_profile(self.scales, ax)
 
 
 def profile(
-    index: Index,
+    data: Index | ShardDataset | Mixture,
     *,
     cost: CostModel | None = None,
     balance: Balance = Balance(),  # noqa: B008
@@ -244,10 +297,10 @@ def profile(
     dataset: ShardDataset | Mixture | None = None,
     cache_bytes: int | None = None,
 ) -> Profile:
-    """Profile an index.
+    """Return what samples are made of, and what numbers of ranks would lose to imbalance. No sample is decoded.
 
     Args:
-        index: the dataset under a recipe.
+        data: a data set, whose index is built where it is missing, or an index.
         cost: the model's cost; with None every phase costs its positions.
         balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
             both assignments, independent of those given here, with groups of `group_size`.
@@ -261,8 +314,8 @@ def profile(
         seed: seed of the order.
         steps: steps to plan per number of ranks, spread over an epoch for balance and consecutive for locality; fewer
             if an epoch has fewer.
-        dataset: the data set of the index, if it chooses samples by `filter` or `split`, or is a mixture with its
-            sources joined in the index. None for all samples of the index.
+        dataset: the data set of an index, if it chooses samples by `filter` or `split`, or is a mixture with its
+            sources joined in the index. None for all samples of the index. Not with a data set as `data`.
         cache_bytes: cap of a cache on each node, `od.Cache(max_bytes=)`; None for one that holds all of a node's own
             shards, if the data are in object storage.
 
@@ -271,6 +324,12 @@ def profile(
             invalid in training, or a pipeline's order of microbatches.
     """
     # Check the arguments, and find the usable samples.
+    if isinstance(data, Index):
+        index = data
+    elif dataset is not None:
+        raise ValueError("data is a data set: leave out dataset=, which goes with an index")
+    else:
+        dataset, index = data, index_of(data)
     numbers = {
         "model_parallel": model_parallel,
         "batch_size": batch_size,
@@ -389,6 +448,7 @@ def profile(
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,
         layout="padded" if isinstance(layout, Padded) else "packed",
+        balance=_given(balance, length),
         multiple_of=layout.multiple_of,
         length=length,
         objective=balance.objective,
@@ -409,6 +469,15 @@ def profile(
         layouts=layouts,
         scales=scales,
     )
+
+
+def _given(balance: Balance, length: int | None) -> dict[str, Any]:
+    """Return the arguments that all settings share, if they are not defaults; a fixed length is the layout's matter."""
+    given = {field.name: getattr(balance, field.name) for field in fields(Balance) if field.name not in _COMPARED}
+    caps = {phase: cap for phase, cap in balance.caps.items() if not (length is not None and phase == "llm")}
+    given["max_tokens"] = (caps["llm"] if tuple(caps) == ("llm",) else caps) or None
+    default = Balance()
+    return {name: value for name, value in given.items() if value != getattr(default, name)}
 
 
 def main_scale(scales: Sequence[Scale]) -> Scale:

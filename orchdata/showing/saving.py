@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 from orchdata.building.spec import IndexedShards
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import basename
 from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.modality import Modality, PartSize
 from orchdata.loaders.samples.decode import decode_media
 from orchdata.loaders.storage.atomic import write_whole
 
@@ -48,18 +52,43 @@ def save_media(
         opened.close()
 
 
-def _saved(shards: IndexedShards, stored: StoredSample, number: int, folder: Path, of: Pass) -> Path:
+class DecodedPart(NamedTuple):
+    """A part of a sample, as a loader decodes it, with the bytes that it is decoded from."""
+
+    modality: Modality
+    field: str
+    size: PartSize
+    data: bytes | memoryview
+    arrays: Mapping[str, NDArray[Any]]
+    limits: Limits
+
+    def to_file(self) -> tuple[str, bytes]:
+        """Return the suffix and the content of a file of it. Raises FieldError."""
+        try:
+            return self.modality.to_file(self.data, self.size, self.arrays, self.limits)
+        except Exception as error:  # a user's modality may raise anything
+            raise as_field_error(error, "written", self.field) from error
+
+
+def decoded_part(shards: IndexedShards, stored: StoredSample, number: int, of: Pass | None = None) -> DecodedPart:
+    """Return a part of a sample by its number. Raises FieldError, DataError.
+
+    Args:
+        of: pass in which it is decoded; default: pass 0, with seed 0.
+    """
     index, recipe = shards.index, shards.recipe_of(stored.row)
     part = stored.parts[number]
     name, member = index.modality_of(part), stored.member_of(part)
     (size,) = index.sizes(range(part, part + 1), recipe)
     data = stored.read(recipe, text=False, parts=[part])[member]
-    generator = partial(stored.generator, of, number)
-    arrays = decode_media(name, data, size, recipe, stored.members[member].field, generator).arrays
-    try:
-        suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
-    except Exception as error:  # a user's modality may raise anything
-        raise as_field_error(error, "written", stored.members[member].field) from error
+    field = stored.members[member].field
+    generator = partial(stored.generator, of or Pass(), number)
+    arrays = decode_media(name, data, size, recipe, field, generator).arrays
+    return DecodedPart(recipe.modalities[name], field, size, data, arrays, recipe.limits)
+
+
+def _saved(shards: IndexedShards, stored: StoredSample, number: int, folder: Path, of: Pass) -> Path:
+    suffix, content = decoded_part(shards, stored, number, of).to_file()
     file = folder / f"{stored.row}-{_plain(stored.key)}.{number}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content)

@@ -62,7 +62,8 @@ orchdata: trainers repeatable declared_counts
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps
-orchdata: dataloader profiling post_balancing verifying showing
+orchdata: dataloader post_balancing verifying showing
+orchdata: profiling
 orchdata: testing
 orchdata: hf torchtitan
 orchdata: synth reference

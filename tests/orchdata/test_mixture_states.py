@@ -17,7 +17,7 @@ from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, steps_of
 
 import orchdata as od
-from orchdata.dataset.mixed_state import dump_mixture, load_mixture
+from orchdata.dataset.resume.mixture import dump_mixture, load_mixture
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
 

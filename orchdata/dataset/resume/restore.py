@@ -12,12 +12,12 @@ from typing import Any
 
 import orchdata
 from orchdata.dataset.mixed import read_stages, restore_mixture
-from orchdata.dataset.mixed_state import MixtureState, mixture_of
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume.begun import Begun, begun_in, former_order, load_begun, rest_of
 from orchdata.dataset.resume.changes import changes_of, lists_of
 from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_form, present_rules, rules_text
 from orchdata.dataset.resume.former import Former, former_of_index, former_of_state
+from orchdata.dataset.resume.mixture import MixtureState, mixture_of
 from orchdata.dataset.resume.rows import MOST_TEXT, SourceRows
 from orchdata.dataset.selection import Taken
 from orchdata.loaders.errors import StateError

@@ -26,9 +26,9 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.failures import count_reasons
 from orchdata.profiling.lengths import PERCENTILES
-from orchdata.profiling.planned import Draws
 from orchdata.profiling.profile import Profile, profile
-from orchdata.profiling.scales import SCOPES
+from orchdata.profiling.ranks.planned import Draws
+from orchdata.profiling.ranks.scales import SCOPES
 from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))

@@ -16,7 +16,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.planning.layout import Layout
 from orchdata.planning.plan import Plan
 from orchdata.profiling.profile import profile
-from orchdata.profiling.scales import Scale
+from orchdata.profiling.ranks.scales import Scale
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 COST = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))

@@ -18,9 +18,9 @@ from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.sharing.fixed import better_budget
-from orchdata.profiling.advice import Change, PhaseAdvice, phase_advice, try_changes
-from orchdata.profiling.cached import NodeCache, NodeReads
-from orchdata.profiling.planned import (
+from orchdata.profiling.ranks.advice import Change, PhaseAdvice, phase_advice, try_changes
+from orchdata.profiling.ranks.cached import NodeCache, NodeReads
+from orchdata.profiling.ranks.planned import (
     AnyOrder,
     PlannedSteps,
     StepSize,
@@ -30,7 +30,7 @@ from orchdata.profiling.planned import (
     spread_steps,
     sums_of,
 )
-from orchdata.profiling.settings import LlmAlone, Setting, SettingName, make_settings
+from orchdata.profiling.ranks.settings import LlmAlone, Setting, SettingName, make_settings
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 MOST_STEPS: Final = 64

@@ -72,7 +72,7 @@ def padding_of_layouts(
 
 
 def _planned(layout: Literal["padded", "packed", "one length"], length: int | None, spec: PlanSpec) -> LayoutPadding:
-    from orchdata.profiling.planned import spread_steps
+    from orchdata.profiling.ranks.planned import spread_steps
 
     steps = spread_steps(spec, _STEPS)
     used = held = microbatches = 0

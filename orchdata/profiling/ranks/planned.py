@@ -252,17 +252,19 @@ def spread_steps(spec: PlanSpec, most: int) -> list[int]:
 
 
 def rounds_of_steps(spec: PlanSpec, first: int, most: int) -> list[list[int]]:
-    """Return steps in rounds: `first` of them, then each time as many more as there are, up to `most` in all.
+    """Return steps in rounds: `first` of them, then each time about as many more as there are, up to `most` in all.
 
     After each round those so far are spread over the epoch.
     """
-    rounds = [spread_steps(spec, first)]
-    known, count = set(rounds[0]), first
-    while count < min(most, spec.num_steps):
-        count = min(2 * count, most)
-        new = [step for step in spread_steps(spec, count) if step not in known]
-        rounds += [new] if new else []
-        known.update(new)
+    all_steps = np.array(spread_steps(spec, most))
+    rounds: list[list[int]] = []
+    known = np.zeros(len(all_steps), bool)
+    while not known.all():
+        count = min(first << len(rounds), len(all_steps))
+        chosen = np.linspace(0, len(all_steps) - 1, count).astype(np.int64)
+        new = chosen[~known[chosen]]
+        rounds.append(all_steps[new].tolist())
+        known[new] = True
     return rounds
 
 

@@ -17,8 +17,8 @@ from orchdata.loaders.index.index import Index
 from orchdata.order.steps import StepTask
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.profiling.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
-from orchdata.profiling.settings import is_better
+from orchdata.profiling.ranks.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profiling.ranks.settings import is_better
 
 ENOUGH = 1.02  # A step this near its mean needs nothing.
 LARGER_BATCHES = (2, 4)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, get_args
 
 from orchdata.planning.costs import IndexCosts
-from orchdata.profiling.planned import PlannedSteps
+from orchdata.profiling.ranks.planned import PlannedSteps
 
 SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens"]
 SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)

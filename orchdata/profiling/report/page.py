@@ -1,0 +1,412 @@
+"""The report: a profile, and some samples, as one page of HTML without a script, which loads nothing.
+
+Profile --sentences, tables, drawings--+
+ShardDataset | Mixture --samples-------+--> HTML --> a file, whole or not at all
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from orchdata.loaders.storage.atomic import write_whole
+from orchdata.profiling.ranks.settings import SETTINGS
+from orchdata.profiling.report.call import arguments_of_call, call_of
+from orchdata.profiling.report.elements import bar, figure, folded, paragraph, section, table
+from orchdata.profiling.report.plots import LABELS, check_plots, draw_lengths, draw_shares, draw_waiting
+from orchdata.profiling.report.style import STYLE
+from orchdata.profiling.report.summary import Finding, findings, step_words
+from orchdata.profiling.report.words import ShardNames, number, percent, shown
+
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.profiling.content import UnlikePart
+    from orchdata.profiling.profile import Profile
+    from orchdata.profiling.ranks.scales import Scale
+    from orchdata.profiling.report.samples import SampleView
+
+POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_MOST_ROWS_OF_SOURCES: Final = 1000
+_MOST_SOURCES: Final = 10
+
+
+def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> str:
+    """Return the page.
+
+    Args:
+        views: samples to show.
+        named: keys, texts, pictures and error texts of samples may be on the page.
+    """
+    names = _shard_names(profile, views)
+    holds = (
+        f"This page holds data: keys of samples, reasons of failures, and {len(views)} samples. Mind who gets it."
+        if named
+        else "This page holds no text, picture, key or error text of a sample."
+    )
+    parts = [
+        "<h1>What this data set costs to train on</h1>",
+        f'<p class="note">{escape(holds)}</p>',
+        paragraph(
+            f"{profile.samples:,} samples in {profile.shards:,} shards, {profile.loss_tokens:,} loss tokens, "
+            f"{number(profile.bytes)} bytes."
+        ),
+        _summary(profile, names, named=named),
+        _content(profile),
+        _lengths(profile),
+        _scales(profile),
+        _layouts(profile),
+        _largest(profile, names, named=named),
+        _unlike(profile, names),
+        _failures(profile, names, named=named),
+        _samples(views, names),
+        _call(profile),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>orchdata report</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _shard_names(profile: Profile, views: Sequence[SampleView]) -> ShardNames:
+    urls = [sample.shard for sample in profile.largest] + [shard.name for shard in profile.content.shards]
+    urls += [failure.shard for failure in profile.failures] + [view.sample.shard for view in views]
+    urls += [advice.largest_shard for scale in profile.scales for advice in scale.advice.values()]
+    return ShardNames(urls)
+
+
+def _summary(profile: Profile, names: ShardNames, *, named: bool) -> str:
+    items = "".join(f"<li>{_finding(finding, names, named=named)}</li>" for finding in findings(profile))
+    return f'<ul class="summary">{items}</ul>'
+
+
+def _finding(finding: Finding, names: ShardNames, *, named: bool) -> str:
+    text = escape(finding.text)
+    if not finding.shard:
+        return text
+    key = f"{shown(finding.key, 120)} of " if named else "in "
+    return f"{text} It is {key}{shown(names(finding.shard), 120)}."
+
+
+def _content(profile: Profile) -> str:
+    total = sum(modality.tokens for modality in profile.modalities.values()) or 1
+    places = {name: place for place, name in enumerate(profile.modalities)}
+    modalities = table(
+        ("modality", "share of samples", "share of LLM tokens", "samples", "parts", "LLM tokens"),
+        [
+            (
+                escape(name),
+                bar(modality.share, percent(modality.share), places[name] % 7),
+                bar(modality.tokens / total, percent(modality.tokens / total), places[name] % 7),
+                f"{modality.samples:,}",
+                f"{modality.parts:,}",
+                f"{modality.tokens:,}",
+            )
+            for name, modality in profile.modalities.items()
+        ],
+        numbers_from=3,
+    )
+    combinations = table(
+        ("samples of", "share of samples", "samples", "LLM tokens"),
+        [
+            (
+                escape(" + ".join(combination.modalities) or "nothing"),
+                bar(combination.samples / profile.samples, percent(combination.samples / profile.samples)),
+                f"{combination.samples:,}",
+                f"{combination.tokens:,}",
+            )
+            for combination in profile.content.combinations
+        ],
+        numbers_from=2,
+    )
+    joint = profile.content.joint
+    caption = f"Share of a sample's LLM tokens: first, {joint.modalities[0]}"
+    if len(joint.modalities) == 2:
+        caption += f"; second, {joint.modalities[1]}. A larger square is more samples"
+    return section(
+        "What samples are made of",
+        modalities,
+        combinations,
+        f'<div class="plots">{figure(draw_shares("shares", joint), caption + ".", _joint_table(profile))}</div>',
+    )
+
+
+def _joint_table(profile: Profile) -> str:
+    joint = profile.content.joint
+    bins = len(joint.samples)
+    rows = []
+    for i, row in enumerate(joint.samples):
+        for j, count in enumerate(row):
+            if count:
+                cell = [f"{100 * i // bins} to {100 * (i + 1) // bins} %"]
+                if len(joint.modalities) == 2:
+                    cell.append(f"{100 * j // bins} to {100 * (j + 1) // bins} %")
+                rows.append((*cell, f"{count:,}"))
+    return folded("as a table", table((*joint.modalities, "samples"), rows))
+
+
+def _lengths(profile: Profile) -> str:
+    drawn = []
+    caps = {} if profile.caps is None else profile.caps.max_tokens
+    for place, (name, modality) in enumerate(profile.modalities.items()):
+        its = modality.lengths
+        if its.samples:
+            svg = draw_lengths(f"tokens{place}", its.bins, its.percentiles, None, "LLM tokens", place % 7)
+            below = folded("as a table", _bins(its.bins, its.percentiles, "LLM tokens"))
+            drawn.append(figure(svg, f"{name}: LLM tokens that it gives a sample, over samples that have it.", below))
+    for place, (name, phase) in enumerate(profile.phases.items()):
+        if phase.samples:
+            svg = draw_lengths(
+                f"positions{place}", phase.bins, phase.percentiles, caps.get(name), "positions", (place + 1) % 7
+            )
+            below = folded("as a table", _bins(phase.bins, phase.percentiles, "positions"))
+            drawn.append(figure(svg, f"Phase {name}: positions that it computes of a sample.", below))
+    return section("How long samples are", f'<div class="plots">{"".join(drawn)}</div>')
+
+
+def _bins(bins: Sequence[int], percentiles: Mapping[str, int], unit: str) -> str:
+    rows = [(f"{2**bit:,} to {2 ** (bit + 1) - 1:,}", f"{count:,}") for bit, count in enumerate(bins) if count]
+    named = [(name, f"{value:,}") for name, value in percentiles.items()]
+    return table((unit, "samples"), rows) + table(("percentile", unit), named)
+
+
+def _scales(profile: Profile) -> str:
+    scales = profile.scales
+    settings = [name for name in SETTINGS if any(name in scale.settings for scale in scales)]
+    unit = "by your cost model" if profile.has_cost_model else "in positions, not time"
+    caption = (
+        f"Cost of a step over a perfectly even one, {unit}, against the number of ranks. Bars show one standard error "
+        "over steps. Hollow: the data set has less samples than a step, so they were drawn with replacement."
+    )
+    shares = "waiting" if profile.has_cost_model else "unevenness"
+    rows = [
+        (
+            f"{scale.ranks:,}",
+            LABELS[name],
+            bar(its.waiting, percent(its.waiting), settings.index(name)),
+            "-" if its.waiting_error is None else f"{100 * its.waiting_error:.1f}",
+            f"{its.samples:,.0f}",
+            number(its.tokens),
+            f"{its.microbatches:.1f}",
+            f"{scale.steps}" + (" r" if scale.with_replacement else ""),
+        )
+        for scale in scales
+        for name, its in scale.settings.items()
+    ]
+    columns = ("ranks", "setting", shares, "error, points", "samples", "LLM tokens", "micro-steps", "steps")
+    return section(
+        "What ranks wait for",
+        f'<div class="plots">{figure(draw_waiting("waiting", scales, settings), caption)}</div>',
+        table(columns, rows, numbers_from=3),
+        _phases(profile.main_scale),
+        _groups(scales),
+        paragraph("r: samples were drawn with replacement.") if any(each.with_replacement for each in scales) else "",
+    )
+
+
+def _phases(scale: Scale) -> str:
+    """Where ranks wait, on the ranks that the summary speaks of."""
+    with_phases = {name: its for name, its in scale.settings.items() if its.phases}
+    if not with_phases:
+        return ""
+    phases = next(iter(with_phases.values())).phases
+    rows = [
+        (
+            LABELS[name],
+            *(bar(its.phases[phase], percent(its.phases[phase]), place % 7) for place, phase in enumerate(phases)),
+        )
+        for name, its in with_phases.items()
+    ]
+    return f"<h3>Where ranks wait, at {escape(step_words(scale))}</h3>" + table(
+        ("setting", *(f"in {phase}" for phase in phases)), rows, numbers_from=99
+    )
+
+
+def _groups(scales: Sequence[Scale]) -> str:
+    rows = [
+        (
+            f"{scale.ranks:,}",
+            f"{scale.groups:,} of {scale.group_size}",
+            escape(name),
+            f"{scope.groups_per_shard:.1f}",
+            f"{scope.groups_per_shard_of_one_stream:.1f}",
+        )
+        for scale in scales
+        if scale.groups > 1
+        for name, scope in scale.scopes.items()
+    ]
+    if not rows:
+        return ""
+    streams = ", ".join(
+        f"od.Shuffle(streams={scale.streams}) at {scale.ranks:,} ranks" for scale in scales if scale.groups > 1
+    )
+    return (
+        "<h3>How many groups of ranks read from a shard</h3>"
+        + table(("ranks", "groups", "scope", "groups a shard", "with one stream"), rows, numbers_from=3)
+        + f'<p class="note">{escape(f"Groups a shard: with {streams}.")}</p>'
+    )
+
+
+def _layouts(profile: Profile) -> str:
+    scale = profile.main_scale
+    rows = [
+        (
+            escape(layout.layout + ("" if layout.length is None else f", {layout.length:,} tokens")),
+            bar(layout.padding, percent(layout.padding)),
+            f"{layout.microbatches:.1f}",
+            f"{layout.steps}",
+        )
+        for layout in profile.layouts
+    ]
+    return section(
+        "How much of a batch is padding",
+        paragraph(f"LLM microbatches at {step_words(scale)}, balanced over all ranks."),
+        table(("layout", "padding", "micro-steps", "steps"), rows, numbers_from=2),
+    )
+
+
+def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
+    phases = tuple(profile.phases)
+    scale = profile.main_scale
+    rows = [
+        (
+            shown(sample.key, 120) if named else "-",
+            shown(names(sample.shard), 120),
+            f"{sample.cost:,.1f}",
+            f"{sample.step:.2f}",
+            *(f"{sample.positions[phase]:,}" for phase in phases),
+        )
+        for sample in profile.largest
+    ]
+    columns = ("key", "shard", "cost over the mean", "step at least", *phases)
+    text = (
+        f"Step at least: a step with the sample, of {scale.samples / scale.ranks:.3g} samples a rank, costs at least "
+        "so many times an even one, on any number of ranks. The last columns are positions."
+    )
+    return section("The largest samples", paragraph(text), table(columns, rows, numbers_from=2))
+
+
+def _unlike(profile: Profile, names: ShardNames) -> str:
+    modalities = tuple(profile.modalities)
+    content, parts = profile.content, []
+    if profile.sources:
+        drawn = sorted(profile.sources, key=lambda name: -profile.sources[name].tokens)[:_MOST_SOURCES]
+        differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_SOURCES]
+        bars = {*drawn, *(each.name for each in differ)}
+        rows = [
+            (
+                shown(name, 120),
+                bar(source.share, percent(source.share)) if name in bars else percent(source.share),
+                f"{source.tokens:,}",
+                f"{source.samples:,}",
+                f"{source.passes:.3g}",
+            )
+            for name, source in list(profile.sources.items())[:_MOST_ROWS_OF_SOURCES]
+        ]
+        more = len(profile.sources) - _MOST_ROWS_OF_SOURCES
+        parts += [
+            "<h3>What sources give in an epoch</h3>",
+            table(("source", "share of tokens", "LLM tokens", "samples", "passes"), rows, numbers_from=2),
+            paragraph(f"and {more:,} more sources") if more > 0 else "",
+            "<h3>Sources that differ most from the whole</h3>",
+            _shares_of([(shown(each.name, 120), each) for each in differ], "source", modalities),
+        ]
+    if content.shards:
+        parts += [
+            "<h3>Shards that differ most from the whole</h3>",
+            _shares_of([(shown(names(each.name), 120), each) for each in content.shards], "shard", modalities),
+        ]
+    else:
+        parts.append(paragraph("All shards with at least 20 samples are made of about the same."))
+    return section("Sources and shards that differ", *parts)
+
+
+def _shares_of(named: Sequence[tuple[str, UnlikePart]], what: str, modalities: Sequence[str]) -> str:
+    rows = [
+        (
+            name,
+            f"{each.samples:,}",
+            f"{each.tokens_per_sample:,.0f}",
+            *(percent(each.shares[modality]) for modality in modalities),
+        )
+        for name, each in named
+    ]
+    return table((what, "samples", "LLM tokens a sample", *(f"{name}, of tokens" for name in modalities)), rows)
+
+
+def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
+    if not profile.bad_by_reason:
+        return section("Failures", paragraph("No sample failed while it was indexed."))
+    reasons = table(
+        ("samples", "reason"),
+        [(f"{count:,}", shown(reason)) for reason, count in profile.bad_by_reason.items()],
+        numbers_from=99,
+    )
+    examples = ""
+    if named:
+        examples = "<h3>Examples</h3>" + table(
+            ("shard", "key", "field", "reason"),
+            [
+                (shown(names(each.shard), 120), shown(each.key, 120), shown(each.field, 60), shown(each.reason))
+                for each in profile.failures
+            ],
+            numbers_from=99,
+        )
+    return section("Failures", reasons, examples)
+
+
+def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
+    if not views:
+        return ""
+    from orchdata.profiling.report.samples import sample_html
+
+    shown_samples = "".join(sample_html(view, names) for view in views)
+    text = "Drawn at random. Text that is trained is underlined. Lines in a picture lie between its tokens."
+    return section(f"{len(views)} samples", paragraph(text), f'<div class="samples">{shown_samples}</div>')
+
+
+def _call(profile: Profile) -> str:
+    reasons = table(
+        ("argument", "reason"),
+        [(f"<code>{escape(each.source)}</code>", escape(each.reason)) for each in arguments_of_call(profile)],
+        numbers_from=99,
+    )
+    text = f"For {step_words(profile.main_scale)}:"
+    return section("The call that follows", paragraph(text), f"<pre>{escape(call_of(profile))}</pre>", reasons)
+
+
+def check_report(path: str | Path) -> None:
+    """Raise before a profile is made if no report could be written.
+
+    Raises:
+        ValueError: the folder is missing, or the path is not one for a file.
+        PackageError: matplotlib is missing.
+    """
+    check_plots()
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"the report cannot be written to {target}: there is no folder {target.parent}; make it first")
+    if target.is_dir():
+        raise ValueError(f"the report cannot be written to {target}: it is a folder; give a file in it")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"the report cannot be written to {target}: you may not write into {target.parent}")
+
+
+def write_report(profile: Profile, path: str | Path, dataset: ShardDataset | Mixture | None, samples: int) -> None:
+    """Write a page, whole or not at all. For arguments and errors see `Profile.write_html`."""
+    if samples < 0:
+        raise ValueError(f"samples must be at least 0, got {samples}")
+    check_report(path)
+    views: list[SampleView] = []
+    if dataset is not None and samples:
+        from orchdata.profiling.report.samples import drawn_views
+
+        views = drawn_views(dataset, samples, profile.seed)
+    page = page_of(profile, views, named=samples > 0)
+    # Strings of the data have no lone surrogate left, which UTF-8 lacks; another name may have one.
+    write_whole(Path(path), page.encode("utf-8", "backslashreplace"))

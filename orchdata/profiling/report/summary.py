@@ -1,0 +1,229 @@
+"""What a profile says, in sentences: only from settings that were planned, with the error of each figure.
+
+Profile --settings of one number of ranks--> Finding, Finding, ... and the setting to take
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+from orchdata.profiling.ranks.settings import CLEAR, SettingName
+from orchdata.profiling.report.words import number, percent
+
+if TYPE_CHECKING:
+    from orchdata.profiling.profile import Profile
+    from orchdata.profiling.ranks.advice import Change
+    from orchdata.profiling.ranks.scales import Scale
+    from orchdata.profiling.ranks.settings import Setting
+
+_LARGE_ERROR: Final = 0.02
+_WORTH: Final = 0.02
+"""Less waiting that makes a setting worth its price: that features travel between ranks."""
+_LITTLE: Final = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A sentence or two.
+
+    Attributes:
+        text: without names from the data.
+        shard, key: of the sample that it speaks of; empty if it speaks of none.
+        setting: that its share of waiting is of; None if it names no such share.
+        low, high: bounds of the share of waiting that it names.
+    """
+
+    text: str
+    shard: str = ""
+    key: str = ""
+    setting: SettingName | None = None
+    low: float = 0.0
+    high: float = 0.0
+
+
+def findings(profile: Profile) -> list[Finding]:
+    """Return what a profile says, the most important first."""
+    found = (
+        []
+        if profile.has_cost_model
+        else [
+            Finding(
+                text="No cost model was given, so all figures are positions, not time, and nothing is said about "
+                "waiting or speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
+            )
+        ]
+    )
+    found += _of_content(profile)
+    if profile.has_cost_model:
+        found = _of_waiting(profile) + found
+    return found
+
+
+def recommended(scale: Scale) -> SettingName:
+    """Return the simplest setting that no other clearly beats by enough."""
+    settings = scale.settings
+    best: SettingName = "joint" if "none" in settings["joint"].better_than else "none"
+    apart = settings.get("per_phase")
+    if apart is not None and best in apart.better_than and settings[best].waiting - apart.waiting >= _WORTH:
+        return "per_phase"
+    grouped = settings.get("grouped")
+    if best == "joint" and scale.groups > 1 and grouped is not None and "none" in grouped.better_than:
+        close = settings["joint"].waiting >= grouped.waiting - _WORTH
+        return "grouped" if close and "grouped" not in settings["joint"].better_than else "joint"
+    return best
+
+
+def step_words(scale: Scale) -> str:
+    """Return the size of a step in words."""
+    if scale.batch_size is not None:
+        return (
+            f"{scale.ranks:,} ranks x {scale.batch_size:,} samples "
+            f"({number(scale.settings['none'].tokens)} LLM tokens a step)"
+        )
+    return (
+        f"{scale.ranks:,} ranks x {scale.batch_tokens:,} LLM tokens ({number(scale.settings['none'].samples)} samples "
+        "a step)"
+    )
+
+
+def _of_waiting(profile: Profile) -> list[Finding]:
+    scale = profile.main_scale
+    settings, size = scale.settings, step_words(scale)
+    none, best = settings["none"], recommended(scale)
+    # Without balancing.
+    where = _where(none)
+    drawn = (
+        "; the data set has less samples than a step, so they were drawn with replacement"
+        if scale.with_replacement
+        else ""
+    )
+    found = [
+        _finding(
+            f"At {size}, ranks wait {{}} of the step without balancing{where}, by your cost model "
+            f"({scale.steps} steps planned{drawn}).",
+            "none",
+            none,
+        )
+    ]
+    # The settings of the same steps.
+    said: list[tuple[SettingName, str]] = [
+        ("llm", "Balancing by LLM tokens alone"),
+        ("joint", "Balancing whole samples over all ranks"),
+        ("per_phase", "Balancing each phase by itself (features travel between ranks)"),
+        ("grid", "Balancing in a grid of groups"),
+    ]
+    helped = False
+    for name, what in said:
+        if name not in settings or (name == "grid" and scale.groups == 1):
+            continue
+        if name in ("per_phase", "grid") and "joint" not in settings[name].better_than:
+            continue
+        if "none" in settings[name].better_than:
+            found.append(_finding(f"{what} brings that to {{}}, in steps of the same size.", name, settings[name]))
+            helped = helped or name != "llm"
+        elif name == "llm":
+            found.append(_finding(f"{what} leaves it at {{}}: no clear difference.", name, settings[name]))
+    if scale.groups > 1 and "grouped" in settings:
+        found.append(_of_groups(scale))
+    # Other steps, which change what a step learns from.
+    better = [change for change in scale.changes if change.change == "batch_size" and change.is_better]
+    better = [change for change in better if change.waiting < settings[best].waiting - _margin(change)]
+    if better:
+        found.append(_of_larger_batch(better[-1], scale))
+        helped = True
+    if not helped:
+        found.append(_of_no_help(profile, none))
+    return found
+
+
+def _of_groups(scale: Scale) -> Finding:
+    grouped, scope = scale.settings["grouped"], scale.scopes["grouped"]
+    beaten = "grouped" in scale.settings["joint"].better_than
+    compared = "more than over all ranks" if beaten else "no clear difference to all ranks"
+    return _finding(
+        f"Balancing in groups of {scale.group_size} ranks gives {{}}, {compared}. With "
+        f"shuffle=od.Shuffle(streams={scale.streams}) {scope.groups_per_shard:.1f} of {scale.groups:,} groups read "
+        f"from a shard; with one stream, {scope.groups_per_shard_of_one_stream:.1f} do.",
+        "grouped",
+        grouped,
+    )
+
+
+def _of_larger_batch(change: Change, scale: Scale) -> Finding:
+    low, high = _bounds(change)
+    return Finding(
+        text=f"A global batch {change.factor} times as large ({number(change.samples)} samples, "
+        f"{number(change.tokens)} LLM tokens a step, in place of {number(scale.settings['joint'].samples)} and "
+        f"{number(scale.settings['joint'].tokens)}), with whole samples balanced over all ranks, brings it to "
+        f"{_share(change)}. It changes what a step learns from.",
+        low=low,
+        high=high,
+    )
+
+
+def _of_no_help(profile: Profile, none: Setting) -> Finding:
+    if none.waiting < _LITTLE:
+        return Finding(text="Ranks hardly wait, so there is nothing to balance.")
+    largest = profile.largest[0]
+    return Finding(
+        text=f"No setting that was planned clearly shortens the wait. The sample that sets the pace costs "
+        f"{largest.cost:,.0f} times the mean sample: a step with it takes at least {largest.step:.1f} times as long as "
+        "an even one.",
+        shard=largest.shard,
+        key=largest.key,
+    )
+
+
+def _of_content(profile: Profile) -> list[Finding]:
+    said = []
+    total = sum(modality.tokens for modality in profile.modalities.values())
+    for name, modality in profile.modalities.items():
+        if name != "text" and modality.samples:
+            said.append(
+                f"{percent(modality.share)} of the samples have {name}, which gives {percent(modality.tokens / total)} "
+                "of the LLM tokens"
+            )
+    found = [Finding(text="; ".join(said) + ".")] if said else []
+    if profile.bad:
+        found.append(Finding(text=f"{profile.bad:,} samples cannot be used; see the reasons below."))
+    if profile.failed_shards:
+        found.append(Finding(text=f"{profile.failed_shards:,} shards cannot be read at all."))
+    return found
+
+
+def _where(setting: Setting) -> str:
+    """Say in which phase ranks wait most, if it is most of the waiting."""
+    if len(setting.phases) < 2 or not setting.waiting:
+        return ""
+    name, part = max(setting.phases.items(), key=lambda each: each[1])
+    if part <= setting.waiting / 2:
+        return ""
+    return ", most of it in the LLM" if name == "llm" else f", most of it in the {name} encoder"
+
+
+def _finding(text: str, name: SettingName, setting: Setting) -> Finding:
+    low, high = _bounds(setting)
+    return Finding(text=text.format(_share(setting)), setting=name, low=low, high=high)
+
+
+def _share(planned: Setting | Change) -> str:
+    """Return a share of waiting with three standard errors, or as a range where its error is large."""
+    low, high = _bounds(planned)
+    error = planned.waiting_error
+    if error is None:
+        return f"{100 * planned.waiting:.0f} % (of one step, so without an error)"
+    if error >= _LARGE_ERROR:
+        return f"{100 * low:.0f} to {100 * high:.0f} %"
+    return f"{100 * planned.waiting:.0f} % (± {100 * _margin(planned):.0f})"
+
+
+def _margin(planned: Setting | Change) -> float:
+    """Return three standard errors, in whole points, at least one."""
+    return max(1, ceil(100 * CLEAR * (planned.waiting_error or 0.0))) / 100
+
+
+def _bounds(planned: Setting | Change) -> tuple[float, float]:
+    rounded = round(planned.waiting, 2)
+    return max(0.0, rounded - _margin(planned)), min(1.0, rounded + _margin(planned))

@@ -1,0 +1,98 @@
+"""Standard errors and paired differences of settings, and lengths counted in chunks, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchdata.profiling.lengths import PERCENTILES, LengthCounts
+from orchdata.profiling.ranks.planned import PlannedStep, PlannedSteps
+from orchdata.profiling.ranks.settings import is_better, make_settings
+
+
+def steps(costs: list[int], totals: list[int]) -> PlannedSteps:
+    """Steps of 4 ranks in one phase."""
+    return PlannedSteps(
+        num_ranks=4,
+        balanced=("llm",),
+        adds_up=True,
+        steps=tuple(
+            PlannedStep(
+                cost=cost,
+                bound=cost,
+                phase_costs={"llm": cost},
+                phase_bounds={"llm": cost},
+                totals={"llm": total},
+                microbatches=1,
+                samples=8,
+                tokens=total,
+                filled=None,
+                rows={},
+            )
+            for cost, total in zip(costs, totals, strict=True)
+        ),
+    )
+
+
+def test_waiting_of_steps_worked_out_by_hand() -> None:
+    # Ranks work 40 / 4 of 20, and 80 / 4 of 30: they wait for 20 of 50.
+    planned = steps([20, 30], [40, 80])
+    assert planned.waiting == pytest.approx(20 / 50)
+    assert planned.waiting_in("llm") == pytest.approx(20 / 50)
+    # Each step's share of the ratio: (cost x (1 - waiting) - work) / mean cost.
+    deviations = np.array([20 * 0.6 - 10, 30 * 0.6 - 20]) / 25
+    assert planned.waiting_error == pytest.approx(deviations.std(ddof=1) / np.sqrt(2))
+    assert steps([20], [40]).waiting_error is None
+
+
+def test_the_error_is_that_of_repeated_draws() -> None:
+    """The standard error of a sample of steps is the spread of the figure over many such samples."""
+    generator = np.random.default_rng(0)
+
+    def drawn() -> PlannedSteps:
+        work = generator.integers(100, 300, 32)
+        return steps((work * generator.uniform(1.0, 2.0, 32)).astype(int).tolist(), (4 * work).tolist())
+
+    many = [drawn() for _ in range(400)]
+    spread = np.std([each.waiting for each in many])
+    assert np.mean([each.waiting_error for each in many]) == pytest.approx(spread, rel=0.15)
+
+
+def test_settings_of_the_same_steps_differ_where_each_step_does() -> None:
+    """A small difference in each step is clear, though the steps themselves vary much more."""
+    work = np.random.default_rng(1).integers(100, 1000, 16)
+    one = steps((work * 2).tolist(), (4 * work).tolist())
+    little_less = steps((work * 2 - 5).tolist(), (4 * work).tolist())
+    assert is_better(little_less, one, paired=True)
+    assert not is_better(one, little_less, paired=True)
+    noise = steps((work * 2 + np.tile([40, -40], 8)).tolist(), (4 * work).tolist())
+    assert not is_better(noise, one, paired=True)
+    assert not is_better(one, noise, paired=True)
+    assert not is_better(steps([10], [40]), steps([20], [40]), paired=True)  # one step shows no error
+
+
+def test_a_setting_names_those_that_it_beats() -> None:
+    work = [100, 200, 300, 400]
+    totals = [4 * each for each in work]
+    settings = make_settings(
+        {"none": steps([2 * each for each in work], totals), "joint": steps([each + 1 for each in work], totals)}
+    )
+    assert settings["joint"].better_than == ("none",)
+    assert settings["none"].better_than == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 5000), max_size=40), min_size=1, max_size=5))
+def test_lengths_in_chunks_are_those_of_all(chunks: list[list[int]]) -> None:
+    counts = LengthCounts()
+    for chunk in chunks:
+        counts.add(np.array(chunk, np.int64))
+    found = counts.lengths()
+    values = np.array([value for chunk in chunks for value in chunk if value], np.int64)
+    assert (found.samples, found.total, sum(found.bins)) == (len(values), int(values.sum()), len(values))
+    for name, percent in PERCENTILES.items():
+        if len(values):
+            assert found.percentiles[name] == int(np.percentile(values, percent, method="lower"))
+    for power, count in enumerate(found.bins):
+        assert count == int(np.count_nonzero((values >= 2**power) & (values < 2 ** (power + 1))))
