@@ -120,7 +120,7 @@ _DISTRIBUTIONS: Final = {
     "sklearn": "scikit-learn",
 }
 """Package -> its pip name, where they differ and the package may be missing."""
-_EXTRAS: Final = ("hf", "video", "remote", "ray")
+_EXTRAS: Final = ("hf", "video", "remote", "ray", "plots")
 
 
 def is_installed(package: str) -> bool:
