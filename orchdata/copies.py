@@ -16,6 +16,7 @@ import numpy as np
 
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.html.notebook import never_raises, pairs, view
 from orchdata.loop.position import Progress
 
 
@@ -93,14 +94,30 @@ def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
 
 def loader_text(loader: Any) -> str:
     """Return one line: the arguments that differ from the defaults, the rank, and the position."""
+    shown = [_shown_dataset(loader.dataset), *(f"{name}={value}" for name, value in _arguments(loader))]
+    rank, where = _place(loader)
+    return f"{type(loader).__name__}({', '.join(shown)}; {rank}; {where})"
+
+
+@never_raises
+def loader_view(loader: Any) -> str:
+    """Return the view of a loader in a notebook: the same as `loader_text`."""
+    rank, where = _place(loader)
+    about = [("data", _shown_dataset(loader.dataset)), *_arguments(loader), ("rank", rank), ("position", where)]
+    return view(type(loader).__name__, pairs(about))
+
+
+def _arguments(loader: Any) -> list[tuple[str, str]]:
     given = loader._given
-    shown = [_shown_dataset(loader.dataset)]
-    shown += [f"{name}={_shown(value)}" for name, value in given.items() if name not in ("dataset", "dp")]
+    shown = [(name, _shown(value)) for name, value in given.items() if name not in ("dataset", "dp")]
     if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():
-        shown.insert(1, f"batch_size={loader.batch_size}")
+        shown.insert(0, ("batch_size", str(loader.batch_size)))
+    return shown
+
+
+def _place(loader: Any) -> tuple[str, str]:
     rank, position = loader._runtime.rank, loader._progress.position
-    where = f"epoch {position.epoch}, step {position.step}"
-    return f"{type(loader).__name__}({', '.join(shown)}; rank {rank.rank} of {rank.size}; {where})"
+    return f"rank {rank.rank} of {rank.size}", f"epoch {position.epoch}, step {position.step}"
 
 
 def _shown_dataset(dataset: Any) -> str:

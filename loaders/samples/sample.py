@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.html.notebook import never_raises, pairs, view
 from orchdata.loaders.modalities.modality import as_tensor
 
 if TYPE_CHECKING:
     import torch
+
+
+_MOST_LINES = 50
+"""Lines of a sample's view in a notebook."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -92,6 +97,15 @@ class Sample:
     parts: tuple[Part, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
     piece: int = 0
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        tokens = sum(len(part.token_ids) for part in self.parts if isinstance(part, TextPart))
+        trained = sum(int(part.loss.sum()) for part in self.parts if isinstance(part, TextPart))
+        about = [("shard", self.shard), ("key", self.key), ("text", f"{tokens:,} tokens, {trained:,} trained")]
+        about += [(part.modality, repr(part)) for part in self.parts if isinstance(part, MediaPart)]
+        about += [("fields", ", ".join(self.fields))] if self.fields else []
+        return view("Sample", pairs(about[:_MOST_LINES]))
 
     if not TYPE_CHECKING:  # a type checker reports it itself
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch, shown
+from orchdata.loaders.html.notebook import never_raises, pairs, view
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 
@@ -113,6 +114,21 @@ class Batch:
             shapes.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
         where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
         return f"Batch({where}: {'; '.join(shapes)})"
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        """Counts, and the shapes of all tensors: nothing is copied from a GPU."""
+        about = [
+            ("position", f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}"),
+            ("device", self.llm.input_ids.device),
+            ("samples", f"{len(self.sample_ids):,}"),
+            ("tokens", f"{self.llm.input_ids.numel():,}, {self.loss_tokens:,} trained"),
+            ("input_ids", shown(self.llm.input_ids)),
+        ]
+        for name, media in self.media.items():
+            arrays = ", ".join(f"{array} {shown(tensor)}" for array, tensor in media.arrays.items())
+            about.append((name, f"{len(media.cu_seqlens) - 1:,} items of {media.num_tokens:,} tokens: {arrays}"))
+        return view("Batch", pairs(about))
 
     if not TYPE_CHECKING:  # a type checker reports such a name itself
 

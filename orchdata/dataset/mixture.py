@@ -12,8 +12,9 @@ from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
-from orchdata.dataset.profiled import Profiled
+from orchdata.dataset.seen import Seen, mixture_view
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.html.notebook import never_raises
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.remote.files import Files, joined_files
@@ -63,7 +64,7 @@ class Leaf(NamedTuple):
     loss_weight: float
 
 
-class Mixture(Profiled):
+class Mixture(Seen):
     """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
     The order is a pure function of the seed: there are no buffers, and any position is computed directly. Pass it to
@@ -118,6 +119,10 @@ class Mixture(Profiled):
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        return mixture_view(self)
 
     @property
     def files(self) -> Files:

@@ -23,7 +23,7 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
 from orchdata.dataset.indexed.published import Generation, StoredIndex
-from orchdata.dataset.profiled import Profiled
+from orchdata.dataset.seen import Seen, dataset_view
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -34,6 +34,7 @@ from orchdata.dataset.selection import (
     left_out,
 )
 from orchdata.loaders.errors import FieldError, MissingIndexError
+from orchdata.loaders.html.notebook import never_raises
 from orchdata.loaders.index.fields.build import open_fields
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute, digest
@@ -59,7 +60,7 @@ _listings: Counter[str] = Counter()
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
-class ShardDataset(Profiled):
+class ShardDataset(Seen):
     """Samples of images, audio and text, under a recipe.
 
     `len(dataset)` and `dataset[i]` count the good samples that `filter` and `split` keep, in the order of the shards.
@@ -494,3 +495,7 @@ class ShardDataset(Profiled):
         pieces = f" in {len(rows):,} rows" if len(rows) > len(first_rows) else ""
         tokens = rows.sum_of(index.llm_tokens)
         return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        return dataset_view(self, self._opened.index, self._urls)

@@ -6,19 +6,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound, order_microbatches
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.loaders.html.notebook import never_raises
 from orchdata.planning.parts import OwnParts, Parts, own_parts
 from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route
+from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding, Shares
 from orchdata.planning.windows import TokenRanges
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Ints = NDArray[np.int64]
 
@@ -76,6 +81,20 @@ class Plan:
     def __repr__(self) -> str:
         sizes = f"ranks={self.num_ranks}, samples={len(self.row)}, microbatches={self.num_microbatches}"
         return f"Plan(epoch={self.epoch}, step={self.step}, {sizes}, hash={self.hash!r})"
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        return plan_view(self)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the loads of ranks, dealt out in turn and as planned, summed over phases. Return the axes.
+
+        Args:
+            ax: axes of matplotlib; None for those of a new figure.
+
+        Raises PackageError if matplotlib, of the extra `plots`, is missing.
+        """
+        return plan_plot(self, ax)
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process
 loaders: memory waits
 loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
-loaders: limits resampling functions generators spread
+loaders: limits resampling functions generators spread html
 loaders: records
 loaders: storage
 loaders: claims
@@ -62,7 +62,8 @@ orchdata: trainers repeatable declared_counts
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps
-orchdata: dataloader post_balancing verifying showing
+orchdata: dataloader post_balancing verifying
+orchdata: showing
 orchdata: profiling
 orchdata: testing
 orchdata: hf torchtitan

@@ -12,14 +12,16 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from orchdata.loaders.html.drawing import check_plots
+from orchdata.loaders.html.elements import bar, figure, folded, paragraph, section, table
+from orchdata.loaders.html.words import number, percent, shown
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.profiling.ranks.settings import SETTINGS
 from orchdata.profiling.report.call import arguments_of_call, call_of
-from orchdata.profiling.report.elements import bar, figure, folded, paragraph, section, table
-from orchdata.profiling.report.plots import LABELS, check_plots, draw_lengths, draw_shares, draw_waiting
+from orchdata.profiling.report.names import ShardNames
+from orchdata.profiling.report.plots import LABELS, draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.report.style import STYLE
 from orchdata.profiling.report.summary import Finding, findings, step_words
-from orchdata.profiling.report.words import ShardNames, number, percent, shown
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from orchdata.profiling.content import UnlikePart
     from orchdata.profiling.profile import Profile
     from orchdata.profiling.ranks.scales import Scale
-    from orchdata.profiling.report.samples import SampleView
+    from orchdata.showing.pictures import SampleView
 
 POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_ROWS_OF_SOURCES: Final = 1000
@@ -363,7 +365,7 @@ def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
 def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
     if not views:
         return ""
-    from orchdata.profiling.report.samples import sample_html
+    from orchdata.showing.pictures import sample_html
 
     shown_samples = "".join(sample_html(view, names) for view in views)
     text = "Drawn at random. Text that is trained is underlined. Lines in a picture lie between its tokens."

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.loaders.errors import package_error
+from orchdata.loaders.html.drawing import axes_of
 from orchdata.profiling.ranks.settings import SETTINGS, SettingName
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ _STANDS_FOR: Final = {"#010101": "--ink", "#010102": "--muted", "#010103": "--li
     f"#01020{number}": f"--s{number}" for number in range(7)
 }
 _OF: Final = {name: colour for colour, name in _STANDS_FOR.items()}
-
-
-def check_plots() -> None:
-    """Raise PackageError if matplotlib is missing or cannot be imported."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except Exception as error:  # a broken package may raise anything
-        raise package_error(error, "a report", "matplotlib") from error
 
 
 @contextmanager
@@ -221,11 +213,7 @@ def plot_waiting(
 
 def plot_profile(scales: Sequence[Scale], axes: Axes | None) -> Axes:
     """Draw the settings of all numbers of ranks into axes; None for those of a new figure."""
-    check_plots()
-    if axes is None:
-        from matplotlib.figure import Figure
-
-        axes = Figure(layout="constrained").add_subplot()
+    axes = axes_of(axes)
     plot_waiting(axes, scales, [name for name in SETTINGS if any(name in scale.settings for scale in scales)])
     return axes
 

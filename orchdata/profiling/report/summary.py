@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
+from orchdata.loaders.html.words import number, percent
 from orchdata.profiling.ranks.settings import CLEAR, SettingName
-from orchdata.profiling.report.words import number, percent
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile

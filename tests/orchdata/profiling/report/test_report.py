@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.loaders.html.words import plain, shown
+from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.page import POLICY
-from orchdata.profiling.report.words import ShardNames, plain, shown
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
 HOSTILE = (

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from html import escape
 from typing import Final
-
-from orchdata.loaders.storage.remote.urls import identity
 
 MOST_CHARACTERS: Final = 300
 # Control characters, lone surrogates, and characters that change the direction or the look of what follows them.
@@ -25,21 +22,6 @@ def plain(text: str, most: int = MOST_CHARACTERS) -> str:
 def shown(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return HTML that shows the text of data, isolated from the text around it."""
     return f"<bdi>{escape(plain(text, most))}</bdi>"
-
-
-class ShardNames:
-    """Names of shards relative to their common folder, without queries and user names of their URLs."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        names = [identity(url) for url in urls]
-        first, last = (min(names), max(names)) if names else ("", "")
-        pairs = enumerate(zip(first, last, strict=False))
-        same = next((place for place, (one, other) in pairs if one != other), len(first))
-        self._start = first.rfind("/", 0, same) + 1
-
-    def __call__(self, url: str) -> str:
-        name = identity(url)
-        return name[self._start :] if len(name) > self._start else name.rsplit("/", 1)[-1]
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,64 @@
+"""What people look at in a plan: the loads of ranks before and after balancing, as a view and as a drawing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.html.drawing import axes_of
+from orchdata.loaders.html.elements import bar, table
+from orchdata.loaders.html.notebook import pairs, view
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from orchdata.planning.plan import Plan
+
+_MOST_RANKS = 64
+_PERCENTILES = (0, 10, 50, 90, 100)
+
+
+def plan_view(plan: Plan) -> str:
+    """Return the view of a plan in a notebook: each rank's load, or percentiles of them above 64 ranks."""
+    about = [("epoch, step", f"{plan.epoch}, {plan.step}"), ("samples", f"{len(plan.row):,}")]
+    about += [("microbatches of a rank", f"{plan.num_microbatches}"), ("hash", plan.hash)]
+    tables = [
+        f"<strong>{name}</strong>{_loads(plan.loads_unbalanced(name), plan.loads(name))}"
+        for name in plan.phases
+        if plan.costs[name].any()
+    ]
+    title = f"Plan of {plan.num_ranks:,} ranks: loads over the mean load, dealt out in turn and as planned"
+    return view(title, pairs(about), *tables)
+
+
+def _loads(before: NDArray[np.int64], after: NDArray[np.int64]) -> str:
+    mean, largest = max(float(after.mean()), 1e-9), max(int(before.max()), int(after.max()), 1)
+    if len(after) > _MOST_RANKS:
+        places = np.array(_PERCENTILES)
+        before, after = np.percentile(before, places), np.percentile(after, places)
+        names = ["least", *(f"{place} %" for place in _PERCENTILES[1:-1]), "largest"]
+    else:
+        names = [f"rank {rank}" for rank in range(len(after))]
+    rows = [
+        (name, *(bar(load / largest, f"{load / mean:.2f}") for load in loads))
+        for name, *loads in zip(names, before.tolist(), after.tolist(), strict=True)
+    ]
+    return table(("", "in turn", "planned"), rows, numbers_from=3)
+
+
+def plan_plot(plan: Plan, axes: Axes | None) -> Axes:
+    """Draw the loads of ranks before and after balancing, summed over phases. Return the axes."""
+    axes = axes_of(axes)
+    ranks = np.arange(plan.num_ranks)
+    before = np.sum([plan.loads_unbalanced(phase) for phase in plan.phases], axis=0)
+    after = np.sum([plan.loads(phase) for phase in plan.phases], axis=0)
+    mean = max(float(after.mean()), 1e-9)
+    axes.bar(ranks - 0.2, before / mean, width=0.4, label="in turn", color="#b0b0b0")
+    axes.bar(ranks + 0.2, after / mean, width=0.4, label="planned", hatch="//")
+    axes.axhline(1.0, linestyle="--", linewidth=1, color="black", label="mean")
+    axes.set_xlabel("rank")
+    axes.set_ylabel("load over the mean")
+    axes.legend()
+    return axes
