@@ -56,6 +56,7 @@ check: $(STAMP) typing
 	$(BIN)/ruff check .
 	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
+	$(BIN)/python -m benchmarks.report --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .
