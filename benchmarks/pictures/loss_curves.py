@@ -105,6 +105,7 @@ def _table(curves: Mapping[str, NDArray[np.float64]]) -> WideTable:
 
 
 def difference(curves: Mapping[str, NDArray[np.float64]]) -> Result:
+    """How far any curve is from the one of a single rank, unbalanced."""
     first = curves[curve_name(1, "unbalanced")]
     largest = max(compare_curves(first, losses) for losses in curves.values())
     return Result(

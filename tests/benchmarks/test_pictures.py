@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -18,7 +19,7 @@ from benchmarks.balance.real_lengths import lengths_folder
 from benchmarks.pictures.draw import pictures
 from benchmarks.pictures.loads import WAYS, LoadsBench
 from benchmarks.pictures.loads import run as run_loads
-from benchmarks.pictures.loss_curves import LARGEST_DIFFERENCE, RANKS, LossCurves, curve_name
+from benchmarks.pictures.loss_curves import LARGEST_DIFFERENCE, RANKS, LossCurves, curve_name, difference
 from benchmarks.pictures.loss_curves import run as run_curves
 from benchmarks.report.results import column, figure, read_report
 from orchdata.bench.harness import Result, WideTable
@@ -92,6 +93,14 @@ def test_the_stored_curves_are_one_curve() -> None:
     first = column(table, curve_name(1, "unbalanced"))
     assert isinstance(first[0], float) and isinstance(first[-1], float)
     assert first[-1] < first[0] / 2  # it learns
+
+
+def test_curves_that_part_miss_the_demand() -> None:
+    curves = {curve_name(ranks, way): np.array([4.0, 2.0, 1.0]) for ranks in RANKS for way in WAYS}
+    assert difference(curves).met
+    curves[curve_name(8, "balanced")] = np.array([4.0, 2.0, 1.001])
+    assert difference(curves).median == pytest.approx(1e-3)
+    assert not difference(curves).met
 
 
 def test_loads_keep_the_sum_of_each_phase() -> None:
