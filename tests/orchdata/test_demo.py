@@ -21,7 +21,6 @@ from orchdata.demo import DemoConfig, DemoReport, render, run_demo
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.profile import profile
-from orchdata.profiling.scales import Scale
 from orchdata.reference.launch import LaunchError, torchrun
 from orchdata.reference.records import compare_curves, summarise_lane
 from orchdata.reference.setup import make_cost, make_model_config, make_recipe
@@ -129,17 +128,15 @@ def test_balancing_takes_more_than_half_of_the_imbalance_of_every_phase(tmp_path
     shards = synthesize("demo", tmp_path / "shards", samples=32 * config.batch_size)
     index = build_index([str(path) for path in shards.paths], recipe, cache=CacheFolder(tmp_path / "cache"))
 
-    def profiled(ranks: int, batch_size: int) -> Scale:
+    def gains(ranks: int, batch_size: int) -> list[bool]:
+        """For each phase, whether less than half of its imbalance is left."""
         cost = make_cost(make_model_config(recipe))
         (scale,) = profile(index, cost=cost, ranks=(ranks,), batch_size=batch_size, seed=config.seed).scales
-        return scale
-
-    def gains(scale: Scale) -> list[bool]:
         return [phase.balanced - 1 < (phase.unbalanced - 1) / 2 for phase in scale.phases.values()]
 
-    assert gains(profiled(config.ranks, config.batch_size)) == [True] * 3
-    assert gains(profiled(8, config.batch_size)) == [True] * 3
-    assert not all(gains(profiled(8, 1)))  # one sample a rank: nothing to share out
+    assert gains(config.ranks, config.batch_size) == [True] * 3
+    assert gains(8, config.batch_size) == [True] * 3
+    assert not all(gains(8, 1))  # one sample a rank: nothing to share out
 
 
 def test_the_profile_of_64_ranks_has_as_many_samples_a_rank_as_training() -> None:
