@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-torchvision test-wheel test-planted fuzz soak check format bench peers clean
+.PHONY: demo test test-slow test-torchvision dist test-wheel test-planted fuzz soak check format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -35,6 +35,12 @@ test-torchvision: $(VENV)/torchvision
 test-wheel:
 	$(PYTHON) scripts/try_wheel.py $(ARGS)
 
+# Wheel and source distribution, the wheel made from the latter, and what a package index would say of them.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 # Faults that are planted in copies of the tree, one at a time: for each, a test must fail.
 test-planted: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/plant.py $(ARGS)
@@ -50,6 +56,7 @@ check: $(STAMP) typing
 	$(BIN)/ruff check .
 	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
+	$(BIN)/python -m benchmarks.report --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 from webdataset import TarWriter
 
@@ -62,12 +64,65 @@ def test_attributes_of_a_batch_exist(page: str, block: str) -> None:
 
 
 def _main_job() -> str:
-    return next(block for page, block in _blocks("python") if page == "README.md" and "**batch.model_inputs()" in block)
+    return next(block for page, block in _blocks("python") if page == "README.md" and "out.loss_sum" in block)
+
+
+def _first_loop() -> str:
+    return next(block for page, block in _blocks("python") if page == "README.md")
+
+
+def _words_before_the_first_loop(text: str) -> int:
+    """Words that a reader sees: not the addresses of links and pictures."""
+    before = text.partition("```python")[0]
+    return len(re.sub(r"\]\([^)]*\)", "]", before).split())
+
+
+def test_the_first_loop_comes_after_200_words_at_most() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    assert "for batch in loader:" in _first_loop()
+    assert _words_before_the_first_loop(text) <= 200
+    assert _words_before_the_first_loop("word " * 201 + text) > 200
+    assert _words_before_the_first_loop("a [link](one two)\n```python\nx = 1\n```") == 2
+
+
+def test_the_first_loop_trains_a_model_of_transformers_in_ten_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from hf_families.families import FAMILIES
+
+    # The model's own classes and processor, small and random in place of published weights.
+    processor, model = FAMILIES["qwen2_5_vl"].build()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    asked = []
+
+    def given(value: Any) -> Any:
+        return lambda name: asked.append(name) or value
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", given(processor))
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", given(model))
+    (tmp_path / "photos").mkdir()
+    with (tmp_path / "photos" / "metadata.jsonl").open("w") as table:
+        for number in range(20):
+            pixels = np.random.default_rng(number).integers(0, 256, (56 + 8 * number, 80, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / f"{number}.jpg")
+            table.write(json.dumps({"file_name": f"{number}.jpg", "text": f"picture {number}"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(_first_loop(), names)
+    assert asked == ["Qwen/Qwen2.5-VL-3B-Instruct"] * 2
+    assert len(names["loader"]) == 2 and len(names["batch"].sample_ids) == 8  # drop_last leaves 4 of 20 out
+    assert int((names["batch"].llm.labels != -100).sum()) > 8
+    moved = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+    assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
+
+    statements = [node for node in ast.walk(ast.parse(_first_loop())) if isinstance(node, ast.stmt)]
+    assert sum(not isinstance(node, ast.Import | ast.ImportFrom) for node in statements) <= 10
 
 
 @pytest.mark.slow
 def test_the_quickstart_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (REPOSITORY / "README.md").read_text().partition("## Quickstart\n")[2].partition("\n## ")[0]
+    text = (REPOSITORY / "README.md").read_text().partition("## A model of your own\n")[2].partition("\n## ")[0]
     shell = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

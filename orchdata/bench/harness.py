@@ -107,7 +107,7 @@ class WideTable:
             table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
         for row in self.rows:
             table.add_row(
-                *("-" if cell is None else cell if isinstance(cell, str) else _digits(cell, self.unit) for cell in row)
+                *("-" if cell is None else cell if isinstance(cell, str) else digits(cell, self.unit) for cell in row)
             )
         return table
 
@@ -174,9 +174,9 @@ class Report:
         table.add_column("note")
         for result in self.results:
             low, high = result.spread
-            low_text, high_text = _digits(low, result.unit), _digits(high, result.unit)
+            low_text, high_text = digits(low, result.unit), digits(high, result.unit)
             spread = "" if len(result.values) == 1 else f"{low_text} - {high_text}"
-            median = f"{_digits(result.median, result.unit)} {result.unit}"
+            median = f"{digits(result.median, result.unit)} {result.unit}"
             table.add_row(result.name, median, spread, _demand(result), result.note)
         return table
 
@@ -298,7 +298,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _digits(value: float, unit: str = "") -> str:
+def digits(value: float, unit: str = "") -> str:
     """Three significant digits, thousands in full; ratios close to 1 with as many decimals as tell them from it."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
@@ -309,4 +309,4 @@ def _demand(result: Result) -> str:
     if result.demand is None:
         return ""
     sign = "<=" if result.better == "low" else ">="
-    return f"{sign} {_digits(result.demand, result.unit)}: {'met' if result.met else 'MISSED'}"
+    return f"{sign} {digits(result.demand, result.unit)}: {'met' if result.met else 'MISSED'}"

@@ -15,7 +15,7 @@ from orchdata.progress import progress_bar
 @one_line_errors
 def synth(
     description: Annotated[
-        Path, typer.Argument(help="A dataset description: a YAML file, or omni, skewed, text or video.")
+        Path, typer.Argument(help="A dataset description: a YAML file, or demo, omni, skewed, text or video.")
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write shards into.")],
     samples: Annotated[int | None, typer.Option(help="Write this many samples, not the described number.")] = None,
@@ -40,9 +40,9 @@ def synth(
 
 @one_line_errors
 def demo(
-    samples: Annotated[int, typer.Option(help="Samples of the dataset.")] = 512,
+    samples: Annotated[int, typer.Option(help="Samples of the dataset.")] = 1536,
     steps: Annotated[int, typer.Option(help="Measured steps, unbalanced and balanced each.")] = 48,
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of dataset, order and weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:

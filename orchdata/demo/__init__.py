@@ -1,6 +1,6 @@
 """`orchdata demo`: make a dataset, profile it, train a small multimodal LLM on it unbalanced and balanced, report.
 
-    OMNI --synthesize--> shards --index--> profile
+    datasets/demo.yaml --synthesize--> shards --index--> profile
                            +--torchrun, 2 ranks: orchdata.reference.lanes--> records --> DemoReport
 
 Everything lies in one temporary folder, the index included, and goes with it.
@@ -44,12 +44,12 @@ class DemoConfig:
         seed: of dataset, order and weights.
     """
 
-    samples: int = 512
+    samples: int = 1536
     ranks: int = 2
     steps: int = 48
     block_steps: int = 4
     warmup_steps: int = 2
-    batch_size: int = 4
+    batch_size: int = 12
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
     Raises:
         LaunchError: a training process failed; the message quotes the end of its log.
     """
-    from orchdata.synth import OMNI, synthesize
+    from orchdata.synth import read_description, synthesize
 
     config = config if config is not None else DemoConfig()
     tell = progress if progress is not None else lambda what, done, total: None
@@ -81,7 +81,7 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
     with tempfile.TemporaryDirectory(prefix="orchdata-demo-") as name:
         folder = Path(name)
         dataset = synthesize(
-            replace(OMNI, seed=config.seed),
+            replace(read_description("demo"), seed=config.seed),
             folder / "shards",
             samples=config.samples,
             progress=lambda done, total: tell("writing samples", done, total),

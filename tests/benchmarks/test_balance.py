@@ -151,10 +151,18 @@ def test_each_regime_gains(name: str) -> None:
 @pytest.mark.slow
 def test_plots_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    script = REPOSITORY / "scripts" / "plot_balancing.py"
     for folder in ("first", "second"):
-        command = [sys.executable, str(script), str(tmp_path / folder), "--seeds", "2", "--steps", "8,16"]
-        subprocess.run(command, check=True, capture_output=True)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.pictures.balancing",
+            str(tmp_path / folder),
+            "--seeds",
+            "2",
+            "--steps",
+            "8,16",
+        ]
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     for name in REGIMES:
         first, second = ((tmp_path / folder / f"{name}.svg").read_bytes() for folder in ("first", "second"))
         assert first == second

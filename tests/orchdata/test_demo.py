@@ -18,8 +18,13 @@ import pytest
 from rich.console import Console
 
 from orchdata.demo import DemoConfig, DemoReport, render, run_demo
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.profiling.profile import profile
 from orchdata.reference.launch import LaunchError, torchrun
 from orchdata.reference.records import compare_curves, summarise_lane
+from orchdata.reference.setup import make_cost, make_model_config, make_recipe
+from orchdata.synth import synthesize
 
 SHORT = DemoConfig(samples=48, steps=4, block_steps=2, warmup_steps=1, batch_size=4)
 
@@ -116,6 +121,27 @@ def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -
     text = console.file.getvalue()
     assert "step time, median (ms)" in text
     assert "not a prediction for your GPUs" in " ".join(text.split())
+
+
+def test_balancing_takes_more_than_half_of_the_imbalance_of_every_phase(tmp_path: Path) -> None:
+    config, recipe = DemoConfig(), make_recipe()
+    shards = synthesize("demo", tmp_path / "shards", samples=32 * config.batch_size)
+    index = build_index([str(path) for path in shards.paths], recipe, cache=CacheFolder(tmp_path / "cache"))
+
+    def gains(ranks: int, batch_size: int) -> list[bool]:
+        """For each phase, whether less than half of its imbalance is left."""
+        cost = make_cost(make_model_config(recipe))
+        (scale,) = profile(index, cost=cost, ranks=(ranks,), batch_size=batch_size, seed=config.seed).scales
+        return [phase.balanced - 1 < (phase.unbalanced - 1) / 2 for phase in scale.phases.values()]
+
+    assert gains(config.ranks, config.batch_size) == [True] * 3
+    assert gains(8, config.batch_size) == [True] * 3
+    assert not all(gains(8, 1))  # one sample a rank: nothing to share out
+
+
+def test_the_profile_of_64_ranks_has_as_many_samples_a_rank_as_training() -> None:
+    config = DemoConfig()
+    assert config.samples % (64 * config.batch_size) == 0
 
 
 def launch(tmp_path: Path, source: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
