@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from orchdata.cli.options import JsonOption
 from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_table, stage_progress
 from orchdata.progress import progress_bar
+
+_REPORT: Final = Path("orchdata-demo.html")
 
 
 @one_line_errors
@@ -44,6 +46,10 @@ def demo(
     steps: Annotated[int, typer.Option(help="Measured steps, unbalanced and balanced each.")] = 48,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of dataset, order and weights.")] = 0,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help=f"Write the report of the dataset here; default: {_REPORT}."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a dataset, profile it, and train a small multimodal LLM on 2 ranks, unbalanced and balanced."""
@@ -51,9 +57,10 @@ def demo(
     from orchdata.reference.launch import LaunchError
 
     config = DemoConfig(samples=samples, steps=steps, batch_size=batch_size, seed=seed)
+    target, said = _place_of_report(html)
     try:
         with stage_progress() as advance:
-            report = run_demo(config, progress=advance)
+            report = run_demo(config, html=target, progress=advance)
     except LaunchError as error:
         typer.echo(f"orchdata: error: {error}", err=True)  # with the end of the training's log
         raise typer.Exit(1) from error
@@ -65,3 +72,22 @@ def demo(
     print_table(profile_table(report.profile))
     typer.echo()
     print_table(render(report))
+    typer.echo(said)
+
+
+def _place_of_report(html: Path | None) -> tuple[Path | None, str]:
+    """Return the file of the report, and what to say of it; None where it cannot be written and was not asked for.
+
+    Raises PackageError and ValueError as `check_report` if a file was given.
+    """
+    from orchdata.loaders.errors import PackageError
+    from orchdata.profiling.report.page import check_report
+
+    target = (_REPORT if html is None else html).absolute()
+    try:
+        check_report(target)
+    except (PackageError, ValueError) as error:
+        if html is not None:
+            raise
+        return None, f"no report of the dataset: {error}"
+    return target, f"report of the dataset: {target}"

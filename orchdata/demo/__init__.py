@@ -29,6 +29,8 @@ __all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
 
 Progress = Callable[[str, int, int], None]
 
+_SHOWN = 12  # samples in the report
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
@@ -63,11 +65,14 @@ class DemoConfig:
             )
 
 
-def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = None) -> DemoReport:
+def run_demo(
+    config: DemoConfig | None = None, *, html: Path | None = None, progress: Progress | None = None
+) -> DemoReport:
     """Run the whole demo.
 
     Args:
         config: default `DemoConfig()`, which takes about a minute on two cores.
+        html: file for the report of the data set; None for none.
         progress: called with what is being done, and how far it is: ("training", steps done, steps in all).
 
     Raises:
@@ -87,29 +92,38 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
             progress=lambda done, total: tell("writing samples", done, total),
         )
         watch.note("synth")
-        profiled = _profile(config, dataset, folder, tell)
+        profiled = _profile(config, dataset, folder, html, tell)
         watch.note("profile")
         result = _train(config, dataset, folder, tell)
         watch.note("train")
     return _report(config, dataset, profiled, result, watch.seconds)
 
 
-def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> Profile:
-    """Index the shards, which the ranks will need, and profile them."""
+def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path | None, tell: Progress) -> Profile:
+    """Index the shards, which the ranks will need, profile them, and write the report."""
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
     from orchdata.profiling.profile import profile
+    from orchdata.profiling.report.page import write_report
+    from orchdata.profiling.report.samples import drawn_views
     from orchdata.reference.setup import make_cost, make_model_config, make_recipe
 
     recipe = make_recipe()
+    paths = [str(path) for path in dataset.paths]
     index = build_index(
-        [str(path) for path in dataset.paths],
+        paths,
         recipe,
         cache=CacheFolder(folder / "cache"),
         progress=lambda built: tell("indexing shards", built.done, built.total),
     )
     cost = make_cost(make_model_config(recipe))
-    return profile(index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
+    profiled = profile(index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
+    if html is not None:
+        tell("writing the report", 0, 1)
+        write_report(profiled, html, drawn_views(ShardDataset(paths, recipe), index, _SHOWN, config.seed), named=True)
+        tell("writing the report", 1, 1)
+    return profiled
 
 
 def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> dict[str, Any]:

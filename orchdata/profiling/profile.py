@@ -55,6 +55,8 @@ from orchdata.profiling.ranks.scales import Scale, make_scale
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from orchdata.showing.pictures import SampleView
+
 _RANGE_SAMPLES = 1000
 _MAIN_RANKS = 64
 _COMPARED = ("scope", "assignment", "group_size")
@@ -263,9 +265,17 @@ class Profile:
             PackageError: matplotlib, of the extra `plots`, is missing.
             StorageError: the file cannot be written.
         """
-        from orchdata.profiling.report.page import write_report
+        from orchdata.profiling.report.page import check_report, write_report
+        from orchdata.profiling.report.samples import drawn_views
 
-        write_report(self, path, dataset, samples)
+        if samples < 0:
+            raise ValueError(f"samples must be at least 0, got {samples}")
+        check_report(path)
+        views: list[SampleView] = []
+        if dataset is not None and samples:
+            # A shard that changed since it was indexed has samples that cannot be read.
+            views = drawn_views(dataset, index_of(dataset, check=False), samples, self.seed)
+        write_report(self, path, views, named=samples > 0)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the cost of a step over an even one against the number of ranks, for each setting. Return the axes.

@@ -326,10 +326,11 @@ def test_bench_refuses_more_ranks_than_samples() -> None:
 
 @pytest.mark.slow
 def test_demo_reports_both_ways(tmp_path: Path) -> None:
-    report = run_json("demo", "--samples", 64, "--steps", 4)
+    report = run_json("demo", "--samples", 64, "--steps", 4, "--html", tmp_path / "report.html")
     assert set(report["lanes"]) == {"unbalanced", "balanced"}
     assert report["profile"]["samples"] == 64
     assert report["loss_difference"] < 1e-2
+    assert report["profile"]["summary"][0] in (tmp_path / "report.html").read_text()
 
 
 def test_demo_options_default_to_its_configuration() -> None:

@@ -24,8 +24,6 @@ from orchdata.profiling.report.style import STYLE
 from orchdata.profiling.report.summary import Finding, findings, step_words
 
 if TYPE_CHECKING:
-    from orchdata.dataset.mixture import Mixture
-    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.profiling.content import UnlikePart
     from orchdata.profiling.profile import Profile
     from orchdata.profiling.ranks.scales import Scale
@@ -399,16 +397,8 @@ def check_report(path: str | Path) -> None:
         raise ValueError(f"the report cannot be written to {target}: you may not write into {target.parent}")
 
 
-def write_report(profile: Profile, path: str | Path, dataset: ShardDataset | Mixture | None, samples: int) -> None:
-    """Write a page, whole or not at all. For arguments and errors see `Profile.write_html`."""
-    if samples < 0:
-        raise ValueError(f"samples must be at least 0, got {samples}")
-    check_report(path)
-    views: list[SampleView] = []
-    if dataset is not None and samples:
-        from orchdata.profiling.report.samples import drawn_views
-
-        views = drawn_views(dataset, samples, profile.seed)
-    page = page_of(profile, views, named=samples > 0)
+def write_report(profile: Profile, path: str | Path, views: Sequence[SampleView], *, named: bool) -> None:
+    """Write the page of `page_of`, whole or not at all. Raises StorageError."""
+    page = page_of(profile, views, named=named)
     # Strings of the data have no lone surrogate left, which UTF-8 lacks; another name may have one.
     write_whole(Path(path), page.encode("utf-8", "backslashreplace"))

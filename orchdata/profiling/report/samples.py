@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
+from orchdata.loaders.index.index import Index
 from orchdata.showing.pictures import SampleView, views_of
 from orchdata.showing.runs import shards_of, source_names
 
 
-def drawn_views(dataset: ShardDataset | Mixture, samples: int, seed: int) -> list[SampleView]:
+def drawn_views(dataset: ShardDataset | Mixture, index: Index, samples: int, seed: int) -> list[SampleView]:
     """Return some usable samples of a data set, drawn at random, in the order of their rows."""
-    index = index_of(dataset, check=False)  # a shard that changed since has samples that cannot be read
     unused = np.union1d(unchosen_rows(dataset, index), index.bad_rows())
     generator = np.random.default_rng(seed)
     rows: set[int] = set()

@@ -248,7 +248,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, printed = run("profile", *dataset.urls, "--html", tmp_path / "report.html")
     assert code == 1
-    assert "'matplotlib', which a report needs," in printed
+    assert "'matplotlib', which a drawing needs," in printed
     assert "pip install " in printed
     assert not (tmp_path / "report.html").exists()
 
