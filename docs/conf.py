@@ -23,8 +23,6 @@ import orchdata
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
 
-gc.disable()  # pages are trees of many small objects: half of the time of a build was looking for garbage
-
 project = "orchdata"
 author = "the orchdata authors"
 version = release = orchdata.__version__
@@ -58,10 +56,11 @@ toc_object_entries_show_parents = "hide"
 nitpick_ignore_regex = [("py:.*", r"(?!orchdata\.\w+$).*")]
 
 MODULES = ("balancers", "hf", "torchtitan")
-LINK = re.compile(r"\]\((?![a-z]+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\[\]]*)\]\((?![a-z]+:|#|/)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    gc.disable()  # pages are trees of many small objects: half of the time of a build was looking for garbage
     app.connect("builder-inited", _write_pages)
     app.connect("source-read", _lead_out)
     app.connect("missing-reference", _find_public_name)
@@ -93,21 +92,25 @@ def _find_public_name(
 def _linked(text: str, folder: str) -> Iterator[str]:
     """Paths in the repository that a page links to and that are no page of this folder; the page is in `folder`."""
     for link in LINK.finditer(text):
-        path = posixpath.normpath(posixpath.join(folder, link[1]))
-        if posixpath.dirname(path) != "docs" and (REPOSITORY / path).exists():
+        path = posixpath.normpath(posixpath.join(folder, link["path"]))
+        if not link["image"] and posixpath.dirname(path) != "docs" and (REPOSITORY / path).exists():
             yield path
 
 
 def _with_pages(text: str, folder: str) -> str:
-    """The text with its links to files of the repository as links to pages of the site."""
+    """The text with its links to files of the repository as links to pages of the site; images stay where they are."""
 
     def led(link: re.Match[str]) -> str:
-        path, anchor = posixpath.normpath(posixpath.join(folder, link[1])), link[2] or ""
-        if posixpath.dirname(path) == "docs":
-            return f"](/{posixpath.basename(path)}{anchor})"
+        path = posixpath.normpath(posixpath.join(folder, link["path"]))
         if not (REPOSITORY / path).exists():
             return link[0]
-        return f"](/{_page(path)}{anchor})"
+        if link["image"]:
+            target = posixpath.relpath(path, "docs")
+        elif posixpath.dirname(path) == "docs":
+            target = posixpath.basename(path)
+        else:
+            target = _page(path)
+        return f"{link['image']}[{link['text']}](/{target}{link['anchor'] or ''})"
 
     return LINK.sub(led, text)
 
