@@ -10,7 +10,7 @@ SPELLED := README.md CONTRIBUTING.md docs/*.md docs/conf.py datasets balancers l
 	tests
 # A trial of the site finds dead links in all pages; it reads those that changed since the last one, and forgets what it read
 # where one failed: Sphinx warns of a page only when it reads it.
-SITE := $(BIN)/sphinx-build -q -W --keep-going -n
+SITE = $(BIN)/sphinx-build -q -W --keep-going -n -a -d .site/read -b $(1) docs .site/$(1) || { rm -rf .site/read; exit 1; }
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 # Whole files at a time, in the order of tests/conftest.py, and more of the quick tests than there are cores: they wait for
@@ -53,10 +53,10 @@ check: $(STAMP) typing
 	$(BIN)/ruff check .
 	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
-	$(SITE) -a -b dummy -d .site/read docs .site/dummy || { rm -rf .site/read; exit 1; }
+	$(call SITE,dummy)
 
 docs: $(STAMP)
-	$(SITE) docs .site/html
+	$(call SITE,html)
 	@echo "the site is in .site/html/index.html"
 
 format: $(STAMP)
