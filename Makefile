@@ -6,15 +6,18 @@ STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
 # What codespell reads, with its own dictionary and the words in docs/words.txt.
-SPELLED := README.md CONTRIBUTING.md docs/*.md datasets balancers loaders native orchdata benchmarks examples scripts \
+SPELLED := README.md CONTRIBUTING.md docs/*.md docs/conf.py datasets balancers loaders native orchdata benchmarks examples scripts \
 	tests
+# A trial of the site finds dead links in all pages; it reads those that changed since the last one, and forgets what it read
+# where one failed: Sphinx warns of a page only when it reads it.
+SITE = $(BIN)/sphinx-build -q -W --keep-going -n -a -d .site/read -b $(1) docs .site/$(1) || { rm -rf .site/read; exit 1; }
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 # Whole files at a time, in the order of tests/conftest.py, and more of the quick tests than there are cores: they wait for
 # processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-torchvision dist test-wheel test-planted fuzz soak check format bench peers clean
+.PHONY: demo test test-slow test-torchvision dist test-wheel test-planted fuzz soak check docs format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -57,6 +60,11 @@ check: $(STAMP) typing
 	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
 	$(BIN)/python -m benchmarks.report --check
+	$(call SITE,dummy)
+
+docs: $(STAMP)
+	$(call SITE,html)
+	@echo "the site is in .site/html/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -138,7 +146,7 @@ typing:
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 
 clean:
-	rm -rf $(VENV) $(PEER_VENVS) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(PEER_VENVS) .typing .site docs/names docs/repository .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 # The tests that compare floats, under the instruction sets of older processors; what integers decide is equal under all.
 .PHONY: test-cpus

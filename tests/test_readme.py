@@ -226,15 +226,6 @@ def test_make_targets_that_are_named_exist() -> None:
             assert name in targets, f"{page.name}: make {name}"
 
 
-def test_commands_that_are_named_exist() -> None:
-    from typer.main import get_command
-
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    for page in PAGES:
-        for name in re.findall(r"^(?:\| `)?orchdata (\w+)|`orchdata (\w+)", page.read_text(), re.MULTILINE):
-            assert "".join(name) in commands, f"{page.name}: orchdata {''.join(name)}"
-
-
 def test_every_promise_names_a_test_that_exists() -> None:
     text = (REPOSITORY / "docs" / "reliability.md").read_text()
     path, named = "", 0

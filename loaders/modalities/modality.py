@@ -220,7 +220,7 @@ class Modality:
 
         Args:
             size: its size in the index.
-            out: name -> (rows, *row_shape) of each array, C-contiguous, uninitialized; bfloat16 as uint16 bits. Every
+            out: name -> `(rows, *row_shape)` of each array, C-contiguous, uninitialized; bfloat16 as uint16 bits. Every
                 value must be written.
 
         With a fifth parameter `rng` it gets a generator, as `decode`.

@@ -45,7 +45,7 @@ class MediaPart:
 
     Attributes:
         modality: its name in the recipe.
-        arrays: name -> (rows, *row_shape), as the modality defines them; bfloat16 as uint16 bits.
+        arrays: name -> `(rows, *row_shape)`, as the modality defines them; bfloat16 as uint16 bits.
         dtypes: dtypes of the arrays, as the modality defines them.
         extras: values that follow from its size, by name.
     """

@@ -31,7 +31,7 @@ def megatron_packed(batch: Batch) -> dict[str, Any]:
         packed_seq_params: the arguments of `megatron.core.packed_seq_params.PackedSeqParams`: qkv_format,
             cu_seqlens_q and cu_seqlens_kv, both also padded, max_seqlen_q and max_seqlen_kv.
 
-        `batch.loss_scale` and `batch.global_loss_tokens` apply to the sum of losses times `loss_mask`.
+    `batch.loss_scale` and `batch.global_loss_tokens` apply to the sum of losses times `loss_mask`.
 
     Raises:
         ValueError: a padded batch.

@@ -33,13 +33,13 @@ class ErrorPolicy:
             shard by its samples (estimated from its bytes if their number is unknown), and a sample that fails in each
             epoch counts once. Samples that a quarantine or a filter leaves out do not count. More failures raise
             TooManyFailures: when the loader is made, or at the step that has them.
+        handler: called with each DataError, on the thread that iterates.
 
     What the index lists is compared with the share of each source of a mixture, on every rank. Later failures are
     compared with the share of all samples, on the rank that has them; of several ranks each may also have no more in an
     epoch than its part of the rest of the share, with four standard deviations of room for chance. A share
     above 0 allows at least one later failure if the index lists none. For a data set of unknown length a share is one
     of the samples delivered so far, and ten failures never raise.
-        handler: called with each DataError, on the thread that iterates.
     """
 
     action: Literal["raise", "skip"] = "raise"

@@ -26,7 +26,7 @@ Item = tuple[dict[str, Any], Tensor]
 
 
 class DataLoader(BaseDataLoader):
-    """A dataloader for torchtitan's `Trainer.Config`, around the `od.DataLoader` that a function of yours makes:
+    """A dataloader for torchtitan's `Trainer.Config`, around the `od.DataLoader` that a function of yours makes::
 
         def make_loader(*, dp_rank, dp_world_size, **_):
             return od.DataLoader(..., collate_fn=od.Packed(length=16_384), dp=(dp_rank, dp_world_size))
@@ -43,7 +43,7 @@ class DataLoader(BaseDataLoader):
 
     Its state is one text, so that torch.distributed.checkpoint keeps all of it: the same on all ranks, for any number.
 
-    `Config` takes:
+    Config:
         make: called with what torchtitan gives a dataloader: dp_rank, dp_world_size, tokenizer, and others.
         convert: a microbatch -> (input_dict, labels), for a model that has other names, a `collate_fn` of your own, or
             positions of three axes.

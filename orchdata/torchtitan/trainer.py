@@ -24,7 +24,7 @@ _NO_LABEL = -100
 
 class TrainerMixin(_Base):
     """Lets torchtitan's Trainer step after each optimizer step of an `od.DataLoader`, with any number of microbatches.
-    The Trainer counts, logs, schedules and saves by steps. Other dataloaders work as without the mixin.
+    The Trainer counts, logs, schedules and saves by steps. Other dataloaders work as without the mixin::
 
         class Trainer(od.torchtitan.TrainerMixin, torchtitan.trainer.Trainer):
             @dataclass(kw_only=True, slots=True)

@@ -75,6 +75,8 @@ class Prepared:
 def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepared:
     """A loader for a loop of Accelerate's: its batches on the accelerator's device, its state in the accelerator's.
 
+    The loop::
+
         loader = od.hf.accelerate(loader, accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
         for batch in loader:

@@ -1,0 +1,213 @@
+"""Calls of the first hour that are refused, and one that raises each public exception, for `docs/errors.md`.
+
+They run in a folder with `data/a.tar` (a text, an image, a text of 3,000 bytes), an empty `photos/`, and `notes.md`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+from typer.testing import CliRunner
+from webdataset import TarWriter
+
+import orchdata as od
+from orchdata.cli import app
+
+
+def write_data(folder: Path) -> None:
+    """Write what the calls use."""
+    for name in ("data", "photos"):
+        (folder / name).mkdir()
+    (folder / "notes.md").write_text("a note")
+    picture = io.BytesIO()
+    Image.new("RGB", (56, 56)).save(picture, "PNG")
+    with TarWriter(str(folder / "data" / "a.tar"), encoder=False) as writer:
+        writer.write({"__key__": "text", "txt": b"some words"})
+        writer.write({"__key__": "image", "txt": b"<image> of nothing", "png": picture.getvalue()})
+        writer.write({"__key__": "long", "txt": b"x" * 3000})
+
+
+class Items(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def dataset(**options: Any) -> od.ShardDataset:
+    return od.ShardDataset("data/a.tar", **options)
+
+
+def loader(data: Any = None, **options: Any) -> od.DataLoader:
+    return od.DataLoader(dataset() if data is None else data, **{"batch_size": 3} | options)
+
+
+def batch() -> od.Batch:
+    (only,) = loader()
+    return only  # type: ignore[no-any-return]
+
+
+def forgets_to_return(record: Any) -> None:
+    record["txt"].strip()
+
+
+# The message's first words -> the call.
+REFUSALS: dict[str, Callable[[], Any]] = {
+    "no file matches": lambda: len(od.ShardDataset("nowhere/*.tar")),
+    "no such shard": lambda: len(od.ShardDataset("nowhere/a.tar")),
+    "photos is a folder without metadata.jsonl or metadata.csv": lambda: len(od.ShardDataset("photos")),
+    "notes.md: unknown kind of shard": lambda: len(od.ShardDataset("notes.md")),
+    "DataLoader takes a data set, got the path": lambda: od.DataLoader("data/*.tar"),
+    "recipe must be an od.Recipe": lambda: dataset(recipe=od.Recipe),
+    "Recipe.video must be an od.Modality": lambda: od.Recipe(video=True),  # type: ignore[arg-type]
+    "columns renames 'a', and no sample has a field of this name": lambda: len(dataset(columns={"a": "text"})),
+    "Recipe.record returned None for all": lambda: loader(dataset(recipe=od.Recipe(record=forgets_to_return))),
+    "filter 'score > 3': there is no column 'score'": lambda: len(dataset().filter("score > 3")),
+    "source 'a' must be an od.Source": lambda: od.Mixture({"a": dataset()}),  # type: ignore[dict-item]
+    "TextPreprocessor needs an id with a tokenizer": lambda: od.TextPreprocessor(lambda text: [len(text)]),
+    "tokenizer must be a callable str -> list[int]": lambda: od.TextPreprocessor("gpt2"),  # type: ignore[arg-type]
+    "str is no processor or tokenizer of transformers'": lambda: od.hf.recipe("Qwen/Qwen2.5-VL-7B-Instruct"),
+    "batch_size=4 and global_batch_size=8 both given": lambda: loader(batch_size=4, global_batch_size=8),
+    "batch_size=None takes a map-style data set's samples one by one": lambda: loader(batch_size=None),
+    "a ShardDataset has its own order": lambda: loader(sampler=[2, 1, 0]),
+    "collate_fn got the class Packed": lambda: loader(collate_fn=od.Packed),
+    "collate_fn is a lambda": lambda: next(iter(loader(collate_fn=lambda samples: len(samples), num_workers=1))),
+    "cost for a ShardDataset is an od.CostModel": lambda: loader(cost=len),
+    "CostModel needs llm=...": lambda: od.CostModel(image=od.PhaseCost(linear=1)),
+    "balance must be one of": lambda: loader(balance="best"),
+    "global_batch_tokens counts LLM tokens": lambda: od.DataLoader(Numbers(), global_batch_tokens=100),
+    "accumulate=2 cuts steps of an od.ShardDataset": lambda: loader(Numbers(), accumulate=2),
+    "data/a.tar: sample 'long' has 3000 llm positions": lambda: loader(balance=od.Balance(max_tokens=2048)),
+    "Items is an IterableDataset, and this loader's samples are shared by 2 ranks": lambda: loader(Items(), dp=(0, 2)),
+    "a Batch is not a mapping": lambda: batch()["input_ids"],  # type: ignore[index]
+    "Batch has no 'pixel_values'": lambda: batch().pixel_values,
+    "the batch has image, but no features of it were given": lambda: batch().merge(
+        torch.zeros(len(batch().llm.input_ids), 4), {}
+    ),
+    "there is no route for 'image'": lambda: batch().route("image"),
+}
+
+
+def words_under_another_name() -> None:
+    Path("other.jsonl").write_text(json.dumps({"prompt": "some words"}))
+    loader(od.ShardDataset("other.jsonl"))
+
+
+def replaced_shard() -> None:
+    shutil.copy("data/a.tar", "replaced.tar")
+    indexed = od.ShardDataset("replaced.tar")
+    assert len(indexed) == 3
+    Path("replaced.tar").unlink()
+    Path("replaced.tar").mkdir()
+    indexed[0]
+
+
+def longer_shard() -> None:
+    shutil.copy("data/a.tar", "longer.tar")
+    begun = loader(od.ShardDataset("longer.tar"))
+    with open("longer.tar", "ab") as file:
+        file.write(bytes(512))
+    list(begun)
+
+
+def damaged_index() -> None:
+    Path("published").mkdir()
+    assert CliRunner().invoke(app, ["index", "data/a.tar", "--to", "published"]).exit_code == 0
+    (index,) = Path("published").rglob("*.index")
+    index.write_bytes(bytes(index.stat().st_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", "another-cache")
+        dataset(index_store="published").index()
+
+
+def lost_mount() -> None:
+    shutil.copy("data/a.tar", "lost.tar")
+    indexed = od.ShardDataset("lost.tar")
+    assert len(indexed) == 3
+    Path("lost.tar").unlink()
+    indexed[0]
+
+
+def missing_package() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "soundfile", None)
+        len(dataset(recipe=od.Recipe(text=od.TextPreprocessor(max_tokens=5000))))
+
+
+class TwiceShard(od.Shard):
+    def __init__(self, source: od.ShardSource) -> None:
+        """Nothing is read."""
+
+    def keys(self) -> list[str]:
+        return ["a", "a"]
+
+    def sample(self, number: int) -> dict[str, Any]:
+        return {"txt": b"some words"}
+
+
+class Twice(od.Container):
+    """One key for two samples."""
+
+    def claims(self, path: str) -> bool:
+        return path.endswith(".md")
+
+    def open(self, source: od.ShardSource, context: od.OpenContext) -> TwiceShard:
+        return TwiceShard(source)
+
+
+def changing_function() -> None:
+    seen: list[Any] = []
+
+    def numbered(record: Any) -> str:
+        seen.append(record)
+        return f"record {len(seen)}"
+
+    len(dataset(recipe=od.Recipe(record=numbered, record_id="numbered")))
+
+
+def failing_loader() -> None:
+    def loads() -> Iterator[list[int]]:
+        yield [1, 2]
+        raise OSError("the mount is gone")
+
+    list(od.post_balance(loads(), cost=lambda sample: sample))
+
+
+# Exception -> words that its section has, and a call that raises it with these words.
+EXCEPTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "OrchdataError": ("", words_under_another_name),
+    "DataError": ("its words are under 'prompt', which is not read", words_under_another_name),
+    "ShardError": ("cannot be opened", replaced_shard),
+    "StaleIndexError": ("when it was indexed", longer_shard),
+    "MissingIndexError": ("no index for these 1 shards under this recipe", lambda: loader(dp=(0, 2))),
+    "DamagedIndexError": ("its bytes are not those that its manifest names", damaged_index),
+    "StorageError": ("cannot be opened: No such file or directory", lost_mount),
+    "PackageError": ("the package 'soundfile'", missing_package),
+    "StateError": (
+        "the state belongs to another loader",
+        lambda: loader(seed=1, shuffle=True).load_state_dict(loader(seed=2, shuffle=True).state_dict()),
+    ),
+    "TooManyFailures": (
+        "samples cannot be used, the policy allows",
+        lambda: loader(dataset(recipe=od.Recipe(text=od.TextPreprocessor(max_tokens=2))), on_error="skip"),
+    ),
+    "ContainerError": ("samples 0 and 1 both have the key", lambda: od.check_container(Twice(), "notes.md")),
+    "FunctionError": ("returns something else when it is called again", changing_function),
+    "StepError": ("rank 0 failed at step", failing_loader),
+}
