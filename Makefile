@@ -138,6 +138,28 @@ $(PEER_VENVS)/%/.installed: $(STAMP) Makefile
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt $($*_packages)
 	touch $@
 
+# Trainers of other projects, each in an environment as those of peers. One that cannot be installed is skipped and
+# counted. torchtitan has other bounds than $(VENV) for some packages, and imports triton, which torch for CPUs leaves out.
+TOOLS := lightning megatron_core torchtitan trl
+TOOL_VENVS := .venv-tools
+lightning_tool := --no-deps --ignore-installed lightning==2.6.6
+megatron_core_tool := megatron-core==0.16.1
+torchtitan_tool := torchtitan==0.3.0 triton
+trl_tool := trl==1.16.0
+
+.PHONY: test-tools
+test-tools: $(STAMP)
+	-$(MAKE) --keep-going $(TOOLS:%=$(TOOL_VENVS)/%/.installed)
+	$(BIN)/python -m pytest -q -rs -m tools tests/tools $(ARGS)
+
+$(TOOL_VENVS)/%/.installed: $(STAMP) Makefile
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python scripts/see_packages.py $(@D)
+	grep -vE '^(datasets|dill|fsspec|multiprocess)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt $($*_tool)
+	touch $@
+
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
 .PHONY: typing
 typing:
@@ -146,7 +168,7 @@ typing:
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 
 clean:
-	rm -rf $(VENV) $(PEER_VENVS) .typing .site docs/names docs/repository .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(PEER_VENVS) $(TOOL_VENVS) .typing .site docs/names docs/repository .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 # The tests that compare floats, under the instruction sets of older processors; what integers decide is equal under all.
 .PHONY: test-cpus

@@ -1,8 +1,7 @@
 """Train a small multimodal LLM on shards in a loop with Accelerate: one process, or many.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-accelerate launch --cpu --num-processes 2 -m examples.accelerate_loop 'omni/*.tar' --checkpoints runs/accelerate
+orchdata synth omni omni
+accelerate launch --cpu --num-processes 2 examples/accelerate_loop.py 'omni/*.tar' --checkpoints runs/accelerate
 
 The loader's state is in the accelerator's; it continues from its last checkpoint, on any number of ranks.
 """
@@ -15,8 +14,8 @@ import contextlib
 import torch
 from accelerate import Accelerator
 
+import common
 import orchdata as od
-from examples import common
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,13 +28,21 @@ def train(args: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = common.make_model()
     model, optimizer = accelerator.prepare(model, common.make_optimizer(model))
-    loader = od.hf.accelerate(common.make_loader(args).steps(), accelerator)
+    loader = od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+    )
+    steps = od.hf.accelerate(loader.steps(), accelerator)  # batches on its device, and a state in its checkpoints
 
     done, checkpoint = common.last_checkpoint(args)
     if checkpoint:
         accelerator.load_state(str(checkpoint))
 
-    for step, microbatches in common.steps_to_go(args, loader, done):  # on the accelerator's device
+    for step, microbatches in common.steps_to_go(args, steps, done):
         loss = torch.zeros((), device=accelerator.device)
         for batch in microbatches:
             with contextlib.nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):

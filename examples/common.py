@@ -1,4 +1,6 @@
-"""Shared by the examples: arguments, a small multimodal LLM, its loader, the report of a step, and checkpoints."""
+"""What the examples share, none of it about loading: the command line, a small multimodal LLM with its recipe and
+costs, the line that is printed for a step, and the folder of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ RECIPE = od.Recipe(
 )
 _SMALL = Sizes(hidden=64, layers=2, ffn=256)
 CONFIG = fit_to_recipe(ModelConfig(llm=_SMALL, image=_SMALL, audio=_SMALL), RECIPE)
+COST = make_cost(CONFIG)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -60,24 +63,13 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 
-def make_loader(args: argparse.Namespace, dp: Any = None, **options: Any) -> od.DataLoader:
-    """A loader of these shards; `options` add or replace arguments of DataLoader."""
-    return od.DataLoader(
-        **{
-            "dataset": od.ShardDataset(args.shards, recipe=RECIPE),
-            "global_batch_size": args.global_batch_size,
-            "shuffle": True,
-            "drop_last": True,
-            "cost": make_cost(CONFIG),
-            "balance": od.Balance(max_tokens=args.max_tokens),
-            "dp": dp,
-            **options,
-        }
-    )
-
-
 def steps_to_go(args: argparse.Namespace, steps: Any, done: int) -> Iterator[tuple[int, list[od.Batch]]]:
-    """The remaining optimizer steps, over as many epochs as needed: number and microbatches of each."""
+    """The remaining optimizer steps, over as many epochs as needed: number and microbatches of each.
+
+    Args:
+        steps: `loader.steps()`; each `iter()` of it is an epoch.
+        done: steps that were taken before the checkpoint that a run continues from.
+    """
     while done < args.steps:
         for microbatches in steps:
             done += 1

@@ -1,8 +1,7 @@
 """Train a small multimodal LLM on shards with DistributedDataParallel: one process, or many under torchrun.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-torchrun --nproc-per-node 2 -m examples.ddp 'omni/*.tar' --checkpoints runs/ddp
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/ddp.py 'omni/*.tar' --checkpoints runs/ddp
 
 It continues from its last checkpoint, on any number of ranks.
 """
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from examples import common
+import common
+import orchdata as od
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,7 +29,14 @@ def train(args: argparse.Namespace) -> None:
     model = common.make_model()
     net = DistributedDataParallel(model) if dist.is_initialized() else model  # saved without DDP's prefix
     optimizer = common.make_optimizer(model)
-    loader = common.make_loader(args)
+    loader = od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+    )
 
     done, checkpoint = common.last_checkpoint(args)
     if checkpoint:

@@ -1,8 +1,7 @@
 """Train a small multimodal LLM on shards with DeepSpeed.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-torchrun --nproc-per-node 2 -m examples.deepspeed_zero 'omni/*.tar' --checkpoints runs/deepspeed
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/deepspeed_zero.py 'omni/*.tar' --checkpoints runs/deepspeed
 
 The loader's state is in DeepSpeed's checkpoints; it continues from the last one, on any number of ranks under stage
 0. With sharded states DeepSpeed itself needs the same ranks, unless its checkpoints are made universal.
@@ -15,7 +14,8 @@ import argparse
 import deepspeed
 import torch
 
-from examples import common
+import common
+import orchdata as od
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,7 +38,14 @@ def train(args: argparse.Namespace) -> None:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=common.make_optimizer(model), config=settings, dist_init_required=False
     )
-    loader = common.make_loader(args)
+    loader = od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+    )
 
     done, checkpoint = common.last_checkpoint(args)
     if checkpoint:

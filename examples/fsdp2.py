@@ -1,8 +1,7 @@
 """Train a small multimodal LLM on shards with FSDP2; checkpoints by torch.distributed.checkpoint.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-torchrun --nproc-per-node 2 -m examples.fsdp2 'omni/*.tar' --checkpoints runs/fsdp2
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/fsdp2.py 'omni/*.tar' --checkpoints runs/fsdp2
 
 It continues from its last checkpoint, on any number of ranks: weights are sharded again, and the loader's state is the
 same on all of them.
@@ -19,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import common
 import orchdata as od
-from examples import common
 from orchdata.reference.model import MultimodalLM
 
 
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     with common.world():
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
         model = shard(common.make_model(), mesh)
-        train(args, model, common.make_loader(args, dp=mesh))
+        train(args, model, mesh)
 
 
 def shard(model: MultimodalLM, mesh: DeviceMesh) -> FSDPModule:
@@ -54,7 +53,16 @@ class Trained:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def train(args: argparse.Namespace, model: Any, loader: od.DataLoader) -> None:
+def train(args: argparse.Namespace, model: Any, mesh: DeviceMesh) -> None:
+    loader = od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+        dp=mesh,
+    )
     optimizer = common.make_optimizer(model)
     state = {"trained": Trained(model, optimizer), "loader": loader}  # the loader is a Stateful, too
     done, checkpoint = common.last_checkpoint(args)

@@ -1,7 +1,7 @@
 """Train a small Qwen2.5-VL with transformers' Trainer: one process, or many under torchrun.
 
-orchdata synth datasets/omni.yaml omni
-torchrun --nproc-per-node 2 -m examples.hf_trainer 'omni/*.tar' --checkpoints runs/hf
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/hf_trainer.py 'omni/*.tar' --checkpoints runs/hf
 
 Its checkpoints are the Trainer's own, with the loader's state in them; it continues from the last one, on any number
 of ranks.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Trainer, TrainingArguments
 
+import common
 import orchdata as od
-from examples import common
 
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=4, max_tokens=64, dtype="float32"), audio=None
@@ -61,7 +61,15 @@ def make_model() -> Any:
 def make_loader(args: argparse.Namespace, config: Any) -> od.DataLoader:
     """A loader of the samples without a placeholder for audio in their text."""
     dataset = od.ShardDataset(args.shards, recipe=RECIPE).filter("not bad")
-    return common.make_loader(args, dataset=dataset, cost=od.hf.cost(config), collate_fn=od.hf.Inputs(config))
+    return od.DataLoader(
+        dataset,
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=od.hf.cost(config),
+        balance=od.Balance(max_tokens=args.max_tokens),
+        collate_fn=od.hf.Inputs(config),
+    )
 
 
 class VLTrainer(od.hf.TrainerMixin, Trainer):

@@ -1,8 +1,7 @@
 """Train a small multimodal LLM on shards with Lightning's Trainer: one process, or many under torchrun.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-torchrun --nproc-per-node 2 -m examples.lightning_trainer 'omni/*.tar' --checkpoints runs/lightning
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/lightning_trainer.py 'omni/*.tar' --checkpoints runs/lightning
 
 Its checkpoints are Lightning's own, with the loader's state in them; it continues from the last one, on any number of
 ranks.
@@ -18,8 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import common
 import orchdata as od
-from examples import common
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,7 +39,15 @@ class Trained(lightning.LightningModule):
         return common.make_optimizer(self.model)
 
     def train_dataloader(self) -> Any:
-        return common.make_loader(self.args).steps()
+        loader = od.DataLoader(
+            od.ShardDataset(self.args.shards, recipe=common.RECIPE),
+            global_batch_size=self.args.global_batch_size,
+            shuffle=True,
+            drop_last=True,
+            cost=common.COST,
+            balance=od.Balance(max_tokens=self.args.max_tokens),
+        )
+        return loader.steps()
 
     def training_step(self, microbatches: list[od.Batch], step: int) -> torch.Tensor:
         losses = [self.model(**batch.model_inputs()).loss_sum * batch.loss_scale for batch in microbatches]

@@ -1,8 +1,7 @@
 """Train a small multimodal LLM with Ray Train: its workers are the ranks, and its checkpoints have the loader's state.
 
-orchdata synth datasets/omni.yaml omni
-orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
-python -m examples.ray_train 'omni/*.tar' --workers 2 --checkpoints runs/ray
+orchdata synth omni omni
+python examples/ray_train.py 'omni/*.tar' --workers 2 --checkpoints runs/ray
 
 It continues from the last checkpoint of the run in --checkpoints, on any number of workers. With --actors 2 actors of
 the cluster build the steps of each worker, in place of threads of the worker.
@@ -20,8 +19,8 @@ import torch
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+import common
 import orchdata as od
-from examples import common
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,6 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.checkpoints is None:
         parser.error("Ray Train keeps its runs in a folder: give --checkpoints")
+    # Workers of Ray Train start in folders of their own.
+    args.shards = [each if "://" in each else str(Path(each).absolute()) for each in args.shards]
     TorchTrainer(
         train,
         train_loop_config={"args": args},
@@ -49,7 +50,15 @@ def train(config: dict[str, Any]) -> None:
     options: dict[str, Any] = {"num_threads": 1}
     if args.actors:
         options |= {"num_workers": args.actors, "engine": od.RayEngine()}
-    loader = common.make_loader(args, **options)  # Not ray.train.torch.prepare_data_loader: it is distributed already.
+    loader = od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+        **options,
+    )  # Not ray.train.torch.prepare_data_loader: it is distributed already.
 
     done = 0
     checkpoint = ray.train.get_checkpoint()

@@ -1,7 +1,7 @@
 """Balance what a webdataset pipeline has loaded: its samples move between ranks, ahead of the training step.
 
-orchdata synth datasets/omni.yaml omni
-torchrun --nproc-per-node 2 -m examples.webdataset_pipeline 'omni/*.tar'
+orchdata synth omni omni
+torchrun --nproc-per-node 2 examples/webdataset_pipeline.py 'omni/*.tar'
 
 The pipeline stays as it is. For shards that orchdata reads itself see ddp.py: then nothing moves between ranks, and the
 position of a run is a state.
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import webdataset as wds
 
+import common
 import orchdata as od
-from examples import common
 
 VOCABULARY = 256
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,9 +25,12 @@ from example_job import NAMES
 from rank_jobs import FSDP2_RUNS, run_ranks
 from ray_clusters import TestCluster
 
+import orchdata as od
 from orchdata.synth import OMNI, synthesize
 
-REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
+PROGRAM = Path(__file__).parents[1] / "support" / "run_program.py"
 JOB = Path(__file__).parents[1] / "support" / "example_job.py"
 NEEDS = {
     "hf_trainer": ("transformers", "accelerate"),
@@ -55,16 +61,16 @@ def shards(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY)
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
-def example(name: str) -> Any:
+def needs(name: str) -> None:
+    """Skip if what the example is about is not installed."""
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed, which examples/{name}.py is about")
     if name in ("fsdp2", "hsdp_tp") and not FSDP2_RUNS:
         pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on a CPU")
-    return import_module(f"examples.{name}")
 
 
 _plain: dict[str, list[Step]] = {}
@@ -79,10 +85,10 @@ def plain_loop(name: str, shards: Path) -> list[Step]:
 
 
 def _trained(kind: str, shards: Path) -> Iterator[Step]:
-    common, module = import_module("examples.common"), import_module(f"examples.{kind}")
+    common, module = import_module("common"), import_module(kind)
     args = SimpleNamespace(shards=[str(shards / "*.tar")], global_batch_size=SIZE, max_tokens=MAX_TOKENS)
     model = module.make_model()
-    loader = module.make_loader(args, model.config) if kind == "hf_trainer" else module.make_loader(args)
+    loader = module.make_loader(args, model.config) if kind == "hf_trainer" else make_loader(args, common)
     optimizer = common.make_optimizer(model)
     step, loss, keys = 0, 0.0, []
     while step < STEPS:
@@ -100,6 +106,17 @@ def _trained(kind: str, shards: Path) -> Iterator[Step]:
                 loss, keys = 0.0, []
             if step == STEPS:
                 break
+
+
+def make_loader(args: SimpleNamespace, common: Any) -> od.DataLoader:
+    return od.DataLoader(
+        od.ShardDataset(args.shards, recipe=common.RECIPE),
+        global_batch_size=args.global_batch_size,
+        shuffle=True,
+        drop_last=True,
+        cost=common.COST,
+        balance=od.Balance(max_tokens=args.max_tokens),
+    )
 
 
 def run(name: str, num_ranks: int, folder: Path, shards: Path, *more: object, dies_at: int = 0) -> dict[int, Step]:
@@ -172,7 +189,7 @@ def check(found: dict[int, Step], expected: list[Step], steps: range) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in NAMES])
 @pytest.mark.usefixtures("examples")
 def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, shards: Path, tmp_path: Path) -> None:
-    example(name)
+    needs(name)
     expected = plain_loop(name, shards)
     assert len({step.loss for step in expected}) == STEPS and len(expected[0].keys) == SIZE
     killed = run(name, 2, tmp_path, shards, dies_at=DIES_AT)
@@ -186,7 +203,7 @@ def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, sh
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("examples")
 def test_killed_on_one_rank_it_goes_on_with_three(name: str, shards: Path, tmp_path: Path) -> None:
-    example(name)
+    needs(name)
     more, ranks = (("--tp", 2, "--replicate", 2), (8, 2)) if name == "hsdp_tp" else ((), (1, 3))
     run(name, ranks[0], tmp_path, shards, *more, dies_at=DIES_AT)
     found = run(name, ranks[1], tmp_path, shards)
@@ -204,19 +221,36 @@ def test_a_resumed_step_that_is_another_is_seen(shards: Path) -> None:
         check({1: Step(expected[0].loss * 1.001, expected[0].keys)}, expected, range(1, 2))
 
 
-@pytest.mark.slow
-def test_an_example_runs_as_its_docstring_says(shards: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = [f"{shards}/*.tar", "--steps", "2", "--global-batch-size", "8", "--checkpoints", str(tmp_path / "kept")]
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
+    "python": [sys.executable],
+}
+"""What the commands of docstrings start with -> the same in this environment."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ddp" else pytest.mark.slow) for name in PROGRAMS]
+)
+def test_an_example_runs_as_its_docstring_says_from_any_folder(name: str, shards: Path, tmp_path: Path) -> None:
+    needs(name)
+    (tmp_path / "omni").symlink_to(shards)
+    path = EXAMPLES / f"{name}.py"
+    (line,) = re.findall(rf"^(.*) examples/{name}\.py (.*)$", ast.get_docstring(ast.parse(path.read_text())), re.M)
+    launcher, *options = shlex.split(line[0])
+    more = [] if name == "webdataset_pipeline" else ["--steps", "2", "--global-batch-size", "8"]
     done = subprocess.run(
-        [*launcher, str(REPOSITORY / "tests/support/run_program.py"), str(REPOSITORY / "examples/ddp.py"), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
+        [*LAUNCHERS[launcher], *options, str(PROGRAM), str(path), *shlex.split(line[1]), *more],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"], done.stderr
-    assert (tmp_path / "kept" / "step-000002" / "state.pt").exists()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.findall(r"^.*\bstep\W+\d", done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]
+    if "--checkpoints" in line[1]:
+        assert [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow
@@ -236,9 +270,8 @@ def run_ray_train(cluster: TestCluster, shards: Path, folder: Path, steps: int, 
     options = ("--steps", steps, "--global-batch-size", SIZE, "--max-tokens", MAX_TOKENS, "--save-every", 2, *more)
     places = ("--checkpoints", folder / "kept", "--record", folder / f"record-{workers}", "--workers", workers)
     done = subprocess.run(
-        [sys.executable, "-m", "examples.ray_train", shards / "*.tar", *map(str, (*options, *places))],
-        cwd=REPOSITORY,
-        env=os.environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
+        [sys.executable, EXAMPLES / "ray_train.py", shards / "*.tar", *map(str, (*options, *places))],
+        env=os.environ | {"RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
         timeout=240,

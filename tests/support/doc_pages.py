@@ -129,6 +129,15 @@ def order() -> dict[str, Any]:
     return names | {"num_epochs": 2, "state": state}
 
 
+def report() -> dict[str, Any]:
+    samples = omni_samples(40)
+    samples[17]["__key__"] = "sample-17"
+    _tar("data/a.tar", samples)
+    dataset = od.ShardDataset("data/a.tar", RECIPE)
+    cost = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
+    return {"dataset": dataset, "cost": cost, "loader": od.DataLoader(dataset, batch_size=4)}
+
+
 def training() -> dict[str, Any]:
     import webdataset
 
@@ -169,6 +178,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "more_than_one_machine.md": in_folder,
     "object_storage.md": in_folder,
     "order-and-resume.md": order,
+    "report.md": report,
     "stats.md": trained,
     "training.md": training,
 }

@@ -14,13 +14,13 @@ from typing import Any
 
 from rank_jobs import run_rank
 
-REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("ddp", "fsdp2", "hsdp_tp", "hf_trainer", "accelerate_loop", "lightning_trainer", "deepspeed_zero")
 
 
 def main(name: str, dies_at: str, *arguments: str) -> bool:
-    sys.path.insert(0, str(REPOSITORY))
-    common = import_module("examples.common")
+    sys.path.insert(0, str(EXAMPLES))
+    common = import_module("common")
     tell = common.tell
 
     def tell_and_die(args: Any, step: int, *others: Any) -> None:
@@ -29,7 +29,7 @@ def main(name: str, dies_at: str, *arguments: str) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
 
     common.tell = tell_and_die
-    import_module(f"examples.{name}").main(list(arguments))
+    import_module(name).main(list(arguments))
     return True
 
 

@@ -29,6 +29,7 @@ from orchdata.dataloader import DataLoader
 from orchdata.hf.inputs import Inputs, as_rows
 from orchdata.hf.scaled_loss import loss as scaled_loss
 from orchdata.hf.towers import encode
+from orchdata.hf.training.sft import check_options, is_sft, sft_arguments, stand_in, stands_for
 from orchdata.loaders.errors import StateError
 from orchdata.steps import OptimizerSteps
 
@@ -62,16 +63,26 @@ class TrainerMixin(_Base):
     the Trainer does: over all ranks, or a rank's share without `average_tokens_across_devices`. Where a `collate_fn` of
     your own, or map-style data, makes the batches, they go to `compute_loss` as they are.
 
+    With TRL's `SFTTrainer` in the place of `transformers.Trainer` the loss is SFTTrainer's own, over the planned count
+    of loss tokens, with its metrics.
+
     Raises:
         ValueError: before the first step, where arguments of the Trainer would change what a step is:
             `gradient_accumulation_steps`, `auto_find_batch_size`, several GPUs in one process, context parallelism; a
             loader of other ranks, or whose epochs have different numbers of steps; with an evaluation,
-            `compute_metrics`.
+            `compute_metrics`; options of `SFTConfig` that change rows of a data set, as `packing`.
         StateError: a checkpoint without the loader's state, or of another place than its own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*map(_counted, args), **{name: _counted(value) for name, value in kwargs.items()})
+        args, kwargs = tuple(map(_counted, args)), {name: _counted(value) for name, value in kwargs.items()}
+        self._is_sft = is_sft(self)
+        if self._is_sft:
+            check_options((*args, *kwargs.values()))
+            args, kwargs = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in kwargs.items()}
+        super().__init__(*args, **kwargs)
+        if self._is_sft:
+            self.train_dataset, self.eval_dataset = stands_for(self.train_dataset), stands_for(self.eval_dataset)
         self._evaluated = [0.0, 0.0]
         self._weights_of = ""
         self.add_callback(_EpochOfSteps)
@@ -109,6 +120,13 @@ class TrainerMixin(_Base):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         steps = _counted(test_dataset)
         return self._whole(steps) if isinstance(steps, OptimizerSteps) else super().get_test_dataloader(test_dataset)
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """SFTTrainer's preparation of rows; a loader, and what stands for one, needs none."""
+        if isinstance(stands_for(dataset), DataLoader | OptimizerSteps):
+            return dataset
+        prepare: Any = super()
+        return prepare._prepare_dataset(dataset, *args, **kwargs)
 
     def num_examples(self, dataloader: Any) -> int:
         return dataloader.num_samples if isinstance(dataloader, OptimizerSteps) else super().num_examples(dataloader)
@@ -154,16 +172,21 @@ class TrainerMixin(_Base):
         own_loss = self.compute_loss_func
         if self.label_smoother is not None and own_loss is None:
             own_loss = partial(self.label_smoother, shift_labels=True)
+        computes_loss = own_loss is not None or (self._is_sft and isinstance(batch.inputs, Inputs))
+        if computes_loss and batch.loss_weights is not None:
+            raise ValueError(
+                "sources with loss weights take the model's own loss: no compute_loss_func, no smoothing, and "
+                "transformers' Trainer in place of SFTTrainer"
+            )
         if own_loss is not None:
             arguments = {name: arguments[name] for name in arguments.keys() - {"labels", "num_items_in_batch"}}
         if isinstance(batch.inputs, Inputs) and batch.routes:
             arguments["mm_encoder_outputs"] = encode(model, batch)
+        if computes_loss and own_loss is None:
+            num_items: Any = self._num_items(batch)
+            return super().compute_loss(model, sft_arguments(arguments, batch), return_outputs, num_items)
         outputs = model(**arguments)
         if own_loss is not None:
-            if batch.loss_weights is not None:
-                raise ValueError(
-                    "sources with loss weights take the model's own loss: no compute_loss_func, no smoothing"
-                )
             loss = own_loss(outputs, as_rows(batch.llm.labels), num_items_in_batch=1 / batch.loss_scale)
         elif not isinstance(batch.inputs, Inputs):
             loss = outputs.loss_sum * batch.loss_scale

@@ -175,12 +175,13 @@ def test_what_would_be_another_step_is_refused(dataset: od.ShardDataset) -> None
 
 
 def test_the_recipe_of_torchtitan(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
-    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "od.torchtitan" in block]
-    names: dict[str, Any] = {"od": od, "dataset": dataset, "torchtitan": SimpleNamespace(trainer=titan)}
-    names["existing"] = SimpleNamespace  # what else a configuration has
+    page = (Path(__file__).parents[3] / "docs" / "torchtitan.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    cost = od.CostModel(llm=od.PhaseCost(linear=1))
+    names: dict[str, Any] = {"recipe": RECIPE, "cost": cost}
+    monkeypatch.setattr(od, "ShardDataset", lambda *_, **__: dataset)
     made, _, config = block.partition("config = ")
-    exec(made, names)
+    exec(made.replace("length=256", "length=16_384"), names)  # room for padding longer than any sequence
     assert issubclass(names["Trainer"], titan.Trainer) and names["Trainer"].Config._owner is names["Trainer"]
     assert "dataloader=od.torchtitan.DataLoader.Config(make=make_loader)" in config
     chosen = od.torchtitan.DataLoader.Config(make=names["make_loader"])
