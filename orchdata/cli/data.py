@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -381,6 +380,7 @@ def _build(
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.dataset.indexed.forecast import Forecast
+    from orchdata.loaders.collector import leave_out_what_is_loaded
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.index.building.crew import BuildProgress
 
@@ -400,7 +400,7 @@ def _build(
             advance(done, total)
 
         how: dict[str, Any] = {"reading": reading, "force": force, "parts": parts, **measured_by}
-        gc.freeze()  # what is loaded stays: the collector need not walk it while samples are measured
+        leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
         index = build_index(urls, recipe, **how, progress=shard_done, under_way=under_way)
         return index, scanned
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
@@ -322,9 +323,9 @@ FAMILIES: Final = {
 def _is_stored(family: str) -> bool:
     """Return whether the family's head was compiled after the last change of any kernel's source, by numba's index."""
     head = _head(family)
-    # numba's default folder is known without importing numba, which this process may not need.
-    default = Path(head.py_func.__code__.co_filename).parent / "__pycache__"
-    if "NUMBA_CACHE_DIR" not in os.environ and os.access(default, os.W_OK) and _is_in(default, head):
+    # This process may not need numba: it imports numba only if the kernel is not where it usually is.
+    usual = _usual_folder(Path(head.py_func.__code__.co_filename))
+    if os.access(usual, os.W_OK) and _is_in(usual, head):
         return True
     folder = _cache_folder(head)
     return folder is None or _is_in(folder, head)  # without a folder no process can compile for another
@@ -340,6 +341,19 @@ def _is_in(folder: Path, head: Any) -> bool:
 def _head(family: str) -> Any:
     module, _, name = FAMILIES[family].head.partition(":")
     return getattr(import_module(f"orchdata.native.{module}"), name)
+
+
+def _usual_folder(source: Path) -> Path:
+    """Return where numba stores compiled kernels of a file, if it can write there.
+
+    See UserProvidedCacheLocator and InTreeCacheLocator in numba.
+    """
+    if not (chosen := os.environ.get("NUMBA_CACHE_DIR")):
+        return source.parent / "__pycache__"
+    folder = os.path.dirname(os.path.abspath(source))
+    # The hash names a folder, and protects nothing.
+    hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
+    return Path(chosen, f"{os.path.basename(folder)}_{hashed}")
 
 
 def _cache_folder(kernel: Any) -> Path | None:

@@ -261,6 +261,7 @@ def _become(request: dict[str, Any], files: list[int], sockets: list[socket.sock
     sys.argv = request["program"]
     sys.path[:] = [str(Path(sys.argv[0]).parent), *request["path"]]
     if request["to_the_end"]:
+        gc.unfreeze()  # else what is frozen is not freed at the end, and libraries with nanobind print that it leaks
         sys.modules["__main__"] = main = ModuleType("__main__")  # which the interpreter clears last
         main.__file__ = sys.argv[0]
         exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), vars(main))  # an error is for the interpreter

@@ -6,7 +6,6 @@ then it measures in a folder of its own, and its result has the files that the b
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from orchdata.loaders.claims import Claims
+from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import OrchdataError, ProcessError
 from orchdata.loaders.index.measuring.chunk import Progress, measure_chunk
 from orchdata.loaders.index.measuring.kept_sizes import FOLDER as SIZES
@@ -128,7 +128,7 @@ class Measurer:
                 "--jobs 1 (jobs=1), which uses threads"
             ) from error
         self._builder.claims.close()  # the build has claimed the shard
-        gc.freeze()  # what is loaded stays: the collector need not walk it while samples are measured
+        leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
         self._given = given
         return given, self._builder
 

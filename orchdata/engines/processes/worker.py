@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import os
 import pickle
@@ -30,6 +29,7 @@ from orchdata.engines.processes.message import Unit, describe_step, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, describe_error
+from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import Begin, StepTask
@@ -63,7 +63,7 @@ class PickledWorkerSpec:
 def run_worker(end: socket.socket, num_loading_threads: int, pickled_spec: PickledWorkerSpec) -> None:
     """Run a worker process until it is asked to stop, or its parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which ends this one
-    gc.freeze()  # a collection would write to all memory that is shared with the parent of a fork
+    leave_out_what_is_loaded()  # a collection would write to all memory that is shared with the parent of a fork
     channel = Channel(end)
     first = channel.receive()
     if first is None:
