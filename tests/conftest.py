@@ -25,7 +25,7 @@ settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["servers.fixtures", "ray_clusters"]
+pytest_plugins = ["servers.fixtures", "ray_clusters", "browsers"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

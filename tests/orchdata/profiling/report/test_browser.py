@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import LOOK, show
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -17,37 +15,6 @@ import orchdata as od
 pytestmark = pytest.mark.slow
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-# Each text that is seen: its size on the screen, and the contrast to its background.
-LOOK = """
-const channel = value => { value /= 255; return value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4; };
-const parts = colour => colour.match(/[0-9.]+/g).map(Number);
-const light = colour => { const [r, g, b] = parts(colour).map(channel); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const background = element => {
-  for (let at = element; at; at = at.parentElement) {
-    const colour = getComputedStyle(at).backgroundColor, [, , , alpha] = parts(colour);
-    if (alpha === undefined || alpha > 0) return colour;
-  }
-  return 'rgb(255, 255, 255)';
-};
-const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-while (walker.nextNode()) {
-  const text = walker.currentNode.textContent.trim(), element = walker.currentNode.parentElement;
-  if (!text || ['STYLE', 'title'].includes(element.tagName)) continue;
-  const style = getComputedStyle(element), box = element.getBoundingClientRect();
-  if (!box.width || style.visibility === 'hidden') continue;
-  const drawn = element.ownerSVGElement, turn = drawn ? element.getScreenCTM() : {a: 1, b: 0};
-  const scale = Math.hypot(turn.a, turn.b);
-  const front = light(drawn ? style.fill : style.color);
-  const back = light(background(drawn ? drawn.parentElement : element));
-  const contrast = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
-  found.push([text.slice(0, 40), parseFloat(style.fontSize) * scale, contrast]);
-}
-return found;
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,35 +24,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = data.profile(cost=COST, ranks=(2, 4, 64), batch_size=4, group_size=2)
     profile.write_html(folder / "report.html", data)
     return folder / "report.html"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium of the distribution; where CI sets its variable, it must be there."""
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        assert not os.environ.get("CI"), "CI has no Chromium: apt-get install chromium chromium-driver"
-        pytest.skip("there is no Chromium with its driver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
-    yield opened
-    opened.quit()
-
-
-def show(browser: Any, page: Path, width: int, scheme: str) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get_log("performance")
-    browser.get(page.as_uri())
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -131,3 +69,21 @@ def test_the_checks_can_fail(browser: Any, tmp_path: Path) -> None:
     assert texts["pale"][1] < 4.5
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390
     assert browser.get_log("browser")
+
+
+@pytest.mark.parametrize(("paper", "ink"), [("#ffffff", "#222222"), ("#111111", "#dddddd")])
+def test_views_in_a_notebook_take_its_colours(browser: Any, report: Path, tmp_path: Path, paper: str, ink: str) -> None:
+    data = od.ShardDataset([str(path) for path in sorted(report.parent.glob("*.tar"))], recipe=RECIPE)
+    loader = od.DataLoader(data, batch_size=4, num_threads=0)
+    views = [data, loader, next(iter(loader)), loader.plan_at(0, 0), data.show([0, 1])]
+    page = tmp_path / "notebook.html"
+    html = "".join(view._repr_html_() for view in views)
+    page.write_text(
+        f"<meta charset=utf-8><body style='background:{paper};color:{ink}'><p class=n>outside</p>{html}</body>"
+    )
+    show(browser, page, 1440, "light")
+    texts = browser.execute_script(LOOK)
+    assert len(texts) > 50
+    assert not [text for text in texts if text[1] < 11 or text[2] < 4.5]
+    outside = "return getComputedStyle(document.querySelector('p.n')).textAlign"
+    assert browser.execute_script(outside) in ("start", "left")  # no rule of a view is for what is around it
