@@ -6,6 +6,8 @@ import re
 from html import escape
 from typing import Final
 
+from orchdata.loaders.storage.remote.urls import without_secrets
+
 MOST_CHARACTERS: Final = 300
 # Control characters, lone surrogates, and characters that change the direction or the look of what follows them.
 _UNSEEN: Final = re.compile(
@@ -14,7 +16,10 @@ _UNSEEN: Final = re.compile(
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text with an ellipsis after `most` characters, and unseen characters as their escapes."""
+    """Return the text with an ellipsis after `most` characters, unseen characters as their escapes, and without queries
+    and user names of URLs.
+    """
+    text = without_secrets(text)
     cut = text if len(text) <= most else text[:most] + "…"
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", cut)
 

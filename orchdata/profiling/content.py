@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.index.totals import Totals
 from orchdata.profiling.lengths import LengthCounts, Lengths
 
 Ints = NDArray[np.int64]
@@ -90,11 +91,12 @@ class Content:
     sources: tuple[UnlikePart, ...]
 
 
-def content_of(index: Index, unused: Ints, sources: Sequence[str]) -> Content:
+def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str]) -> Content:
     """Return the content of an index.
 
     Args:
         unused: rows of samples that are left out, ascending.
+        totals: of the samples that are not left out by a filter or a split.
         sources: names of the sources that are joined in the index, if they are.
     """
     names = index.modalities
@@ -103,7 +105,7 @@ def content_of(index: Index, unused: Ints, sources: Sequence[str]) -> Content:
     tokens_of: Counter[int] = Counter()
     of_shards = np.zeros((len(index.shards), 1 + len(names)), np.int64)  # samples, then tokens of each modality
     of_sources = np.zeros((max(1, len(sources)), 1 + len(names)), np.int64)
-    first, second = _two_largest(index)
+    first, second = _two_largest(names, totals)
     grid = np.zeros((_BINS, _BINS), np.int64)
     for part in _stretches(index, unused):
         for name, tokens in zip(names, part.tokens, strict=True):
@@ -174,13 +176,11 @@ def _stretches(
             yield _Stretch(np.stack(tokens).astype(np.int64), shard, int(shard.min()), source)
 
 
-def _two_largest(index: Index) -> tuple[int, int | None]:
-    """Return the two modalities with the most LLM tokens, by their place in `index.modalities`: media before text."""
-    totals = index.totals["modalities"]
-    media = [
-        number for number, name in enumerate(index.modalities) if number and totals.get(name, {}).get("tokens", 0) > 0
-    ]
-    media.sort(key=lambda number: -totals[index.modalities[number]]["tokens"])
+def _two_largest(names: Sequence[str], totals: Totals) -> tuple[int, int | None]:
+    """Return the two modalities with the most LLM tokens, by their place in `names`: media before text."""
+    tokens = {name: counts["tokens"] for name, counts in totals["modalities"].items()}
+    media = [number for number, name in enumerate(names) if number and tokens.get(name, 0) > 0]
+    media.sort(key=lambda number: -tokens[names[number]])
     if len(media) >= 2:
         return media[0], media[1]
     return (media[0], None) if media else (0, None)

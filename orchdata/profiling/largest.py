@@ -27,8 +27,8 @@ class LargestSample:
         row: its row in the index.
         positions: phase -> positions.
         cost: its cost over that of the mean sample.
-        step: the least that a step with it costs on any number of ranks, over a perfectly even step of the same number
-            of samples a rank: 1 if it fits into a rank's share.
+        step: the least that a step costs if one rank has the whole sample, on any number of ranks, over a perfectly
+            even step of the same number of samples a rank: 1 if it fits into a rank's share.
     """
 
     shard: str
@@ -40,22 +40,29 @@ class LargestSample:
 
 
 def measure_phases(
-    source: IndexCosts, rows: Ints, price: StepPrice, samples_per_rank: float
-) -> tuple[dict[str, Lengths], tuple[LargestSample, ...]]:
-    """Return positions of each phase, and the samples that cost the most.
+    source: IndexCosts, rows: Ints, excluded: Ints, price: StepPrice, samples_per_rank: float
+) -> tuple[dict[str, Lengths], tuple[LargestSample, ...], int]:
+    """Return positions of each phase, the samples that cost the most, and the most positions of `llm`.
 
     Args:
-        rows: of usable samples.
+        rows: of usable samples, ascending.
+        excluded: rows that are in no step, ascending: only the positions of each phase count them.
         price: of a step.
         samples_per_rank: samples of a step for each rank.
     """
     counts = {phase: LengthCounts() for phase in source.phases}
     sums = dict.fromkeys(source.balanced, 0)
     largest: list[tuple[int, int]] = []  # cost and row
+    trained = longest = 0
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = rows[start : start + _CHUNK_ROWS]
         for phase, counted in counts.items():
             counted.add(source.positions(phase, chunk))
+        chunk = chunk[~np.isin(chunk, excluded[slice(*np.searchsorted(excluded, [chunk[0], chunk[-1] + 1]))])]
+        if not len(chunk):
+            continue
+        trained += len(chunk)
+        longest = max(longest, int(source.positions("llm", chunk).max()))
         total = np.zeros(len(chunk), np.int64)
         for phase in source.balanced:
             costs = source.costs(phase, chunk)
@@ -64,11 +71,12 @@ def measure_phases(
         top = np.argsort(-total, kind="stable")[:MOST_LARGEST]
         largest += zip(total[top].tolist(), chunk[top].tolist(), strict=True)
         largest = sorted(largest, key=lambda each: (-each[0], each[1]))[:MOST_LARGEST]
-    mean = {phase: total / len(rows) for phase, total in sums.items()}
+    mean = {phase: total / max(1, trained) for phase, total in sums.items()}
     loads = {phase: max(samples_per_rank * cost, 1.0) for phase, cost in mean.items()}
     return (
         {phase: counted.lengths() for phase, counted in counts.items()},
         tuple(_largest(source, row, price, sum(mean.values()), loads) for _, row in largest),
+        longest,
     )
 
 

@@ -187,7 +187,7 @@ class Profile:
         sources: sources of a mixture, by name; empty without a mixture.
         failures: examples of bad samples, at most three for each of the ten most frequent reasons.
         content: what samples are made of.
-        largest: the samples that cost the most, at most ten.
+        largest: of the samples that are not dropped, those that cost the most, at most ten.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
     """
 
@@ -261,7 +261,7 @@ class Profile:
                 text of a sample.
 
         Raises:
-            ValueError: `samples` below 0, or a path that is not a file's.
+            ValueError: `samples` below 0, a path that is not a file's, or a data set that is not that of this profile.
             PackageError: matplotlib, of the extra `plots`, is missing.
             StorageError: the file cannot be written.
         """
@@ -274,7 +274,13 @@ class Profile:
         views: list[SampleView] = []
         if dataset is not None and samples:
             # A shard that changed since it was indexed has samples that cannot be read.
-            views = drawn_views(dataset, index_of(dataset, check=False), samples, self.seed)
+            index = index_of(dataset, check=False)
+            if len(index.shards) != self.shards or index.num_samples != self.samples + self.bad + self.unchosen:
+                raise ValueError(
+                    f"the data set has {index.num_samples:,} samples in {len(index.shards):,} shards, and is not that "
+                    "of this profile: give the data set that was profiled, or none"
+                )
+            views = drawn_views(dataset, index, samples, self.seed)
         write_report(self, path, views, named=samples > 0)
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -304,6 +310,7 @@ def profile(
     streams: int | None = None,
     seed: int = 0,
     steps: int = 8,
+    most_steps: int = 64,
     dataset: ShardDataset | Mixture | None = None,
     cache_bytes: int | None = None,
 ) -> Profile:
@@ -322,8 +329,9 @@ def profile(
         group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
         streams: streams of the order, as in `Shuffle(streams=...)`; None for one per group, so that each reads its own.
         seed: seed of the order.
-        steps: steps to plan per number of ranks, spread over an epoch for balance and consecutive for locality; fewer
-            if an epoch has fewer.
+        steps: steps to plan per number of ranks to begin with, spread over an epoch, or over several if one has fewer.
+            Locality is measured over as many in a row.
+        most_steps: steps are added up to this, until the standard error of what ranks wait is below 2 points.
         dataset: the data set of an index, if it chooses samples by `filter` or `split`, or is a mixture with its
             sources joined in the index. None for all samples of the index. Not with a data set as `data`.
         cache_bytes: cap of a cache on each node, `od.Cache(max_bytes=)`; None for one that holds all of a node's own
@@ -345,6 +353,7 @@ def profile(
         "batch_size": batch_size,
         "batch_tokens": batch_tokens,
         "steps": steps,
+        "most_steps": most_steps,
         "ranks": min(ranks, default=0),
         "group_size": group_size,
         "streams": streams,
@@ -404,7 +413,9 @@ def profile(
     bad_samples, failed_shards = split_failures(index, bad)
     reads = _read_amplification(index, good, totals["bytes"], dataset)
     cache = _node_cache(index, reads, totals["bytes"], cache_bytes)
-    content = content_of(index, unused, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [])
+    content = content_of(
+        index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
+    )
     scales = tuple(
         make_scale(
             source,
@@ -418,12 +429,13 @@ def profile(
             group_size=group_size,
             streams=streams,
             steps=steps,
+            most_steps=most_steps,
             cache=cache,
         )
         for num_ranks in ranks
     )
     main = main_scale(scales)
-    phases, largest = measure_phases(source, good, price, main.samples / main.ranks)
+    phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks)
     # Padding of each layout, planned on the ranks that a summary speaks of.
     size = StepSize(main.ranks * batch_size) if batch_tokens is None else StepSize(main.ranks * batch_tokens, counts)
     layouts = padding_of_layouts(
@@ -432,7 +444,7 @@ def profile(
         lambda costs, its: epoch_spec(costs, order_of(1), its, size, num_ranks=main.ranks, steps=steps),
         multiple_of=layout.multiple_of,
         length=length,
-        longest=phases["llm"].percentiles["max"],
+        longest=longest,
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
     )
     return Profile(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 _SECONDS: Final = 120.0
+_SECONDS_TO_START: Final = 600.0
+_GUARD: Final = "A script that starts processes needs `if __name__ == '__main__':` around what it does"
 _SIDE: Final = 300
 _MOST_PICTURES: Final = 4
 _MOST_FRAMES: Final = 4
@@ -72,9 +74,14 @@ def _of_one_child(
     try:
         try:
             child.start()
+            theirs.close()
+            if not ours.poll(_SECONDS_TO_START):
+                raise TimeoutError(f"it did not begin in {_SECONDS_TO_START:.0f} seconds")
+            ours.recv()  # it begins: what a user's program does at its import is not the time of a sample
         except Exception as error:  # noqa: BLE001 - what does not pickle may raise anything
-            return [_unreadable(shards, row, f"it cannot be sent to another process: {error}") for row in rows]
-        theirs.close()
+            said = "it ended before it began" if isinstance(error, EOFError) else f"{type(error).__name__}: {error}"
+            reason = f"the process that reads samples cannot be started: {said}. {_GUARD}"
+            return [_unreadable(shards, row, reason) for row in rows]
         for row in rows:
             reason = ""
             try:
@@ -97,6 +104,7 @@ def _of_one_child(
 
 def _show(results: Connection, shards: IndexedShards, rows: Sequence[int], sources: Sequence[str]) -> None:
     begin_checking(0)
+    results.send(None)
     for row, source in zip(rows, sources, strict=True):
         lower_limit(resource.RLIMIT_DATA, taken_bytes() + FREE_BYTES)
         try:
@@ -190,11 +198,12 @@ def _features(arrays: Mapping[str, NDArray[Any]]) -> Any:
     return Image.fromarray((255 * grey[::-1]).astype(np.uint8)).resize((2 * _SIDE, _SIDE // 2))
 
 
-def sample_html(view: SampleView, name: Callable[[str], str]) -> str:
+def sample_html(view: SampleView, name: Callable[[str], str], in_text: Callable[[str], str] = str) -> str:
     """Return a sample as HTML.
 
     Args:
         name: url of a shard -> a short name.
+        in_text: shortens the names of shards in a message.
     """
     sample = view.sample
     where = f"{shown(name(sample.shard), 120)} · {shown(sample.key, 120)}"
@@ -203,7 +212,7 @@ def sample_html(view: SampleView, name: Callable[[str], str]) -> str:
         counts += f", source {shown(sample.source, 60)}"
     head = f"<h3>{where}</h3><span class='note'>{counts}</span>"
     if sample.error is not None:
-        return f'<article class="sample">{head}<p>unreadable: {shown(sample.error)}</p></article>'
+        return f'<article class="sample">{head}<p>unreadable: {shown(in_text(sample.error))}</p></article>'
     pictures = iter(view.pictures)
     spans = [_span(span, pictures) for span in sample.spans[:_MOST_SPANS]]
     more = len(sample.spans) - _MOST_SPANS

@@ -33,12 +33,13 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: environment limited_process
+loaders: environment limited_process collector
 loaders: memory waits
 loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
-loaders: limits resampling functions generators spread html
+loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
+loaders: html
 loaders: claims
 loaders: kept
 loaders: text modalities

@@ -17,7 +17,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.order.steps import StepTask
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.profiling.ranks.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profiling.ranks.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_enough
 from orchdata.profiling.ranks.settings import is_better
 
 ENOUGH = 1.02  # A step this near its mean needs nothing.
@@ -67,6 +67,7 @@ class Change:
     Attributes:
         factor: None for no cap.
         step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
+        steps: number of steps that were planned.
         waiting, waiting_error, samples, tokens, microbatches: as in `Setting`.
         is_better: ranks wait less than in the balanced step, by at least three standard errors of the difference.
     """
@@ -74,6 +75,7 @@ class Change:
     change: Literal["max_tokens", "batch_size"]
     factor: int | None
     step: float
+    steps: int
     waiting: float
     waiting_error: float | None
     samples: float
@@ -82,17 +84,19 @@ class Change:
     is_better: bool
 
 
-def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int], planned: PlannedSteps) -> PhaseAdvice:
+def phase_advice(
+    phase: str, index: Index, spec: PlanSpec, steps: Sequence[StepTask], planned: PlannedSteps
+) -> PhaseAdvice:
     """Return advice on one phase.
 
     Args:
         spec: the spec of `planned`.
-        steps: numbers of its steps.
+        steps: its steps.
     """
     ratios = [step.phase_bounds[phase] / (step.totals[phase] or 1) for step in planned.steps]
     median = steps[int(np.argsort(ratios, kind="stable")[len(ratios) // 2])]
     uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None), costs=_of_length(spec.costs, None))
-    plan = make_plan(uncapped, StepTask(0, median))
+    plan = make_plan(uncapped, median)
     costs = plan.costs[phase]
     advice = advise(costs, plan.num_ranks)
     largest = int(costs.argmax())
@@ -114,7 +118,7 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
 
 
 def try_changes(
-    spec: PlanSpec, order: AnyOrder, size: StepSize, mean: int, planned: PlannedSteps, steps: int
+    spec: PlanSpec, order: AnyOrder, size: StepSize, mean: int, planned: PlannedSteps, steps: int, most: int
 ) -> tuple[Change, ...]:
     """Plan possible changes of a step: larger caps, no caps, larger batches. None if the step is nearly even.
 
@@ -122,7 +126,7 @@ def try_changes(
         size: size of the step.
         mean: LLM tokens of a sample, mean.
         planned: the step as it is.
-        steps: steps to plan for each change.
+        steps, most: steps to plan for each change, see `plan_enough`.
     """
     if planned.step <= ENOUGH:
         return ()
@@ -143,13 +147,14 @@ def try_changes(
         else:
             caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
             changed, costs = replace(balance, max_tokens=caps), _of_length(spec.costs, factor)
-        other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=steps)
-        result = plan_steps(other, spread_steps(other, steps))
+        other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=most)
+        result = plan_enough({"": other}, planned.balanced, steps, most)[0][""]
         changes.append(
             Change(
                 change=change,
                 factor=factor,
                 step=result.step,
+                steps=len(result.steps),
                 waiting=result.waiting,
                 waiting_error=result.waiting_error,
                 samples=result.mean_samples,

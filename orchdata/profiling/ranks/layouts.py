@@ -8,11 +8,11 @@ from typing import Final, Literal
 
 from orchdata.dataset.shards import layout_costs
 from orchdata.loaders.index.index import Index
-from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import Packed, Padded
 from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.profiling.ranks.planned import spread_steps
 
 _STEPS: Final = 8
 _ROUND: Final = 1024
@@ -72,12 +72,10 @@ def padding_of_layouts(
 
 
 def _planned(layout: Literal["padded", "packed", "one length"], length: int | None, spec: PlanSpec) -> LayoutPadding:
-    from orchdata.profiling.ranks.planned import spread_steps
-
     steps = spread_steps(spec, _STEPS)
     used = held = microbatches = 0
     for step in steps:
-        plan = make_plan(spec, StepTask(0, step))
+        plan = make_plan(spec, step)
         tokens = int(spec.costs.index.tokens_of(plan.row).sum())  # type: ignore[attr-defined]
         filled = plan.filled
         used += tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,11 @@ from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBa
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
+
+Key = TypeVar("Key")
+
+SMALL_ERROR: Final = 0.02
+"""Steps are added until the standard error of waiting is below this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,8 +162,8 @@ def _standard_error(deviations: NDArray[np.float64]) -> float | None:
     return None if len(deviations) < 2 else float(deviations.std(ddof=1) / np.sqrt(len(deviations)))
 
 
-def plan_steps(spec: PlanSpec, steps: Sequence[int], priced: tuple[str, ...] = ()) -> PlannedSteps:
-    """Plan these steps of epoch 0, and price them by `spec.balance.price`.
+def plan_steps(spec: PlanSpec, steps: Sequence[StepTask], priced: tuple[str, ...] = ()) -> PlannedSteps:
+    """Plan these steps, and price them by `spec.balance.price`.
 
     Args:
         priced: phases that make up the step; default: those that are balanced.
@@ -168,13 +173,13 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int], priced: tuple[str, ...] = (
         num_ranks=spec.num_ranks,
         balanced=priced,
         adds_up=spec.balance.price.meets_in_micro_steps,
-        steps=tuple(_planned(spec, step, priced) for step in steps),
+        steps=tuple(_planned(spec, task, priced) for task in steps),
     )
 
 
-def _planned(spec: PlanSpec, step: int, priced: tuple[str, ...]) -> PlannedStep:
+def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> PlannedStep:
     price, phases = spec.balance.price, spec.costs.phases
-    plan = make_plan(spec, StepTask(0, step))
+    plan = make_plan(spec, task)
     cells = {phase: plan.cells(phase) for phase in phases}
     rows = {phase: plan.feature_rows(phase).tolist() for phase in plan.parts}
     return PlannedStep(
@@ -246,26 +251,49 @@ class ListedSums:
         return int(np.searchsorted(self.ends, tokens, side="right"))
 
 
-def spread_steps(spec: PlanSpec, most: int) -> list[int]:
-    """Return up to `most` steps, spread evenly over the epoch."""
-    return [int(step) for step in np.linspace(0, spec.num_steps - 1, min(most, spec.num_steps)).astype(np.int64)]
+def spread_steps(spec: PlanSpec, most: int) -> list[StepTask]:
+    """Return `most` steps: spread evenly over epoch 0, or those of as many epochs as have so many."""
+    if spec.num_steps >= most:
+        return [StepTask(0, int(step)) for step in np.linspace(0, spec.num_steps - 1, most).astype(np.int64)]
+    steps: list[StepTask] = []
+    epoch = 0
+    while len(steps) < most and (count := spec.steps.count(epoch)):
+        steps += [StepTask(epoch, step) for step in range(min(count, most - len(steps)))]
+        epoch += 1
+    return steps
 
 
-def rounds_of_steps(spec: PlanSpec, first: int, most: int) -> list[list[int]]:
-    """Return steps in rounds: `first` of them, then each time about as many more as there are, up to `most` in all.
+def plan_enough(
+    specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int
+) -> tuple[dict[Key, PlannedSteps], list[StepTask]]:
+    """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
+    every standard error is below `SMALL_ERROR`, or there are `most`. Return the plans, and their steps.
 
-    After each round those so far are spread over the epoch.
+    After each round the steps so far are spread over an epoch.
+
+    Args:
+        specs: they differ in balance and costs, not in order and size of steps.
+        priced: phases that make up the step.
     """
-    all_steps = np.array(spread_steps(spec, most))
-    rounds: list[list[int]] = []
-    known = np.zeros(len(all_steps), bool)
+    steps = spread_steps(next(iter(specs.values())), most)
+    known = np.zeros(len(steps), bool)
+    planned: dict[Key, PlannedSteps] = {}
+    taken: list[StepTask] = []
+    rounds = 0
     while not known.all():
-        count = min(first << len(rounds), len(all_steps))
-        chosen = np.linspace(0, len(all_steps) - 1, count).astype(np.int64)
-        new = chosen[~known[chosen]]
-        rounds.append(all_steps[new].tolist())
-        known[new] = True
-    return rounds
+        count = min(first << rounds, len(steps))
+        chosen = np.linspace(0, len(steps) - 1, count).astype(np.int64)
+        new = [steps[place] for place in chosen[~known[chosen]].tolist()]
+        known[chosen] = True
+        rounds += 1
+        for key, spec in specs.items():
+            more = plan_steps(spec, new, priced)
+            planned[key] = planned[key].joined(more) if key in planned else more
+        taken += new
+        errors = [each.waiting_error for each in planned.values()]
+        if all(error is not None and error < SMALL_ERROR for error in errors):
+            break
+    return planned, taken
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,12 @@ from orchdata.profiling.ranks.planned import (
     PlannedSteps,
     StepSize,
     epoch_spec,
-    plan_steps,
-    rounds_of_steps,
-    spread_steps,
+    plan_enough,
     sums_of,
 )
 from orchdata.profiling.ranks.settings import LlmAlone, Setting, SettingName, make_settings
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-MOST_STEPS: Final = 64
-SMALL_ERROR: Final = 0.02
-"""Steps are added until the standard error of every setting's waiting is below this, or there are MOST_STEPS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +163,7 @@ def make_scale(
     group_size: int,
     streams: int | None,
     steps: int,
+    most_steps: int,
     cache: NodeCache | None = None,
 ) -> Scale:
     """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.profile.profile`.
@@ -184,7 +180,7 @@ def make_scale(
     streams = groups if streams is None else streams
     order = order_of(streams)
     size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
-    most = max(steps, MOST_STEPS)
+    most = max(steps, most_steps)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
     # Plan every scope in both assignments, and by LLM tokens alone.
     limited = balance.equal_count or balance.max_samples is not None
@@ -196,7 +192,7 @@ def make_scale(
     }
     if len(source.balanced) > 1:
         tried["llm", "global"] = replace(specs["global"], costs=LlmAlone.of(source))
-    planned, spread = _plan_rounds(tried, rounds_of_steps(base, steps, most), source.balanced)
+    planned, spread = plan_enough(tried, source.balanced, steps, most)
     joint = {scope: planned["joint", scope] for scope in scopes}
     apart: dict[Scope, PlannedSteps] = {scope: planned["per_phase", scope] for scope in scopes if scope != "none"}
     # Steps of as many tokens, and the steps in a row that show which group reads what.
@@ -211,7 +207,7 @@ def make_scale(
             num_ranks=ranks,
             steps=most,
         )
-        in_tokens = plan_steps(spec, spread_steps(spec, len(spread)))
+        in_tokens = plan_enough({"tokens": spec}, source.balanced, steps, most)[0]["tokens"]
     run = _steps_in_a_row(base, steps)
     of_one = epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most)
     unbalanced, balanced = joint["none"], joint["global"]
@@ -263,7 +259,7 @@ def make_scale(
         },
         settings=make_settings(_by_setting(planned, in_tokens)),
         advice={phase: phase_advice(phase, source.index, specs["none"], spread, balanced) for phase in source.balanced},
-        changes=try_changes(specs["global"], order, size, mean, balanced, steps),
+        changes=try_changes(specs["global"], order, size, mean, balanced, steps, most),
     )
 
 
@@ -278,23 +274,6 @@ _SETTING_OF: Final[Mapping[_Tried, SettingName]] = {
     ("joint", "grouped"): "grouped",
     ("joint", "grid"): "grid",
 }
-
-
-def _plan_rounds(
-    specs: Mapping[_Tried, PlanSpec], rounds: Sequence[Sequence[int]], priced: tuple[str, ...]
-) -> tuple[dict[_Tried, PlannedSteps], list[int]]:
-    """Plan rounds of steps until standard errors are small. Return the plans, and the numbers of their steps."""
-    planned: dict[_Tried, PlannedSteps] = {}
-    steps: list[int] = []
-    for more in rounds:
-        for tried, spec in specs.items():
-            new = plan_steps(spec, more, priced)
-            planned[tried] = planned[tried].joined(new) if tried in planned else new
-        steps += more
-        errors = [each.waiting_error for each in planned.values()]
-        if all(error is not None and error < SMALL_ERROR for error in errors):
-            break
-    return planned, steps
 
 
 def _by_setting(

@@ -35,10 +35,14 @@ def arguments_of_call(profile: Profile) -> list[Argument]:
     else:
         near = "each group of ranks reads its own" if scale.streams == scale.groups else "as planned here"
         arguments.append(Argument(source=f"shuffle=od.Shuffle(streams={scale.streams})", reason=f"streams: {near}"))
+    arguments.append(Argument(source="drop_last=True", reason="steps of one size, as planned"))
     arguments.append(Argument(source=f"collate_fn={_layout(profile)}", reason=_reason_of_layout(profile)))
     arguments.append(_balance(profile))
     if profile.has_cost_model:
         arguments.append(Argument(source="cost=cost", reason="the cost model of this profile"))
+    if profile.bad or profile.failed_shards:
+        reason = "samples that cannot be used are left out, up to 1 %; see od.ErrorPolicy"
+        arguments.append(Argument(source='on_error="skip"', reason=reason))
     arguments.append(Argument(source=f"seed={profile.seed}", reason="any number; the order depends on it"))
     return arguments
 

@@ -16,6 +16,11 @@ class ShardNames:
         pairs = enumerate(zip(first, last, strict=False))
         same = next((place for place, (one, other) in pairs if one != other), len(first))
         self._start = first.rfind("/", 0, same) + 1
+        self._folder = first[: self._start]
+
+    def in_text(self, text: str) -> str:
+        """Return a message in which shards, too, are named relative to their common folder."""
+        return text.replace(self._folder, "") if len(self._folder) > 1 else text
 
     def __call__(self, url: str) -> str:
         name = identity(url)

@@ -7,6 +7,9 @@ ShardDataset | Mixture --samples-------+--> HTML --> a file, whole or not at all
 from __future__ import annotations
 
 import os
+import re
+import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +19,7 @@ from orchdata.loaders.html.drawing import check_plots
 from orchdata.loaders.html.elements import bar, figure, folded, paragraph, section, table
 from orchdata.loaders.html.words import number, percent, shown
 from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.shared.access import Access
 from orchdata.profiling.ranks.settings import SETTINGS
 from orchdata.profiling.report.call import arguments_of_call, call_of
 from orchdata.profiling.report.names import ShardNames
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_ROWS_OF_SOURCES: Final = 1000
 _MOST_SOURCES: Final = 10
+_MOST_REASONS: Final = 10
 
 
 def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> str:
@@ -125,9 +130,9 @@ def _content(profile: Profile) -> str:
         numbers_from=2,
     )
     joint = profile.content.joint
-    caption = f"Share of a sample's LLM tokens: first, {joint.modalities[0]}"
+    caption = f"Share of a sample's LLM tokens in {joint.modalities[0]}"
     if len(joint.modalities) == 2:
-        caption += f"; second, {joint.modalities[1]}. A larger square is more samples"
+        caption += f" (first) and in {joint.modalities[1]} (second). A larger square is more samples"
     return section(
         "What samples are made of",
         modalities,
@@ -200,7 +205,7 @@ def _scales(profile: Profile) -> str:
     ]
     columns = ("ranks", "setting", shares, "error, points", "samples", "LLM tokens", "micro-steps", "steps")
     return section(
-        "What ranks wait for",
+        "What ranks wait for" if profile.has_cost_model else "How uneven ranks are",
         f'<div class="plots">{figure(draw_waiting("waiting", scales, settings), caption)}</div>',
         table(columns, rows, numbers_from=3),
         _phases(profile.main_scale),
@@ -222,7 +227,7 @@ def _phases(scale: Scale) -> str:
         )
         for name, its in with_phases.items()
     ]
-    return f"<h3>Where ranks wait, at {escape(step_words(scale))}</h3>" + table(
+    return f"<h3>In which phases, at {escape(step_words(scale))}</h3>" + table(
         ("setting", *(f"in {phase}" for phase in phases)), rows, numbers_from=99
     )
 
@@ -285,8 +290,8 @@ def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
     ]
     columns = ("key", "shard", "cost over the mean", "step at least", *phases)
     text = (
-        f"Step at least: a step with the sample, of {scale.samples / scale.ranks:.3g} samples a rank, costs at least "
-        "so many times an even one, on any number of ranks. The last columns are positions."
+        f"Step at least: where one rank has the whole sample, a step of {scale.samples / scale.ranks:.3g} samples a "
+        "rank costs at least so many times an even one, on any number of ranks. The last columns are positions."
     )
     return section("The largest samples", paragraph(text), table(columns, rows, numbers_from=2))
 
@@ -322,7 +327,7 @@ def _unlike(profile: Profile, names: ShardNames) -> str:
             _shares_of([(shown(names(each.name), 120), each) for each in content.shards], "shard", modalities),
         ]
     else:
-        parts.append(paragraph("All shards with at least 20 samples are made of about the same."))
+        parts.append(paragraph("No shard of at least 20 samples differs much from the whole."))
     return section("Sources and shards that differ", *parts)
 
 
@@ -342,17 +347,22 @@ def _shares_of(named: Sequence[tuple[str, UnlikePart]], what: str, modalities: S
 def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
     if not profile.bad_by_reason:
         return section("Failures", paragraph("No sample failed while it was indexed."))
-    reasons = table(
-        ("samples", "reason"),
-        [(f"{count:,}", shown(reason)) for reason, count in profile.bad_by_reason.items()],
-        numbers_from=99,
-    )
+    counts = profile.bad_by_reason if named else _without_texts(profile.bad_by_reason)
+    rows = [(f"{count:,}", shown(names.in_text(reason))) for reason, count in list(counts.items())[:_MOST_REASONS]]
+    reasons = table(("samples", "reason"), rows, numbers_from=99)
+    if (more := len(counts) - _MOST_REASONS) > 0:
+        reasons += paragraph(f"and {more:,} more reasons")
     examples = ""
     if named:
         examples = "<h3>Examples</h3>" + table(
             ("shard", "key", "field", "reason"),
             [
-                (shown(names(each.shard), 120), shown(each.key, 120), shown(each.field, 60), shown(each.reason))
+                (
+                    shown(names(each.shard), 120),
+                    shown(each.key, 120),
+                    shown(each.field, 60),
+                    shown(names.in_text(each.reason)),
+                )
                 for each in profile.failures
             ],
             numbers_from=99,
@@ -360,12 +370,20 @@ def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
     return section("Failures", reasons, examples)
 
 
+def _without_texts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return reasons up to what they quote of a sample, or of an exception that quotes it."""
+    short: Counter[str] = Counter()
+    for reason, count in counts.items():
+        short[re.split(r"[:('\"`]", reason, maxsplit=1)[0].strip() or "another reason"] += count
+    return dict(short.most_common())
+
+
 def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
     if not views:
         return ""
     from orchdata.showing.pictures import sample_html
 
-    shown_samples = "".join(sample_html(view, names) for view in views)
+    shown_samples = "".join(sample_html(view, names, names.in_text) for view in views)
     text = "Drawn at random. Text that is trained is underlined. Lines in a picture lie between its tokens."
     return section(f"{len(views)} samples", paragraph(text), f'<div class="samples">{shown_samples}</div>')
 
@@ -388,7 +406,11 @@ def check_report(path: str | Path) -> None:
         PackageError: matplotlib is missing.
     """
     check_plots()
-    target = Path(path)
+    try:
+        target = Path(path).resolve()
+        target.is_dir()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the report cannot be written to {os.fspath(path)!r}: {error}") from error
     if not target.parent.is_dir():
         raise ValueError(f"the report cannot be written to {target}: there is no folder {target.parent}; make it first")
     if target.is_dir():
@@ -400,5 +422,11 @@ def check_report(path: str | Path) -> None:
 def write_report(profile: Profile, path: str | Path, views: Sequence[SampleView], *, named: bool) -> None:
     """Write the page of `page_of`, whole or not at all. Raises StorageError."""
     page = page_of(profile, views, named=named)
+    # A file that exists keeps its permissions, and a link its target.
+    target = Path(path).resolve()
+    access = None
+    if target.is_file():
+        status = target.stat()
+        access = Access(stat.S_IMODE(status.st_mode), status.st_gid)
     # Strings of the data have no lone surrogate left, which UTF-8 lacks; another name may have one.
-    write_whole(Path(path), page.encode("utf-8", "backslashreplace"))
+    write_whole(target, page.encode("utf-8", "backslashreplace"), access)

@@ -15,13 +15,8 @@ from orchdata.showing.runs import shards_of, source_names
 def drawn_views(dataset: ShardDataset | Mixture, index: Index, samples: int, seed: int) -> list[SampleView]:
     """Return some usable samples of a data set, drawn at random, in the order of their rows."""
     unused = np.union1d(unchosen_rows(dataset, index), index.bad_rows())
-    generator = np.random.default_rng(seed)
-    rows: set[int] = set()
-    left = min(samples, index.num_rows - len(unused))
-    while len(rows) < left:
-        # Draw more than are needed, and leave out those that cannot be used: no array of all rows is made.
-        drawn = generator.integers(index.num_rows, size=4 * samples)
-        usable = drawn[~np.isin(drawn, unused)].tolist()
-        rows.update(usable[: left - len(rows)])
-    chosen = sorted(rows)
+    usable = index.num_rows - len(unused)
+    drawn = np.random.default_rng(seed).choice(usable, size=min(samples, usable), replace=False, shuffle=False)
+    # The number of a row among the usable ones is its number less the unused rows before it.
+    chosen = sorted((drawn + np.searchsorted(unused - np.arange(len(unused)), drawn, side="right")).tolist())
     return views_of(shards_of(dataset, index), chosen, source_names(dataset, index, chosen))

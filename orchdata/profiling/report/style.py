@@ -43,7 +43,7 @@ STYLE: Final = f"""
 @media (prefers-color-scheme:dark){{:root{{{_set(DARK)}}}}}
 @media print{{
 :root{{color-scheme:light;{_set(LIGHT)}}}
-section,figure,tr{{break-inside:avoid}} details>*{{display:block}}
+section,figure,tr{{break-inside:avoid}} details::details-content{{content-visibility:visible;block-size:auto}}
 }}
 *{{box-sizing:border-box}}
 body{{margin:0 auto;max-width:1180px;padding:16px;background:var(--paper);color:var(--ink);
@@ -61,7 +61,7 @@ th,td{{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px soli
 th{{color:var(--muted);font-weight:600}}
 th.n,td.n{{text-align:right;font-variant-numeric:tabular-nums}}
 .bar{{display:inline-block;width:90px;height:10px;background:var(--soft);border:1px solid var(--line);
-vertical-align:middle}}
+vertical-align:middle;print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 .bar>span{{display:block;height:100%}}
 pre{{background:var(--soft);padding:12px;white-space:pre-wrap;font:13px/1.5 ui-monospace,monospace}}
 .samples{{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:16px}}
@@ -72,7 +72,8 @@ pre{{background:var(--soft);padding:12px;white-space:pre-wrap;font:13px/1.5 ui-m
 @media (max-width:640px){{
 thead{{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}}
 tr{{display:block;border-bottom:1px solid var(--line);padding:6px 0}}
-td,td.n{{display:flex;justify-content:space-between;gap:12px;border:0;padding:2px 0;text-align:right}}
+td,td.n{{display:flex;align-items:center;justify-content:space-between;gap:12px;border:0;padding:2px 0;
+text-align:right}}
 td::before{{content:attr(data-of);color:var(--muted);text-align:left;flex:0 0 40%}}
 .samples{{grid-template-columns:minmax(0,1fr)}}
 }}

@@ -55,6 +55,13 @@ def findings(profile: Profile) -> list[Finding]:
             )
         ]
     )
+    if profile.main_scale.with_replacement:
+        found.append(
+            Finding(
+                text=f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such "
+                "step. Figures are of samples drawn with replacement, as from a larger data set of the same kind."
+            )
+        )
     found += _of_content(profile)
     if profile.has_cost_model:
         found = _of_waiting(profile) + found
@@ -64,27 +71,40 @@ def findings(profile: Profile) -> list[Finding]:
 def recommended(scale: Scale) -> SettingName:
     """Return the simplest setting that no other clearly beats by enough."""
     settings = scale.settings
-    best: SettingName = "joint" if "none" in settings["joint"].better_than else "none"
+    best: SettingName = "joint" if _helps(scale, "joint") else "none"
     apart = settings.get("per_phase")
     if apart is not None and best in apart.better_than and settings[best].waiting - apart.waiting >= _WORTH:
         return "per_phase"
-    grouped = settings.get("grouped")
-    if best == "joint" and scale.groups > 1 and grouped is not None and "none" in grouped.better_than:
-        close = settings["joint"].waiting >= grouped.waiting - _WORTH
-        return "grouped" if close and "grouped" not in settings["joint"].better_than else "joint"
+    if best == "joint" and scale.groups > 1 and "grouped" in settings and _helps(scale, "grouped"):
+        close = settings["joint"].waiting >= settings["grouped"].waiting - _WORTH
+        if close and "grouped" not in settings["joint"].better_than and _reads_fewer(scale):
+            return "grouped"
     return best
+
+
+def _helps(scale: Scale, name: SettingName) -> bool:
+    """Whether ranks clearly wait less than without balancing, and by enough to matter."""
+    setting, none = scale.settings[name], scale.settings["none"]
+    return "none" in setting.better_than and none.waiting - setting.waiting >= _WORTH
+
+
+def _reads_fewer(scale: Scale) -> bool:
+    """Whether clearly fewer groups read a shard than over all ranks, and than with one stream."""
+    grouped, everywhere = scale.scopes["grouped"], scale.scopes["global"]
+    others = min(everywhere.groups_per_shard, grouped.groups_per_shard_of_one_stream)
+    return grouped.groups_per_shard <= 0.75 * others
 
 
 def step_words(scale: Scale) -> str:
     """Return the size of a step in words."""
     if scale.batch_size is not None:
         return (
-            f"{scale.ranks:,} ranks x {scale.batch_size:,} samples "
+            f"{_counted(scale.ranks, 'rank')} x {_counted(scale.batch_size, 'sample')} "
             f"({number(scale.settings['none'].tokens)} LLM tokens a step)"
         )
     return (
-        f"{scale.ranks:,} ranks x {scale.batch_tokens:,} LLM tokens ({number(scale.settings['none'].samples)} samples "
-        "a step)"
+        f"{_counted(scale.ranks, 'rank')} x {scale.batch_tokens:,} LLM tokens "
+        f"({number(scale.settings['none'].samples)} samples a step)"
     )
 
 
@@ -94,15 +114,11 @@ def _of_waiting(profile: Profile) -> list[Finding]:
     none, best = settings["none"], recommended(scale)
     # Without balancing.
     where = _where(none)
-    drawn = (
-        "; the data set has less samples than a step, so they were drawn with replacement"
-        if scale.with_replacement
-        else ""
-    )
+    drawn = ", of samples drawn with replacement" if scale.with_replacement else ""
     found = [
         _finding(
             f"At {size}, ranks wait {{}} of the step without balancing{where}, by your cost model "
-            f"({scale.steps} steps planned{drawn}).",
+            f"({_counted(scale.steps, 'step')} planned{drawn}).",
             "none",
             none,
         )
@@ -118,13 +134,17 @@ def _of_waiting(profile: Profile) -> list[Finding]:
     for name, what in said:
         if name not in settings or (name == "grid" and scale.groups == 1):
             continue
-        if name in ("per_phase", "grid") and "joint" not in settings[name].better_than:
+        if name in ("per_phase", "grid") and not (
+            "joint" in settings[name].better_than and settings["joint"].waiting - settings[name].waiting >= _WORTH
+        ):
             continue
-        if "none" in settings[name].better_than:
+        if _helps(scale, name):
             found.append(_finding(f"{what} brings that to {{}}, in steps of the same size.", name, settings[name]))
             helped = helped or name != "llm"
-        elif name == "llm":
-            found.append(_finding(f"{what} leaves it at {{}}: no clear difference.", name, settings[name]))
+        elif name in none.better_than:
+            found.append(_finding(f"{what} makes it worse: {{}}.", name, settings[name]))
+        elif none.waiting >= _LITTLE:
+            found.append(_finding(f"{what} leaves it at {{}}.", name, settings[name]))
     if scale.groups > 1 and "grouped" in settings:
         found.append(_of_groups(scale))
     # Other steps, which change what a step learns from.
@@ -157,20 +177,24 @@ def _of_larger_batch(change: Change, scale: Scale) -> Finding:
         text=f"A global batch {change.factor} times as large ({number(change.samples)} samples, "
         f"{number(change.tokens)} LLM tokens a step, in place of {number(scale.settings['joint'].samples)} and "
         f"{number(scale.settings['joint'].tokens)}), with whole samples balanced over all ranks, brings it to "
-        f"{_share(change)}. It changes what a step learns from.",
+        f"{_share(change)} ({_counted(change.steps, 'step')} planned). It changes what a step learns from.",
         low=low,
         high=high,
     )
 
 
 def _of_no_help(profile: Profile, none: Setting) -> Finding:
+    if none.waiting_error is None:
+        return Finding(text="A single step shows no error, so settings are not compared.")
     if none.waiting < _LITTLE:
         return Finding(text="Ranks hardly wait, so there is nothing to balance.")
     largest = profile.largest[0]
+    if largest.step < 1 + _LITTLE:
+        return Finding(text="No setting that was planned clearly shortens the wait.")
     return Finding(
         text=f"No setting that was planned clearly shortens the wait. The sample that sets the pace costs "
-        f"{largest.cost:,.0f} times the mean sample: a step with it takes at least {largest.step:.1f} times as long as "
-        "an even one.",
+        f"{largest.cost:,.0f} times the mean sample: a step in which one rank has it takes at least {largest.step:.1f} "
+        "times as long as an even one.",
         shard=largest.shard,
         key=largest.key,
     )
@@ -187,10 +211,14 @@ def _of_content(profile: Profile) -> list[Finding]:
             )
     found = [Finding(text="; ".join(said) + ".")] if said else []
     if profile.bad:
-        found.append(Finding(text=f"{profile.bad:,} samples cannot be used; see the reasons below."))
+        found.append(Finding(text=f"{_counted(profile.bad, 'sample')} cannot be used; see the reasons below."))
     if profile.failed_shards:
-        found.append(Finding(text=f"{profile.failed_shards:,} shards cannot be read at all."))
+        found.append(Finding(text=f"{_counted(profile.failed_shards, 'shard')} cannot be read at all."))
     return found
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _where(setting: Setting) -> str:

@@ -114,7 +114,7 @@ def test_imbalance_of_one_global_batch_worked_out_by_hand(tmp_path: Path) -> Non
     with TarWriter(str(path), encoder=False) as writer:
         for number, length in enumerate((30, 10, 10, 10)):
             writer.write({"__key__": str(number), "txt": b"x" * length})
-    scale = profile(build_index([str(path)], RECIPE), ranks=(2,), batch_size=2).scales[0]
+    scale = profile(build_index([str(path)], RECIPE), ranks=(2,), batch_size=2, steps=1, most_steps=1).scales[0]
     assert scale.steps == 1
     assert not scale.with_replacement
     assert scale.phases["llm"].unbalanced == pytest.approx(40 / 30)
@@ -268,7 +268,7 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
     grouped = near.scopes["grouped"]
     assert (grouped.own_streams, grouped.shards_per_group, grouped.groups_per_shard) == (1.0, 1.0, 1.0)
     # In one stream of 8 samples all are mixed: of a batch of 4 both groups get 2, from wherever they are.
-    mixed = profile(index, ranks=(2,), batch_size=4, group_size=1, streams=1).scales[0]
+    mixed = profile(index, ranks=(2,), batch_size=4, group_size=1, streams=1, steps=1, most_steps=1).scales[0]
     assert mixed.steps == 1
     assert mixed.scopes["grouped"].groups_per_shard == 2.0
     # All ranks in one group: with any scope, it reads all.
@@ -303,7 +303,7 @@ def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
 
 def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tmp_path: Path) -> None:
     index = build_index([write_texts(tmp_path / "giant.tar", [10, 30, 10, 10])], RECIPE)
-    result = profile(index, ranks=(4,), batch_size=1)
+    result = profile(index, ranks=(4,), batch_size=1, steps=1, most_steps=1)
     advice = result.scales[0].advice["llm"]
     # The mean load is 60 / 4 = 15; halves of the giant fit into it, as do the rest: 15, 15, 10 + 10, 10.
     assert (advice.limit, advice.giants, advice.largest, advice.imbalance) == ("giant sample", 1, 2.0, 2.0)

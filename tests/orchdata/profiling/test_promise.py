@@ -36,6 +36,7 @@ def texts(folder: Path, *lengths: int) -> Index:
 
 def train(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> tuple[list[Plan], dict[str, Any]]:
     """The plans of an epoch, and what loaders say of it, which is the same on every rank."""
+    dataset.index()  # which ranks of their own would not build
     plans, stats = [], []
     for rank in range(RANKS):
         loader = od.DataLoader(
@@ -57,7 +58,8 @@ def train(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> tupl
     return plans, stats[0]
 
 
-def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale:
+def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: int = 5) -> Scale:
+    """The profile over the first steps of a run."""
     result = profile(
         dataset.index(),
         cost=COST,
@@ -68,7 +70,8 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale
         group_size=GROUP,
         streams=STREAMS,
         seed=SEED,
-        steps=99,
+        steps=steps,
+        most_steps=steps,
     )
     return result.scales[0]
 
@@ -90,8 +93,8 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale
     ids=lambda value: "" if isinstance(value, od.Balance) else type(value).__name__,
 )
 def test_a_loader_reports_what_its_profile_said(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> None:
-    scale = look(dataset, balance, layout)
     plans, stats = train(dataset, balance, layout)
+    scale = look(dataset, balance, layout, len(plans))
     scope = scale.scopes[balance.scope]
     said = scope.per_phase if balance.assignment == "per_phase" else scope
     assert said is not None

@@ -217,6 +217,86 @@ def test_text_alone_and_a_single_sample_have_a_page(tmp_path: Path) -> None:
     assert "one" in html
 
 
+LLM = od.CostModel(llm=od.PhaseCost(1.0))
+
+
+def texts(folder: Path, lengths: Sequence[int]) -> od.ShardDataset:
+    samples = [{"__key__": str(number), "txt": b"x" * length} for number, length in enumerate(lengths)]
+    return od.ShardDataset(write_shard(folder / "texts.tar", samples), recipe=RECIPE)
+
+
+def test_an_epoch_of_one_step_is_compared_over_several_epochs(tmp_path: Path) -> None:
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(4, 1, 300)).astype(int).tolist()
+    profile = texts(tmp_path, lengths).profile(cost=LLM, ranks=(16,), batch_size=16, group_size=16)
+    scale = profile.main_scale
+    assert not scale.with_replacement
+    assert scale.steps >= 8
+    assert "none" in scale.settings["joint"].better_than
+    assert "brings that to" in profile.summary[1]
+    assert "balance=od.Balance()," in profile.call
+
+
+def test_where_one_sample_sets_the_pace_nothing_is_said_to_help(tmp_path: Path) -> None:
+    data = texts(tmp_path, [60_000 if number % 40 == 0 else 50 + number % 7 for number in range(320)])
+    profile = data.profile(cost=LLM, ranks=(16,), batch_size=2, group_size=16)
+    assert not [sentence for sentence in profile.summary if "brings that to" in sentence]
+    assert "balance=od.Balance(scope='none')" in profile.call
+    # What is dropped is not among the largest, and makes no batch longer.
+    dropped = data.profile(
+        cost=LLM, ranks=(4,), batch_size=2, balance=od.Balance(max_tokens=1000, oversize="drop"), group_size=4
+    )
+    assert max(sample.positions["llm"] for sample in dropped.largest) < 1000
+    assert [layout.length for layout in dropped.layouts] == [None, None, 1024]
+    assert dropped.phases["llm"].percentiles["max"] == 60_000
+
+
+def test_balancing_by_tokens_alone_may_make_it_worse(tmp_path: Path) -> None:
+    samples = [{"__key__": f"text{number}", "txt": b"x" * 900} for number in range(150)]
+    samples += [{"__key__": f"image{number}", "txt": b"x", "jpg": jpeg(32, 32)} for number in range(150)]
+    data = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    cost = od.CostModel(image=od.PhaseCost(100.0), llm=od.PhaseCost(0.1))
+    profile = data.profile(cost=cost, ranks=(8,), batch_size=4)
+    assert "llm" in profile.main_scale.settings["none"].better_than
+    assert [sentence for sentence in profile.summary if "LLM tokens alone makes it worse" in sentence]
+
+
+def test_figures_are_of_the_samples_that_a_filter_leaves(dataset: od.ShardDataset) -> None:
+    profile = dataset.filter("image_parts == 0 and audio_parts == 0").profile(ranks=(2,), batch_size=2)
+    assert profile.content.joint.modalities == ("text",)
+    assert sum(combination.samples for combination in profile.content.combinations) == profile.samples
+
+
+def test_reasons_hold_no_secret_and_are_not_endless(tmp_path: Path) -> None:
+    secret = "http://user:PASSWORD@127.0.0.1:9/x.jpg?X-Amz-Signature=SIGNATURE"
+    lines = [json.dumps({"id": "good", "text": "hello"})]
+    lines += [json.dumps({"id": f"k{number}", "text": "hm", "image": secret}) for number in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    profile, html = write(od.ShardDataset(str(tmp_path / "a.jsonl"), recipe=RECIPE), tmp_path, cost=None)
+    assert profile.bad == 3
+    assert "127.0.0.1" in html
+    assert "PASSWORD" not in html
+    assert "SIGNATURE" not in html
+    assert 'on_error="skip"' in profile.call
+
+
+def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    profile = dataset.profile(ranks=(2,), batch_size=2)
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    profile.write_html(link)
+    assert link.is_symlink()
+    assert "orchdata report" in target.read_text()
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_samples_of_another_data_set_are_refused(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    profile = dataset.profile(ranks=(2,), batch_size=2)
+    with pytest.raises(ValueError, match="is not that of this profile"):
+        profile.write_html(tmp_path / "report.html", hostile(tmp_path))
+
+
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
@@ -232,7 +312,12 @@ def test_the_command_writes_it_and_its_json_has_the_figures(dataset: od.ShardDat
 
 
 @pytest.mark.parametrize(
-    ("target", "said"), [("missing/report.html", "there is no folder"), (".", "it is a folder; give a file in it")]
+    ("target", "said"),
+    [
+        ("missing/report.html", "there is no folder"),
+        (".", "it is a folder; give a file in it"),
+        ("x" * 300, "File name too long"),
+    ],
 )
 def test_a_place_that_takes_no_file_is_named_before_anything_is_measured(
     tmp_path: Path, target: str, said: str
