@@ -12,8 +12,10 @@ import PIL
 from hostile import EITHER, FAILS, MIB, HostileSample, next_to, zeros
 from shard_factory import jpeg, png
 
-# Before 13 Pillow reads what the tags of a TIFF say without a bound, and takes a JPEG of too many pixels for no image.
-_PILLOW_COUNTS = int(PIL.__version__.split(".")[0]) >= 13
+PILLOW_COUNTS = int(PIL.__version__.split(".")[0]) >= 13
+"""Before 13 Pillow reads what the tags of a TIFF say without a bound, opens a WebP of any size, and takes a JPEG of too
+many pixels for no image.
+"""
 
 
 def png_chunk(kind: bytes, data: bytes) -> bytes:
@@ -118,7 +120,7 @@ def image_samples() -> Iterator[HostileSample]:
     yield one("TIFF of 2^31 strips", FAILS, "tif", lambda: plain_tiff(100, 100, strips=(2**31, 8)))
     yield one("TIFF of 65,535 tags that are not there", FAILS, "tif", lambda: tiff([(256, 4, 1, 9)], tags=65_535))
     same = [(40_000 + n, 7, MIB, 8) for n in range(10_000)]
-    if _PILLOW_COUNTS:
+    if PILLOW_COUNTS:
         yield one("TIFF of 10,000 tags of a MiB each", FAILS, "tif", lambda: tiff(same) + bytes(2 * MIB))
     yield one("TIFF whose next directory is itself", EITHER, "tif", lambda: tiff([(256, 4, 1, 9)], next_ifd=8))
     yield one("TIFF of 13,000 x 13,000 in one empty strip", FAILS, "tif", lambda: plain_tiff(13_000, 13_000))
@@ -129,7 +131,7 @@ def image_samples() -> Iterator[HostileSample]:
         b"\xff\xd8\xff\xc0\0\x11\x08" + struct.pack(">HH", height, width) + b"\3\1\x22\0\2\x11\1\3\x11\1"
     )
     yield one("JPEG of 13,000 x 13,000 without pixels", FAILS, "jpg", lambda: sof(13_000, 13_000) + b"\xff\xd9")
-    too_large = "pixels" if _PILLOW_COUNTS else ""
+    too_large = "pixels" if PILLOW_COUNTS else ""
     yield one("JPEG of 65,535 x 65,535", FAILS, "jpg", lambda: sof(65_535, 65_535) + b"\xff\xd9", too_large)
     yield one("JPEG of 500 scans", EITHER, "jpg", lambda: scans_jpeg(500), heavy=True)
     app = b"\xff\xe1\xff\xff" + b"Exif\0\0" + bytes(65_527)

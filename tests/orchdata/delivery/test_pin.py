@@ -37,7 +37,8 @@ class Pinned:
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
     record = Pinned()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for devices in (torch.accelerator, torch.cuda):  # torch 2.6 asks for CUDA
+        monkeypatch.setattr(devices, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     monkeypatch.setattr(torch.accelerator, "set_device_index", record.devices.add)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: record.pin(tensor))
