@@ -238,13 +238,17 @@ def test_the_recipe_of_accelerate(shards: list[str]) -> None:
 def test_the_recipe_of_lightning(shards: list[str]) -> None:
     lightning = pytest.importorskip("lightning")
     model, loader = small(shards)
-    names: dict[str, Any] = {"lightning": lightning, "make_loader": lambda: loader}
-    exec(recipe_of("training.md", "lightning.LightningModule"), names)
+    names: dict[str, Any] = {}
+    made = [loader]
+    exec(recipe_of("lightning.md", "lightning.LightningModule").partition("\n\nmodule = ")[0], names)
 
     class Module(names["Module"]):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+
+        def train_dataloader(self) -> Any:
+            return made[-1].steps()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -259,7 +263,7 @@ def test_the_recipe_of_lightning(shards: list[str]) -> None:
     trainer.fit(Module())
     assert trainer.global_step == 2  # of 10 samples, each of several microbatches
     same(model.state_dict(), trained(shards))
-    names["make_loader"] = lambda: SimpleNamespace(steps=lambda: loader)  # microbatches, given as if they were steps
+    made.append(SimpleNamespace(steps=lambda: loader))  # microbatches, given as if they were steps
     with pytest.raises(ValueError, match="lightning takes len"):
         lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet).fit(Module())
 

@@ -107,6 +107,8 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
     print(od.profile(dataset.index(), cost=cost).to_dict())
     profile: od.Profile = dataset.profile(cost=cost, ranks=(8,), seed=1)
     profile.write_html("report.html", dataset, samples=0)
+    shown: od.ShownSamples = od.show(dataset, ["key", 3])
+    print(shown)
     print(od.shuffle_quality(od.Order(100, shuffle=None, seed=0), 0, 8).mean_displacement)
     made = od.make_route
     print(route.parts, made)

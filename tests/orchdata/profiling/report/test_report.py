@@ -138,12 +138,14 @@ def test_without_samples_nothing_of_a_sample_is_on_the_page(tmp_path: Path) -> N
     assert plain(profile.largest[0].key) in Page(full).text
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(dataset: od.ShardDataset, tmp_path: Path) -> None:
     _, first = write(dataset, tmp_path, samples=3)
     _, second = write(dataset, tmp_path, samples=3)
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path: Path) -> None:
     mixture = od.Mixture({"<u>one": od.Source(dataset, weight=1), "two": od.Source(hostile(tmp_path), weight=3)})
     profile, html = write(mixture, tmp_path, samples=2)
@@ -177,6 +179,7 @@ class Deadly(od.ImagePreprocessor):
         return super().to_file(data, size, arrays, limits)
 
 
+@pytest.mark.slow
 def test_a_sample_that_ends_its_process_costs_no_other(tmp_path: Path) -> None:
     recipe = od.Recipe(image=Deadly(patch_size=8, merge=2, min_tokens=1, max_tokens=12))
     samples = [{"__key__": f"tall{number}", "jpg": jpeg(32, 64), "txt": b"a"} for number in range(3)]
