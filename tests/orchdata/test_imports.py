@@ -33,7 +33,7 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: environment limited_process
+loaders: collector environment limited_process
 loaders: memory waits
 loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
