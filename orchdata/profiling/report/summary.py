@@ -202,7 +202,7 @@ def _of_no_help(profile: Profile, none: Setting) -> Finding:
 
 def _of_content(profile: Profile) -> list[Finding]:
     said = []
-    total = sum(modality.tokens for modality in profile.modalities.values())
+    total = sum(modality.tokens for modality in profile.modalities.values()) or 1
     for name, modality in profile.modalities.items():
         if name != "text" and modality.samples:
             said.append(
