@@ -18,15 +18,19 @@ def in_a_child(work: Callable[[], None], seconds: int = 120) -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
             signal.alarm(seconds)
             os.dup2(writer, 2)
             sys.stderr = os.fdopen(2, "w", buffering=1)
             work()
-            os._exit(0)
+            status = 0
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
+        finally:
+            # A handler of signals, such as torch's, may raise in the lines above too: the child ends in any case, and
+            # never goes on as a second run of the tests.
+            os._exit(status)
     os.close(writer)
     with os.fdopen(reader) as said:
         last = said.read()[-4000:]
