@@ -179,7 +179,7 @@ def profile(
     from orchdata.loaders.amounts import bytes_of
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
-    from orchdata.profiling.profile import profile as make_profile
+    from orchdata.profiling.make_profile import profile as make_profile
 
     if html is not None:
         from orchdata.profiling.report.page import check_report

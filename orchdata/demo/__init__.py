@@ -104,7 +104,7 @@ def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path 
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
-    from orchdata.profiling.profile import profile
+    from orchdata.profiling.make_profile import profile
     from orchdata.profiling.report.page import write_report
     from orchdata.profiling.report.samples import drawn_views
     from orchdata.reference.setup import make_cost, make_model_config, make_recipe

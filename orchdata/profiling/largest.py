@@ -56,13 +56,13 @@ def measure_phases(
     trained = longest = 0
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = rows[start : start + _CHUNK_ROWS]
+        positions = {phase: source.positions(phase, chunk) for phase in counts}
         for phase, counted in counts.items():
-            counted.add(source.positions(phase, chunk))
-        chunk = chunk[~np.isin(chunk, excluded[slice(*np.searchsorted(excluded, [chunk[0], chunk[-1] + 1]))])]
-        if not len(chunk):
-            continue
+            counted.add(positions[phase])
+        kept = ~np.isin(chunk, excluded[slice(*np.searchsorted(excluded, [chunk[0], chunk[-1] + 1]))])
+        longest = max(longest, int(positions["llm"][kept].max(initial=0)))
+        chunk = chunk[kept]
         trained += len(chunk)
-        longest = max(longest, int(source.positions("llm", chunk).max()))
         total = np.zeros(len(chunk), np.int64)
         for phase in source.balanced:
             costs = source.costs(phase, chunk)

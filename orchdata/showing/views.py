@@ -12,7 +12,7 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
 from orchdata.loaders.html.notebook import never_raises, view
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.index import Index, basename
 from orchdata.showing.pictures import SampleView, sample_html, views_of
 from orchdata.showing.runs import shards_of, source_names
 
@@ -35,7 +35,7 @@ class ShownSamples:
 
     @never_raises
     def _repr_html_(self) -> str:
-        names = {view.sample.shard: view.sample.shard.rsplit("/", 1)[-1] for view in self.views}
+        names = {view.sample.shard: basename(view.sample.shard) for view in self.views}
         return view(f"{len(self.views)} samples", *(sample_html(each, names.__getitem__) for each in self.views))
 
 

@@ -162,13 +162,12 @@ def _standard_error(deviations: NDArray[np.float64]) -> float | None:
     return None if len(deviations) < 2 else float(deviations.std(ddof=1) / np.sqrt(len(deviations)))
 
 
-def plan_steps(spec: PlanSpec, steps: Sequence[StepTask], priced: tuple[str, ...] = ()) -> PlannedSteps:
+def plan_steps(spec: PlanSpec, steps: Sequence[StepTask], priced: tuple[str, ...]) -> PlannedSteps:
     """Plan these steps, and price them by `spec.balance.price`.
 
     Args:
-        priced: phases that make up the step; default: those that are balanced.
+        priced: phases that make up the step.
     """
-    priced = priced or spec.costs.balanced
     return PlannedSteps(
         num_ranks=spec.num_ranks,
         balanced=priced,
@@ -209,6 +208,11 @@ class StepSize(NamedTuple):
 
     amount: int
     counts: TokenCounts | None = None
+
+    @classmethod
+    def of(cls, ranks: int, batch_size: int, batch_tokens: int | None, counts: TokenCounts) -> StepSize:
+        """Return the size of a step of `batch_size` samples a rank, or of `batch_tokens` LLM tokens."""
+        return cls(ranks * batch_size) if batch_tokens is None else cls(ranks * batch_tokens, counts)
 
 
 def epoch_spec(

@@ -166,7 +166,7 @@ def make_scale(
     most_steps: int,
     cache: NodeCache | None = None,
 ) -> Scale:
-    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.profile.profile`.
+    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `orchdata.profiling.make_profile.profile`.
 
     Args:
         source: costs of an index.
@@ -179,7 +179,7 @@ def make_scale(
     groups = -(-ranks // group_size)
     streams = groups if streams is None else streams
     order = order_of(streams)
-    size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
+    size = StepSize.of(ranks, batch_size, batch_tokens, counts)
     most = max(steps, most_steps)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
     # Plan every scope in both assignments, and by LLM tokens alone.
@@ -209,7 +209,12 @@ def make_scale(
         )
         in_tokens = plan_enough({"tokens": spec}, source.balanced, steps, most)[0]["tokens"]
     run = _steps_in_a_row(base, steps)
-    of_one = epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most)
+    locality = {scope: _locality(spec, run, source, group_size) for scope, spec in specs.items()}
+    of_one_stream = locality
+    if streams != 1:
+        one = epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most)
+        scoped = {scope: _scoped(one, scope, "joint", group_size) for scope in scopes}
+        of_one_stream = {scope: _locality(spec, run, source, group_size) for scope, spec in scoped.items()}
     unbalanced, balanced = joint["none"], joint["global"]
     return Scale(
         ranks=ranks,
@@ -251,8 +256,8 @@ def make_scale(
                 joint[scope],
                 unbalanced,
                 apart.get(scope),
-                _locality(specs[scope], run, source, group_size),
-                _locality(_scoped(of_one, scope, "joint", group_size), run, source, group_size),
+                locality[scope],
+                of_one_stream[scope],
                 cache and cache.reads(specs[scope].balance, ranks=ranks, group_size=group_size, streams=streams),
             )
             for scope in scopes

@@ -26,7 +26,8 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.failures import count_reasons
 from orchdata.profiling.lengths import PERCENTILES
-from orchdata.profiling.profile import Profile, profile
+from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import Profile
 from orchdata.profiling.ranks.planned import Draws
 from orchdata.profiling.ranks.scales import SCOPES
 from orchdata.synth.made_up_index import synthetic_index

@@ -15,7 +15,7 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.planning.layout import Layout
 from orchdata.planning.plan import Plan
-from orchdata.profiling.profile import profile
+from orchdata.profiling.make_profile import profile
 from orchdata.profiling.ranks.scales import Scale
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
