@@ -49,6 +49,7 @@ def test_a_picture_that_was_changed_fails_the_check(tmp_path: Path, monkeypatch:
         program.main()
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     for folder, seed in (("first", "1"), ("second", "2")):
         environment = os.environ | {"PYTHONHASHSEED": seed}
