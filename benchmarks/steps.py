@@ -6,22 +6,17 @@ The same step (a small transformer, forward and backward, and the Python around 
     threads      a loader in threads of this process
     processes    a loader in worker processes
 
-in turn, a stretch of each at a time, after one that does not count. `over cached` is the median step of a lane over
-that of the cached lane in the same round; `waiting` the share of a lane's time in which it waited for the next batch.
+in turn, a stretch of each at a time, after one that does not count.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import platform
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +24,39 @@ import torch
 from torch import nn
 
 import orchdata as od
+from benchmarks.command import run_command
 from orchdata.bench.corpus import Corpus
+from orchdata.bench.harness import WideTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsBench:
+    """What is measured.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        layers: of the transformer.
+        samples: of the data set.
+        batch_size: samples of a step.
+        workers: processes of the lane of processes.
+        threads: of the lane of threads, and of each process.
+        steps: of a stretch.
+        rounds: stretches of each lane that count.
+    """
+
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    layers: int = 12
+    samples: int = 1_000
+    batch_size: int = 8
+    workers: int = 2
+    threads: int = 4
+    steps: int = 30
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "samples", "batch_size", "workers", "threads", "steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class Step:
@@ -50,37 +77,34 @@ class Step:
             torch.cuda.synchronize()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=1_000)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30, help="of a stretch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def run(config: StepsBench) -> list[WideTable]:
+    """Train on the batches of each lane in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        shards = Corpus(samples=args.samples, seed=0).write(Path(folder))
-        found = measure(od.ShardDataset(shards), args)
-    report = {
-        "machine": machine(args.device),
-        "command": shlex.join(["python", "-m", "benchmarks.steps", *sys.argv[1:]]),
+        dataset = od.ShardDataset(Corpus(samples=config.samples, seed=0).write(Path(folder)))
+        found = _measure(dataset, config)
+    where = config.device if config.device == "cpu" else torch.cuda.get_device_name()
+    return [
+        WideTable(
+            title="a training step together with a loader",
+            columns=("batches from", "step ms", "over cached", "waits %"),
+            rows=tuple((lane, *figures) for lane, figures in found.items()),
+            note=f"medians; the model is on {where}. Waits: the share of the time in which the step waits for a batch",
+        )
+    ]
+
+
+def _measure(dataset: od.ShardDataset, config: StepsBench) -> dict[str, tuple[float, float, float]]:
+    """Milliseconds of a step, these over the cached lane's of the same round, and the share of waiting in per cent."""
+    common: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "shuffle": True,
+        "pin_memory": config.device != "cpu",
+        "num_threads": config.threads,
     }
-    text = json.dumps(report | {"lanes": found}, indent=2)
-    sys.stdout.write(text + "\n")
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-
-
-def measure(dataset: od.ShardDataset, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    common: dict[str, Any] = {"batch_size": args.batch_size, "shuffle": True, "pin_memory": args.device != "cpu"}
-    threads = od.DataLoader(dataset, num_threads=args.threads, **common)
-    processes = od.DataLoader(dataset, num_workers=args.workers, num_threads=args.threads, prefetch_factor=4, **common)
-    cached = list(itertools.islice(threads, args.steps))
-    step = Step(args.device, args.layers)
+    threads = od.DataLoader(dataset, **common)
+    processes = od.DataLoader(dataset, num_workers=config.workers, prefetch_factor=4, **common)
+    cached = list(itertools.islice(threads, config.steps))
+    step = Step(config.device, config.layers)
     lanes: dict[str, Callable[[], Iterator[Any]]] = {
         "cached": lambda: itertools.cycle(cached),
         "threads": lambda: endless(threads),
@@ -88,21 +112,21 @@ def measure(dataset: od.ShardDataset, args: argparse.Namespace) -> dict[str, dic
     }
     times: dict[str, list[float]] = {name: [] for name in lanes}
     waits: dict[str, list[float]] = {name: [] for name in lanes}
-    for number in range(args.rounds + 1):
+    for number in range(config.rounds + 1):
         for name, start in lanes.items():
             batches = start()
             step(next(batches))  # workers start, and are not what is asked for
-            spent, waited = stretch(batches, step, args.steps)
+            spent, waited = stretch(batches, step, config.steps)
             if number:
                 times[name].append(spent)
                 waits[name].append(waited)
             del batches
     return {
-        name: {
-            "step ms": round(1000 * statistics.median(times[name]), 2),
-            "over cached": round(statistics.median(map(ratio, times[name], times["cached"])), 4),
-            "waiting": round(statistics.median(waits[name]), 4),
-        }
+        name: (
+            1000 * statistics.median(times[name]),
+            statistics.median(own / alone for own, alone in zip(times[name], times["cached"], strict=True)),
+            100 * statistics.median(waits[name]),
+        )
         for name in lanes
     }
 
@@ -125,14 +149,5 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def ratio(one: float, two: float) -> float:
-    return one / two
-
-
-def machine(device: str) -> str:
-    name = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads of torch, torch {torch.__version__}"
-
-
 if __name__ == "__main__":
-    main()
+    run_command("benchmarks.steps", StepsBench, run)
