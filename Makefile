@@ -60,6 +60,7 @@ check: $(STAMP) typing
 	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
 	$(BIN)/python -m benchmarks.report --check
+	$(BIN)/python -m benchmarks.pictures --check
 	$(call SITE,dummy)
 
 docs: $(STAMP)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pictures`: write the pictures of the README from the stored figures.
+"""`python -m benchmarks.pictures`: write the pictures of the README and of docs from the stored figures.
 
 With `--check` it writes nothing, and fails where a file differs from its figures. Needs matplotlib (the extra `plots`).
 """
@@ -15,7 +15,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description="Write the README's pictures.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pictures", description="Write the pictures of the README and of docs."
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where to write (docs/pictures)")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file differs")
     options = parser.parse_args()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.pictures.diagrams import diagrams
 from benchmarks.pictures.loss_curves import LARGEST_DIFFERENCE, RANKS, curve_name
 from benchmarks.pictures.svg import COLOURS, svg_of
-from benchmarks.report.results import column, read_report
-from orchdata.bench.harness import Report, WideTable
+from benchmarks.report.results import numbers, read_report
+from orchdata.bench.harness import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +32,16 @@ _SMALLEST: Final = 1e-9
 def pictures() -> Mapping[str, Callable[[], bytes]]:
     """File name -> what makes its bytes."""
     return {
-        "loads.svg": lambda: svg_of(lambda figure: draw_loads(figure, read_report("loads")), 9.6, 3.8),
-        "loss_curves.svg": lambda: svg_of(lambda figure: draw_curves(figure, read_report("loss_curves")), 9.6, 3.4),
+        "loads.svg": lambda: svg_of(
+            lambda figure: draw_loads(figure, read_report("loads")), 9.6, 3.8, "Loads of 16 ranks in one step"
+        ),
+        "loss_curves.svg": lambda: svg_of(
+            lambda figure: draw_curves(figure, read_report("loss_curves")),
+            9.6,
+            3.4,
+            "Loss curves on 1, 2, 4 and 8 ranks",
+        ),
+        **diagrams(),
     }
 
 
@@ -41,7 +50,7 @@ def draw_loads(figure: Figure, stored: Report) -> None:
     (table,) = stored.tables
     both = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, way in zip(both, ("unbalanced", "balanced"), strict=True):
-        loads = {phase: _numbers(table, f"{phase}, {way}") for phase in _PHASES}
+        loads = {phase: numbers(table, f"{phase}, {way}") for phase in _PHASES}
         step = _draw_step(axes, loads)
         waits = 1 - 1 / step
         axes.set_title(f"{way}: ranks wait {waits:.0%} of this step", loc="left", fontsize=11)
@@ -71,13 +80,13 @@ def draw_curves(figure: Figure, stored: Report) -> None:
     """All loss curves, one over another, and how far each is from that of one rank."""
     (table,) = stored.tables
     curves, distances = figure.subplots(1, 2)
-    first = _numbers(table, curve_name(1, "unbalanced"))
+    first = numbers(table, curve_name(1, "unbalanced"))
     steps = np.arange(len(first))
     series = [(ranks, way) for ranks in RANKS for way in ("unbalanced", "balanced")]
     for number, (ranks, way) in enumerate(series):
         colour, mark = COLOURS[number // 2], _MARKS[number // 2]
         fill = colour if way == "balanced" else "white"
-        losses = _numbers(table, curve_name(ranks, way))
+        losses = numbers(table, curve_name(ranks, way))
         # Curves lie on one another, so each has its marks at other steps.
         shown = {"color": colour, "lw": 0.8, "marker": mark, "markersize": 5, "markerfacecolor": fill}
         curves.plot(steps, losses, label=curve_name(ranks, way), markevery=(number, len(series)), **shown)
@@ -88,11 +97,7 @@ def draw_curves(figure: Figure, stored: Report) -> None:
     distances.set_title("relative difference from the curve of 1 rank", loc="left", fontsize=11)
     distances.set_yscale("log")
     distances.set_ylim(_SMALLEST / 2, LARGEST_DIFFERENCE)
+    distances.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-"))  # no small superscripts
     for axes in (curves, distances):
         axes.set_xlabel("step")
     figure.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-
-
-def _numbers(table: WideTable, heading: str) -> NDArray[np.float64]:
-    """A column of a table, float64 (num_rows,)."""
-    return np.array(column(table, heading), np.float64)

@@ -23,7 +23,7 @@ STYLE: Final[dict[Any, Any]] = {
 }
 
 
-def svg_of(draw: Callable[[Figure], None], width: float, height: float) -> bytes:
+def svg_of(draw: Callable[[Figure], None], width: float, height: float, title: str | None = None) -> bytes:
     """The SVG file of what `draw` puts on a white figure of this many inches."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -32,5 +32,5 @@ def svg_of(draw: Callable[[Figure], None], width: float, height: float) -> bytes
         figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
         draw(figure)
         stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
     return stream.getvalue()

@@ -12,13 +12,13 @@ from benchmarks.balance.real_lengths import lengths_folder, real_lengths
 from benchmarks.papers.mixes import Lengths, Media, Mix
 from orchdata.balancers import CostModel, TransformerCost
 
-_LLM_7B = TransformerCost(hidden=4096, layers=32, ffn=11_008, heads=32, vocab=32_000, causal=True, gated=True)
-_ENCODER_630M = TransformerCost(hidden=1280, layers=32, ffn=5_120)
-_VISION_6B = TransformerCost(hidden=3200, layers=45, ffn=12_800)
+LLM_7B = TransformerCost(hidden=4096, layers=32, ffn=11_008, heads=32, vocab=32_000, causal=True, gated=True)
+ENCODER_630M = TransformerCost(hidden=1280, layers=32, ffn=5_120)
+VISION_6B = TransformerCost(hidden=3200, layers=45, ffn=12_800)
 
 MODELS: Mapping[str, CostModel] = {
-    "0.6B encoders": CostModel(image=_ENCODER_630M, audio=_ENCODER_630M, llm=_LLM_7B),
-    "6B vision": CostModel(image=_VISION_6B, audio=_ENCODER_630M, llm=_LLM_7B),
+    "0.6B encoders": CostModel(image=ENCODER_630M, audio=ENCODER_630M, llm=LLM_7B),
+    "6B vision": CostModel(image=VISION_6B, audio=ENCODER_630M, llm=LLM_7B),
 }
 
 _SPEECH = Media(positions=Lengths(median=600, sigma=0.5, least=50, most=1_750, multiple_of=2), positions_a_token=2)

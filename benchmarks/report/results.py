@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchdata.bench.harness import Report, Result, WideTable
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
@@ -63,6 +66,19 @@ def figure(report: Report, name: str) -> float:
     raise ResultsError(f"the report of `{report.command}` has no result {name!r}; it has {known or 'none'}")
 
 
+def titled(report: Report, title: str) -> WideTable:
+    """The table with a title.
+
+    Raises:
+        ResultsError: the report has no such table.
+    """
+    for table in report.tables:
+        if table.title == title:
+            return table
+    known = ", ".join(repr(table.title) for table in report.tables)
+    raise ResultsError(f"the report of `{report.command}` has no table {title!r}; it has {known or 'none'}")
+
+
 def column(table: WideTable, heading: str) -> list[str | float | None]:
     """The cells of a column, the first one with that heading.
 
@@ -73,6 +89,15 @@ def column(table: WideTable, heading: str) -> list[str | float | None]:
         raise ResultsError(f"table {table.title!r} has no column {heading!r}; it has {', '.join(table.columns)}")
     number = table.columns.index(heading)
     return [row[number] for row in table.rows]
+
+
+def numbers(table: WideTable, heading: str) -> NDArray[np.float64]:
+    """The cells of a column as float64 (num_rows,).
+
+    Raises:
+        ResultsError: the table has no such column.
+    """
+    return np.array(column(table, heading), np.float64)
 
 
 def ran_on(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""The README's pictures: drawn from stored figures, the same bytes each time, readable as text."""
+"""The pictures of the README and of docs: drawn from stored figures, the same bytes each time, readable as text."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ def test_a_picture_has_its_labels_as_text_and_no_date(name: str) -> None:
         ],
         "loss_curves.svg": [curve_name(ranks, way) for ranks in RANKS for way in WAYS],
     }
-    for text in wanted[name]:
+    for text in wanted.get(name, []):
         assert text in texts
+    assert texts
     assert b"<dc:date>" not in made
     ids = re.findall(rb' id="([^"]+)"', made)
     assert len(ids) == len(set(ids))
