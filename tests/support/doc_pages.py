@@ -70,22 +70,34 @@ def containers() -> dict[str, Any]:
 
 
 def data() -> dict[str, Any]:
-    from chat_templates import CHATML, hf_tokenizer
-    from tokenizers import Tokenizer, models
+    import datasets
 
     _tar("data/a.tar")
-    _tar("data/b.tar", [{"__key__": f"a-key{n}", "txt": b"a word", "cls": b"3"} for n in range(8)])
-    _parquet("data/a.parquet", {"text": ["a word"] * 4, "score": [1, 2, 4, 5], "lang": ["en", "fr", "de", "it"]})
-    words = {"a": 0, "<image>": 1, "<audio>": 2, "[UNK]": 3}
-    Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save("tokenizer.json")
-    import tokenizers
+    _parquet("data/a.parquet", {"text": ["a word"] * 4})
+    Path("images").mkdir()
+    Path("train.jsonl").write_text(json.dumps({"text": "a word"}))
+    return {"datasets": datasets, "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]})}
 
+
+def choosing_samples() -> dict[str, Any]:
+    _tar("data/a.tar")
+    _parquet("data/a.parquet", {"text": ["a word"] * 4, "score": [1, 2, 4, 5], "lang": ["en", "fr", "de", "it"]})
+    return {"dataset": od.ShardDataset("data/a.tar")}
+
+
+def fields() -> dict[str, Any]:
+    _tar("data/a.tar", [{"__key__": f"a-key{n}", "txt": b"a word", "cls": b"3"} for n in range(8)])
+    return {}
+
+
+def text() -> dict[str, Any]:
+    import tokenizers
+    from chat_templates import CHATML, hf_tokenizer
+
+    words = {"a": 0, "<image>": 1, "<audio>": 2, "[UNK]": 3}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]")).save("tokenizer.json")
     hub = SimpleNamespace(from_pretrained=lambda name: hf_tokenizer(CHATML))
-    return {
-        "dataset": od.ShardDataset("data/a.tar"),
-        "tokenizers": tokenizers,
-        "transformers": SimpleNamespace(AutoTokenizer=hub),
-    }
+    return {"tokenizers": tokenizers, "transformers": SimpleNamespace(AutoTokenizer=hub)}
 
 
 def layouts() -> dict[str, Any]:
@@ -166,19 +178,24 @@ def trained() -> dict[str, Any]:
 
 RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "augmentation.md": nothing,
+    "bad_samples.md": in_folder,
     "balancing.md": balancing,
+    "choosing_samples.md": choosing_samples,
     "choosing_settings.md": choosing_settings,
     "coming_from_loaders.md": coming_from_loaders,
     "coming_from_torch.md": nothing,
     "containers.md": containers,
     "data.md": data,
+    "fields.md": fields,
     "layouts.md": layouts,
     "losses.md": nothing,
+    "media.md": nothing,
     "mixtures.md": mixtures,
     "more_than_one_machine.md": in_folder,
-    "object_storage.md": in_folder,
+    "node_cache.md": in_folder,
     "order-and-resume.md": order,
     "report.md": report,
     "stats.md": trained,
+    "text.md": text,
     "training.md": training,
 }
