@@ -36,14 +36,6 @@ def nothing() -> dict[str, Any]:
     return {}
 
 
-def balancing() -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    return {"model": AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))}
-
-
 def choosing_settings() -> dict[str, Any]:
     _tar("data/a.tar", omni_samples(200))
     return {}
@@ -67,6 +59,14 @@ def containers() -> dict[str, Any]:
         Path(path).parent.mkdir()
         Path(path).write_text("a document")
     return {}
+
+
+def costs() -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    return {"model": AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))}
 
 
 def data() -> dict[str, Any]:
@@ -166,11 +166,12 @@ def trained() -> dict[str, Any]:
 
 RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "augmentation.md": nothing,
-    "balancing.md": balancing,
+    "balancing.md": nothing,
     "choosing_settings.md": choosing_settings,
     "coming_from_loaders.md": coming_from_loaders,
     "coming_from_torch.md": nothing,
     "containers.md": containers,
+    "costs.md": costs,
     "data.md": data,
     "layouts.md": layouts,
     "losses.md": nothing,
