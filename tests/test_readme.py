@@ -226,8 +226,9 @@ def test_make_targets_that_are_named_exist() -> None:
             assert name in targets, f"{page.name}: make {name}"
 
 
-def test_every_promise_names_a_test_that_exists() -> None:
-    text = (REPOSITORY / "docs" / "reliability.md").read_text()
+@pytest.mark.parametrize("page", ["reliability.md", "reliability_of_jobs.md"])
+def test_every_promise_names_a_test_that_exists(page: str) -> None:
+    text = (REPOSITORY / "docs" / page).read_text()
     path, named = "", 0
     for found in re.findall(r"`((?:\w+/)*\w+\.py)?(?:::(test_\w+))?`", text):
         path, name = found[0] or path, found[1]

@@ -36,14 +36,6 @@ def nothing() -> dict[str, Any]:
     return {}
 
 
-def balancing() -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    return {"model": AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))}
-
-
 def choosing_settings() -> dict[str, Any]:
     _tar("data/a.tar", omni_samples(200))
     return {}
@@ -67,6 +59,14 @@ def containers() -> dict[str, Any]:
         Path(path).parent.mkdir()
         Path(path).write_text("a document")
     return {}
+
+
+def costs() -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    return {"model": AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))}
 
 
 def data() -> dict[str, Any]:
@@ -135,10 +135,7 @@ def in_folder() -> dict[str, Any]:
 
 
 def order() -> dict[str, Any]:
-    names = in_folder()
-    shortest_first = np.argsort(names["dataset"].index().llm_tokens, kind="stable")
-    state = od.DataLoader(names["dataset"], batch_size=8, shuffle=shortest_first).state_dict()
-    return names | {"num_epochs": 2, "state": state}
+    return in_folder() | {"num_epochs": 2}
 
 
 def report() -> dict[str, Any]:
@@ -177,14 +174,16 @@ def trained() -> dict[str, Any]:
 
 
 RUN: dict[str, Callable[[], dict[str, Any]]] = {
+    "any_step_again.md": in_folder,
     "augmentation.md": nothing,
     "bad_samples.md": in_folder,
-    "balancing.md": balancing,
+    "balancing.md": nothing,
     "choosing_samples.md": choosing_samples,
     "choosing_settings.md": choosing_settings,
     "coming_from_loaders.md": coming_from_loaders,
     "coming_from_torch.md": nothing,
     "containers.md": containers,
+    "costs.md": costs,
     "data.md": data,
     "fields.md": fields,
     "layouts.md": layouts,
