@@ -44,6 +44,16 @@ def balancing() -> dict[str, Any]:
     return {"model": AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads))}
 
 
+def batches() -> dict[str, Any]:
+    """A batch of one image, and a model with an encoder that takes merge blocks of four patches."""
+    width, size = 8, RECIPE.image.patch_dim
+    model = SimpleNamespace(
+        embed=torch.nn.Embedding(RECIPE.text.vocab_size, width),
+        image=lambda patches, cu_seqlens: torch.nn.Linear(4 * size, width)(patches.reshape(-1, 4 * size)),
+    )
+    return next(iter(in_folder()["loader"])).model_inputs() | {"self": model}
+
+
 def choosing_settings() -> dict[str, Any]:
     _tar("data/a.tar", omni_samples(200))
     return {}
@@ -59,7 +69,15 @@ def coming_from_loaders() -> dict[str, Any]:
         shutil.copy("cc3m/00000.tar", f"cc3m/{number:05d}.tar")
     Path("out").mkdir()
     samples = [{"image": picture, "caption": "a cat"}]
-    return {"streaming_dataset": samples, "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]})}
+    _tar("texts/a.tar", [{"__key__": f"{n}", "txt": b"word " * (n + 1)} for n in range(16)])
+    weight = torch.zeros((), requires_grad=True)
+    return {
+        "streaming_dataset": samples,
+        "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]}),
+        "urls": "texts/a.tar",
+        "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
+        "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
+    }
 
 
 def containers() -> dict[str, Any]:
@@ -139,34 +157,23 @@ def report() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    import webdataset
-
-    _tar("texts/a.tar", [{"__key__": f"{n}", "txt": b"word " * (n + 1)} for n in range(16)])
-    weight = torch.zeros((), requires_grad=True)
-    random = np.random.default_rng(0)
-    lengths = {"llm": [random.integers(1, 500, 4).tolist() for _ in range(40)]}
-    return in_folder() | {
-        "cost": od.CostModel(llm=od.PhaseCost(linear=1)),
-        "wds": webdataset,
-        "urls": "texts/a.tar",
-        "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
-        "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
-        "lengths": lengths,
-        "seconds": [0.01 + 1e-5 * sum(each) for each in lengths["llm"]],
-    }
+    return in_folder() | {"cost": od.CostModel(llm=od.PhaseCost(linear=1))}
 
 
-def trained() -> dict[str, Any]:
-    """A loader that has been iterated."""
+def stats() -> dict[str, Any]:
+    """A loader that has been iterated, and measured steps."""
     names = in_folder()
     for _ in names["loader"]:
         pass
-    return names
+    random = np.random.default_rng(0)
+    lengths = {"llm": [random.integers(1, 500, 4).tolist() for _ in range(40)]}
+    return names | {"lengths": lengths, "seconds": [0.01 + 1e-5 * sum(each) for each in lengths["llm"]]}
 
 
 RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "augmentation.md": nothing,
     "balancing.md": balancing,
+    "batches.md": batches,
     "choosing_settings.md": choosing_settings,
     "coming_from_loaders.md": coming_from_loaders,
     "coming_from_torch.md": nothing,
@@ -179,6 +186,6 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "object_storage.md": in_folder,
     "order-and-resume.md": order,
     "report.md": report,
-    "stats.md": trained,
+    "stats.md": stats,
     "training.md": training,
 }
