@@ -1,6 +1,6 @@
-"""What becomes of every model of the installed transformers that writes text: the tables of docs/huggingface.md.
+"""What becomes of every model of the installed transformers that writes text: lists of them.
 
-    python scripts/hf_families.py                 # tries all, writes the tables between the markers of the page
+    python scripts/hf_families.py                 # tries all, writes the lists of docs/huggingface_models.md
     python scripts/hf_families.py llama qwen2_vl  # tries these, prints a line each
 
 Each `model_type` is tried in a child process with limits of memory and time: its default config, the layout that
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-PAGE = ROOT / "docs" / "huggingface.md"
+PAGE = ROOT / "docs" / "huggingface_models.md"
 BEGIN, END = "<!-- begin of scripts/hf_families.py -->", "<!-- end of scripts/hf_families.py -->"
 AT_ONCE, SECONDS, BYTES = 2, 150, 24 << 30
 TOLERANCE = 1e-4
@@ -39,13 +39,13 @@ TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
 SPEECH = "SEQ_TO_SEQ_CAUSAL_LM"
 """A task among whose models are some that hear."""
 HEADINGS = {
-    "packed": "packed, exact",
-    "padded": "padded, exact",
-    "runs": "padded; the forward takes them, not compared",
-    "alone": "one sample a step, else refused: samples of a batch would change each other",
-    "differs": "differ from one sample at a time",
-    "refused": "refused before the first step",
-    "untried": "could not be built offline",
+    "packed": "Packed, exact",
+    "padded": "Padded, exact",
+    "runs": "Padded, not compared",
+    "alone": "One sample a step, else refused",
+    "differs": "Differ from one sample at a time",
+    "refused": "Refused before the first step",
+    "untried": "Could not be built offline",
 }
 SHORT = 220
 PACKAGE = re.compile(r"requires the (\S+) library|No module named '(\w+)'", re.IGNORECASE)
@@ -271,15 +271,15 @@ def _short(reason: object) -> str:
 
 
 def written(page: str, rows: Sequence[Row]) -> str:
-    """The page with the tables of `rows` in the place of those that it has."""
+    """The page with the lists of `rows` in the place of those that it has."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"docs/huggingface.md has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{tables(rows)}{END}{after}"
+        raise ValueError(f"docs/huggingface_models.md has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{lists(rows)}{END}{after}"
 
 
-def tables(rows: Sequence[Row]) -> str:
+def lists(rows: Sequence[Row]) -> str:
     """Markdown: the versions; models by what becomes of them; why those are refused that are; and those without a
     cost.
     """
@@ -288,20 +288,23 @@ def tables(rows: Sequence[Row]) -> str:
 
     torch_version = torch.__version__.partition("+")[0]
     lines = [f"Of transformers {transformers.__version__} and torch {torch_version}: {len(rows)} models.", ""]
-    lines += ["| | text | images, clips, videos |", "| --- | --- | --- |"]
     for word, heading in HEADINGS.items():
-        cells = [[row.model_type for row in rows if row.word == word and row.of_text is text] for text in (True, False)]
-        if word != "untried" and any(cells):
-            lines.append(
-                f"| {heading} | {' | '.join(f'{len(names)}: {_code(names)}' if names else '' for names in cells)} |"
-            )
+        kinds = {"Text": True, "Images, clips, videos": False}
+        named = {
+            kind: [row.model_type for row in rows if row.word == word and row.of_text is of_text]
+            for kind, of_text in kinds.items()
+        }
+        if word != "untried" and any(named.values()):
+            lines += [f"### {heading}", ""]
+            lines += [f"- {kind}, {len(names)}: {_code(names)}" for kind, names in named.items() if names]
+            lines += [""]
     explained = [row for row in rows if row.why and row.word != "untried"]
-    lines += ["", "| `model_type` | what is wrong |", "| --- | --- |"]
-    lines += [f"| `{row.model_type}` | {row.why} |" for row in explained]
+    lines += ["### What is wrong", ""]
+    lines += [f"- `{row.model_type}`: {row.why}" for row in explained]
     unbuilt = [row for row in rows if row.word == "untried"]
-    lines += ["", f"**{HEADINGS['untried'].capitalize()}** ({len(unbuilt)}), which says nothing of published ones:"]
+    lines += ["", f"### {HEADINGS['untried']}", "", "This says nothing of published models.", ""]
     for cause, names in _by_cause(unbuilt).items():
-        lines += [f"- {cause}: {_code(names)}"]
+        lines += [f"- {cause}, {len(names)}: {_code(names)}"]
     lacking = [row for row in rows if row.no_cost and row.word != "untried"]
     lines += [
         "",

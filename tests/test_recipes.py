@@ -325,12 +325,8 @@ def test_the_line_of_ddp(shards: list[str]) -> None:
     plain, loader = small(shards)
     model = torch.nn.parallel.DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    block = compile(recipe_of("training.md", "model.no_sync()", "sync ="), "training.md", "exec")
-    for batch in loader:
-        exec(block, {"batch": batch, "model": model, "contextlib": contextlib})
-        if batch.is_last_microbatch:
-            optimizer.step()
-            optimizer.zero_grad()
+    names = {"loader": loader, "model": model, "optimizer": optimizer, "contextlib": contextlib}
+    exec(recipe_of("training.md", "model.no_sync()", "sync ="), names)
     same(plain.state_dict(), trained(shards))
 
 
@@ -349,14 +345,14 @@ def test_the_recipe_of_one_length(shards: list[str]) -> None:
     model, _ = small(shards)
     names: dict[str, Any] = {"od": od, "cost": make_cost(model.config)}
     names["dataset"] = od.ShardDataset(shards, recipe=RECIPE)
-    exec(recipe_of("training.md", "od.Packed(length=16_384)", "cost=cost"), names)
+    exec(recipe_of("batches.md", "od.Packed(length=16_384)", "cost=cost"), names)
     for batch in names["loader"]:
         assert batch.model_inputs()["input_ids"].shape == (16_384,)
         assert torch.isfinite(model(**batch.model_inputs()).loss_sum)
 
 
 def test_the_model_of_encoders_balanced_apart(shards: list[str]) -> None:
-    definition, loop = recipe_of("training.md", "class Model(nn.Module)").split("\n\n\n")
+    definition, loop = recipe_of("encoders_apart.md", "class Model(nn.Module)").split("\n\n\n")
     names: dict[str, Any] = {"nn": torch.nn, "od": od, "dp_group": None}
     exec(definition.replace("        ...", "        return SimpleNamespace(loss_sum=self.tail(x, labels))"), names)
     names["SimpleNamespace"] = SimpleNamespace
@@ -390,7 +386,7 @@ def test_the_recipe_of_a_route(shards: list[str]) -> None:
     names: dict[str, Any] = {"od": od, "rank": 0, "num_ranks": 1, "encoder_rank": ranks, "llm_rank": ranks}
     names |= {"tokens": np.array([2, 1, 3]), "encoder": torch.nn.Identity(), "patches": torch.randn(6, 4)}
     names["flags"] = torch.tensor([1, 0, 1], dtype=torch.uint8)
-    exec(recipe_of("training.md", "od.make_route(rank"), names)
+    exec(recipe_of("encoders_apart.md", "od.make_route(rank"), names)
     assert torch.equal(names["features"], names["patches"]) and torch.equal(names["valid"], names["flags"])
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -36,6 +35,16 @@ def nothing() -> dict[str, Any]:
     return {}
 
 
+def batches() -> dict[str, Any]:
+    """A batch of one image, and a model with an encoder that takes merge blocks of four patches."""
+    width, size = 8, RECIPE.image.patch_dim
+    model = SimpleNamespace(
+        embed=torch.nn.Embedding(RECIPE.text.vocab_size, width),
+        image=lambda patches, cu_seqlens: torch.nn.Linear(4 * size, width)(patches.reshape(-1, 4 * size)),
+    )
+    return next(iter(in_folder()["loader"])).model_inputs() | {"self": model}
+
+
 def choosing_settings() -> dict[str, Any]:
     _tar("data/a.tar", omni_samples(200))
     return {}
@@ -51,7 +60,15 @@ def coming_from_loaders() -> dict[str, Any]:
         shutil.copy("cc3m/00000.tar", f"cc3m/{number:05d}.tar")
     Path("out").mkdir()
     samples = [{"image": picture, "caption": "a cat"}]
-    return {"streaming_dataset": samples, "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]})}
+    _tar("texts/a.tar", [{"__key__": f"{n}", "txt": b"word " * (n + 1)} for n in range(16)])
+    weight = torch.zeros((), requires_grad=True)
+    return {
+        "streaming_dataset": samples,
+        "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]}),
+        "urls": "texts/a.tar",
+        "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
+        "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
+    }
 
 
 def containers() -> dict[str, Any]:
@@ -148,24 +165,10 @@ def report() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    import webdataset
-
-    _tar("texts/a.tar", [{"__key__": f"{n}", "txt": b"word " * (n + 1)} for n in range(16)])
-    weight = torch.zeros((), requires_grad=True)
-    random = np.random.default_rng(0)
-    lengths = {"llm": [random.integers(1, 500, 4).tolist() for _ in range(40)]}
-    return in_folder() | {
-        "cost": od.CostModel(llm=od.PhaseCost(linear=1)),
-        "wds": webdataset,
-        "urls": "texts/a.tar",
-        "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
-        "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
-        "lengths": lengths,
-        "seconds": [0.01 + 1e-5 * sum(each) for each in lengths["llm"]],
-    }
+    return in_folder() | {"cost": od.CostModel(llm=od.PhaseCost(linear=1))}
 
 
-def trained() -> dict[str, Any]:
+def stats() -> dict[str, Any]:
     """A loader that has been iterated."""
     names = in_folder()
     for _ in names["loader"]:
@@ -178,6 +181,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "augmentation.md": nothing,
     "bad_samples.md": in_folder,
     "balancing.md": nothing,
+    "batches.md": batches,
     "choosing_samples.md": choosing_samples,
     "choosing_settings.md": choosing_settings,
     "coming_from_loaders.md": coming_from_loaders,
@@ -194,7 +198,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "node_cache.md": in_folder,
     "order-and-resume.md": order,
     "report.md": report,
-    "stats.md": trained,
+    "stats.md": stats,
     "text.md": text,
     "training.md": training,
 }
