@@ -29,7 +29,7 @@ RULES: Final = {
     "tar": 10,
     "parquet": 10,
     "arrow": 10,
-    "records": 10,
+    "records": 11,
     "containers": 10,
     "image": 10,
     "audio": 10,

@@ -304,7 +304,8 @@ def _shards_of_folder(path: str, named: str) -> list[str]:
     if is_there(f"{folder}/state.json"):
         return [f"{folder}/{name}" for name in _arrow_files(f"{folder}/state.json")]
     raise ValueError(
-        f"{named} is a folder without {' or '.join(MEDIA_TABLES)}; give its shards, for example '{folder}/*.tar'"
+        f"{named} is a folder without {' or '.join(MEDIA_TABLES)}; give its shards, for example '{folder}/*.tar'. "
+        f"Media with a text of the same name next to each become a shard by `tar --sort=name -cf {folder}.tar {folder}`"
     )
 
 

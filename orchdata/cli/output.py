@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -35,6 +37,10 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
 
         try:
             return command(*args, **kwargs)
+        except BrokenPipeError:
+            # The reader of the output has ended, as `head` does. What is left to write goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"orchdata: error: {text}", err=True)

@@ -16,7 +16,8 @@ from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.column_reads import warn_of_column_reads
-from orchdata.dataset.indexed.first import chosen_shards, content_of, is_partial, num_first_rows
+from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
+from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
@@ -25,17 +26,11 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
-from orchdata.loaders.samples.members import stem
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.text.media_words import record_keys
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS
-from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
@@ -61,8 +56,6 @@ from orchdata.quarantine import read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-_PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
-"""Columns of strings that name media by path, and are compared with the media of the row."""
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
 
@@ -90,8 +83,7 @@ def prepare_shards(
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
     _refuse_none_left(index)
-    _warn_of_unread(index)
-    _warn_of_unused_root(dataset, index)
+    warn_of_unread(dataset, index, learns=not callable(options.collate_fn))
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
@@ -100,7 +92,7 @@ def prepare_shards(
     lost = lost_samples(index, bad)
     refuse_above_budget(unusable_of(index, bad, lost, unchosen, [leaf.name for leaf in leaves]), options.policy)
     warn_of_bad(index, bad)
-    _warn_of_missing(dataset, index)
+    warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own" and length is None:
@@ -185,69 +177,6 @@ def _excluded_of(
         counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
         excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
     return excluded
-
-
-def _warn_of_unread(index: Index | JoinedIndex) -> None:
-    """Warn once about text that no rule reads: the model would not learn it."""
-    ignored = {name: count for name, count in index.totals["ignored_fields"].items() if _is_unread_text(name)}
-    if ignored:
-        names = ", ".join(f"{name.removesuffix(WORDS_SUFFIX)!r} ({count:,})" for name, count in [*ignored.items()][:5])
-        warn_once(
-            f"unread text of {index.fingerprint}",
-            f"text that is not read, and that the model does not learn: {names}{', ...' if len(ignored) > 5 else ''}. "
-            "Read it with Recipe(record=...), a function of yours, with columns={old: 'text'}, or with "
-            "TextPreprocessor(fields=...): docs/layouts.md",
-        )
-
-
-def _whole_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[ShardDataset, Index]]:
-    """Return the data sets with their indexes, without those of first samples alone: other samples are not known."""
-    mine: list[tuple[ShardDataset, Index]] = []
-    if isinstance(dataset, ShardDataset):
-        mine = [(dataset, index)]
-    elif isinstance(index, JoinedIndex):
-        mine = [(leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
-    return [(one, each) for one, each in mine if not is_partial(each, one.urls)]
-
-
-def _warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
-    """Warn once about names of `Recipe.keep` that no sample has."""
-    containers = by_identity(dataset.containers)
-    keeping = [(each, one.recipe) for one, each in _whole_parts(dataset, index) if one.recipe.keep]
-    found = [missing_names(each, recipe, containers, dataset.files) for each, recipe in keeping]
-    there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
-    if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
-        others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))
-        records = sum(each.num_records for each in found)
-        where = f", no key of {records:,} of its records," if records else ""
-        warn_once(
-            f"no kept fields of {index.fingerprint}",
-            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field"
-            f"{where or ','} but {others}",
-        )
-
-
-def _warn_of_unused_root(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
-    """Warn once about a `media_root` without media: their names are probably under a key that is not read."""
-    for one, each in _whole_parts(dataset, index):
-        totals = each.totals
-        if one.media_root is None or totals["samples"] == totals["bad"]:
-            continue
-        if one.recipe.modalities and not any(kind.get("parts") for kind in totals["modalities"].values()):
-            warn_once(
-                f"no media below {one.media_root} of {each.fingerprint}",
-                f"media_root={one.media_root!r} is given, and no sample has media: records name them under "
-                f"{', '.join(record_keys(BUILTINS))}. Rename another key with columns=, or read it with "
-                "Recipe(record=...): docs/layouts.md",
-            )
-
-
-def _is_unread_text(name: str) -> bool:
-    """Return whether an ignored field has words that no rule reads. Names that rules know gave way to another field."""
-    base = stem(name.removesuffix(WORDS_SUFFIX))
-    if name.endswith(WORDS_SUFFIX):
-        return base not in _PATHS
-    return base.rpartition(".")[2] not in TEXT_FIELDS and names_words(base)
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
@@ -438,7 +367,7 @@ def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine:
     no sample has; where the index has first samples alone, it may be that of another one.
     """
     parts = index.indexes if isinstance(index, JoinedIndex) else (index,)
-    is_whole = bool(quarantine) and len(_whole_parts(dataset, index)) == len(parts)
+    is_whole = bool(quarantine) and len(whole_parts(dataset, index)) == len(parts)
     rows: list[int] = []
     bad = set(index.bad_rows().tolist()) if quarantine else set()
     for shard, key in quarantine:

@@ -313,9 +313,12 @@ def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
     name = next(name for name in SIZES if name in here)
     how = f"load_state_dict(state, allow=({name!r},)) cuts what is left of the epoch again"
     if there.keys() == here.keys() == {name}:
-        return name, f"{name} is {there[name]} in the state and {here[name]} here ({how})"
+        same = f"{name}={there[name]} goes on with the steps of the state"
+        if name == "global_batch_size":
+            same += ", on any number of ranks (batch_size counts for each rank)"
+        return name, f"{name} is {there[name]} in the state and {here[name]} here: {same}; {how}"
     sizes = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
-    return name, f"a step has {sizes[0]} in the state and {sizes[1]} here ({how})"
+    return name, f"a step has {sizes[0]} in the state and {sizes[1]} here: {how}"
 
 
 def _other_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
 from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 
 _CLASSES: Final = {**BUILTINS, **ON_REQUEST}
 _CODES: Final = {name: KINDS.index(name) if name in KINDS else OTHER for name in ("text", *_CLASSES)}
@@ -36,6 +37,9 @@ _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
+_NEVER_NAMING: Final = frozenset((*TEXT_FIELDS, "__key__", "id"))
+_UNREAD: Final = frozenset(_CODES[name] for name in BUILTINS)
+_LONGEST_SUFFIX: Final = 6
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
@@ -94,7 +98,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         DecodeError: the record names media in two ways that differ, or in tags of its text.
     """
     if not file_names and isinstance(value, dict) and _names_none(value):
-        return []
+        return _unread_name(value)
     # Names under keys of the record, and names in its turns.
     by_key: dict[str, list[Any]] = {}
     in_turns: dict[str, list[Any]] = {}
@@ -121,12 +125,34 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         media += [_media(modality, number, name) for number, name in enumerate(names)]
         if modality in BUILTINS and not names and isinstance(value, dict):
             media += _unread_key_error(value, modality, kind)
-    return media
+    return media if media or not isinstance(value, dict) else _unread_name(value)
 
 
 def _names_none(record: Mapping[str, Any]) -> bool:
     """Return whether a record's keys show that it names no media: none of them does, or has turns."""
     return _NAMING.isdisjoint(record) and not any(key.startswith(_BEGINNINGS) for key in record)
+
+
+def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
+    """Return an error if a record that names no media has the path of an image or clip under any other key.
+
+    Keys of texts and of the record itself are left out, and addresses: a page of the web may be called `a.jpg`.
+    """
+    for key, value in record.items():
+        if key in _NEVER_NAMING:
+            continue
+        for name in value if isinstance(value, list) else (value,):
+            if isinstance(name, str) and "." in name[-_LONGEST_SUFFIX:] and "://" not in name and "\n" not in name:
+                kind = classify(name.lower())[0]
+                if kind in _UNREAD:
+                    return [_not_read(key, name, KINDS[kind], kind)]
+    return []
+
+
+def _not_read(key: str, name: str, modality: str, kind: int) -> NamedMedia:
+    error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
+    error += f"trained on the text without it: call the key {modality!r}, as columns= does, or remove it"
+    return NamedMedia(f"{modality}.0", kind, error=error)
 
 
 def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:
@@ -135,9 +161,7 @@ def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> lis
         if key.startswith(modality) and _PATHS.fullmatch(key, len(modality)):
             for name in _list_of(value[key]):
                 if isinstance(name, str) and classify(name.lower())[0] == kind:
-                    error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
-                    error += f"trained on the text without it: call the key {modality!r}, or remove it"
-                    return [NamedMedia(f"{modality}.0", kind, error=error)]
+                    return [_not_read(key, name, modality, kind)]
     return []
 
 

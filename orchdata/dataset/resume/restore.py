@@ -131,6 +131,9 @@ def _words(
             of = f"of {source.called}: " if source.name else ""
             entry = None if entries is None else entries[number]
             parts.append(of + changes_of(source, formers[number], entry))
+    if written.rules == present_rules():
+        why = "usable samples are others than in the state, because shards have changed, or quarantine= is another"
+        return f"{why}: {'; '.join(parts)}"
     return f"{_versions(written)}: {'; '.join(parts)}"
 
 

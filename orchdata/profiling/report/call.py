@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from orchdata.profiling.ranks.settings import SettingName
 from orchdata.profiling.report.summary import recommended
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
+
+
+_SKIPPED: Final = 0.01
+"""Share of the samples that `on_error="skip"` leaves out at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +39,19 @@ def arguments_of_call(profile: Profile) -> list[Argument]:
     else:
         near = "each group of ranks reads its own" if scale.streams == scale.groups else "as planned here"
         arguments.append(Argument(source=f"shuffle=od.Shuffle(streams={scale.streams})", reason=f"streams: {near}"))
-    arguments.append(Argument(source="drop_last=True", reason="steps of one size, as planned"))
+    if scale.global_batch_size is not None and scale.global_batch_size > profile.samples:
+        few = f"{profile.samples:,} samples are fewer than a step: take a smaller batch, or fewer ranks"
+        arguments.append(Argument(source="drop_last=False", reason=few))
+    else:
+        arguments.append(Argument(source="drop_last=True", reason="steps of one size, as planned"))
     arguments.append(Argument(source=f"collate_fn={_layout(profile)}", reason=_reason_of_layout(profile)))
     arguments.append(_balance(profile))
     if profile.has_cost_model:
         arguments.append(Argument(source="cost=cost", reason="the cost model of this profile"))
-    if profile.bad or profile.failed_shards:
+    if profile.bad > _SKIPPED * profile.samples:
+        listed = f"{profile.bad:,} samples cannot be used: `orchdata verify PATHS --out bad.jsonl` lists them"
+        arguments.append(Argument(source='quarantine="bad.jsonl"', reason=listed))
+    elif profile.bad or profile.failed_shards:
         reason = "samples that cannot be used are left out, up to 1 %; see od.ErrorPolicy"
         arguments.append(Argument(source='on_error="skip"', reason=reason))
     arguments.append(Argument(source=f"seed={profile.seed}", reason="any number; the order depends on it"))

@@ -250,6 +250,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
     "another key": ({"image_path": "0.jpg"}, "'image_path' names '0.jpg', but this key is not read"),
+    "any other key": (
+        {"path": "photos/0.JPG", "caption": "a cat"},
+        "'path' names 'photos/0.JPG', but this key is not read",
+    ),
+    "a list under any key": ({"photos": ["0.jpg"], "text": "a cat"}, "call the key 'image'"),
     "a list under another key": ({"images_files": [None, "0.jpg"]}, "call the key 'image'"),
     "an id": ({"image": 139}, "the int 139, not a path"),
     "a flag": ({"image": True}, "the bool True, not a path"),
@@ -263,6 +268,22 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 OF_THE_RECORD = {"tags", "two lists"}
+
+
+def test_a_clip_under_any_key_is_an_error_and_addresses_and_ids_are_not(tmp_path: Path) -> None:
+    texts = [
+        {"url": "https://a.org/b.jpg"},
+        {"id": "c.jpg"},
+        {"caption": "See d.jpg"},
+        {"note": "One line.\nAnd e.jpg"},
+    ]
+    records = [{"recording": "0.flac"}, *texts]
+    url = write(
+        tmp_path / "a.jsonl", [{"text": "words", "id": str(number)} | one for number, one in enumerate(records)]
+    )
+    field, reason = reasons(build_index([url], Recipe())).pop("0")
+    assert field == "audio.0" and "call the key 'audio'" in reason
+    assert [*reasons(build_index([url], Recipe()))] == ["0"]
 
 
 def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) -> None:

@@ -279,7 +279,7 @@ def test_reasons_hold_no_secret_and_are_not_endless(tmp_path: Path) -> None:
     assert "127.0.0.1" in html
     assert "PASSWORD" not in html
     assert "SIGNATURE" not in html
-    assert 'on_error="skip"' in profile.call
+    assert 'quarantine="bad.jsonl"' in profile.call
 
 
 def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od.ShardDataset, tmp_path: Path) -> None:

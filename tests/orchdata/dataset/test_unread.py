@@ -1,0 +1,50 @@
+"""Warnings of what samples have and the model does not get: a training on less than the user thinks is never silent."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import RECIPE, jpeg, write_shard
+
+import orchdata as od
+
+
+def warned(shards: str, recipe: od.Recipe, **options: Any) -> list[str]:
+    """Return the warnings of a loader that is made and iterated."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in od.DataLoader(od.ShardDataset(shards, recipe=recipe), batch_size=2, **options):
+            pass
+    return [str(one.message) for one in caught]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> str:
+    samples = [{"__key__": f"{number}", "0.jpg": jpeg(40, 30), "txt": b"a cat"} for number in range(4)]
+    return write_shard(tmp_path / "a.tar", samples)
+
+
+@pytest.mark.parametrize("recipe", [od.Recipe(image=None), od.Recipe(image=None, audio=None)])
+def test_images_under_a_recipe_without_images_are_one_warning(pictures: str, recipe: od.Recipe) -> None:
+    (message,) = warned(pictures, recipe)
+    assert "the model gets the text without them: image (4)" in message
+    assert "od.hf.recipe(processor)" in message
+
+
+def test_what_is_read_is_no_warning(pictures: str) -> None:
+    assert warned(pictures, RECIPE) == []
+
+
+def test_data_without_a_token_to_learn_are_one_warning(tmp_path: Path) -> None:
+    shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
+    (message,) = warned(shards, RECIPE)
+    assert "no sample has a token to learn" in message
+
+
+def test_images_alone_are_fine_where_the_user_s_function_or_a_kept_field_is_learned(tmp_path: Path) -> None:
+    shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
+    assert warned(shards, RECIPE, collate_fn=len) == []
+    assert warned(shards, od.Recipe(image=RECIPE.image, keep=("cls",))) == []
