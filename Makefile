@@ -83,6 +83,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.pieces
 	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.post_balance
+	$(BIN)/python -m benchmarks.profile_report
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/python -m benchmarks.parquet

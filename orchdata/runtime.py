@@ -174,7 +174,12 @@ class Runtime:
         return self.has_microbatches or self._scales_loss
 
     def begin(self, progress: Progress) -> EpochLoop:
-        """Begin an iteration at the loader's position."""
+        """Begin an iteration at the loader's position. Raises ValueError if the data set chooses no sample."""
+        if chosen_by := self.prepared.none_chosen:
+            raise ValueError(
+                f"no sample is chosen by {chosen_by}, so there is no step to iterate: choose other bounds, or iterate "
+                "only if len(dataset) is not 0"
+            )
         loop = EpochLoop(
             progress,
             self._open_stream,
@@ -217,14 +222,19 @@ class Runtime:
         return known_count(self.prepared.steps, position.epoch, position.draw)
 
     def warn_if_empty(self, *, drop_last: bool) -> None:
-        """Warn if the first epoch has no steps."""
+        """Warn if the first epoch has no steps: a training would end at once."""
         prepared = self.prepared
-        if self.known_count(Position(0)) == 0:
-            size = prepared.spec.plan.batches.describe()
-            warn_user(
-                f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
-                f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={drop_last}"
-            )
+        if self.known_count(Position(0)) != 0:
+            return
+        if prepared.none_chosen:
+            warn_user(f"the loader has no steps: no sample is chosen by {prepared.none_chosen}")
+            return
+        size = ", ".join(f"{name}={value}" for name, value in prepared.spec.plan.batches.describe().items())
+        way_out = ": make the batch smaller, or leave out drop_last" if prepared.num_samples and drop_last else ""
+        warn_user(
+            f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, {size} "
+            f"over all ranks, drop_last={drop_last}{way_out}"
+        )
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before its first step, if it is read in this process and has one."""

@@ -203,4 +203,6 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "loaders, memory": lambda: wide_table("loaders_memory"),
     "loaders, all lanes": lambda: wide_table("loaders_all"),
     "loaders, Energon": lambda: wide_table("loaders_energon"),
+    "reports": lambda: wide_table("profile_report"),
+    "steps, H200": lambda: wide_table("steps_h200"),
 }

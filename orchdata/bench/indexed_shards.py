@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from orchdata.dataset.indexed.opened import Opened
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
@@ -16,6 +17,7 @@ class IndexedShards(ShardDataset):
 
     def __init__(self, path: Path) -> None:
         self._urls, self.recipe, self.reading, self.index_fields = (str(path),), Recipe(), PLAIN, ()
+        self._opened = Opened()
 
     def index(
         self,

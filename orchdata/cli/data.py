@@ -133,7 +133,14 @@ def profile(
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
-    ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Numbers of data-parallel ranks to plan for; default: those of 8,64,512,2560 whose step has at most "
+            "16 times the data.",
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
     batch_tokens: Annotated[
         int | None, typer.Option(help="LLM tokens per rank and step, in place of samples: global_batch_tokens.")
@@ -174,7 +181,7 @@ def profile(
 
     A mixture of them is a YAML file: sources by name, each with paths, weight and recipe.
     """
-    rank_counts, caps = ranks_list(ranks), caps_of(max_tokens or ())
+    rank_counts, caps = None if ranks is None else ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
     from orchdata.loaders.amounts import bytes_of
     from orchdata.planning.balance import Balance

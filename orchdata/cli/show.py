@@ -259,18 +259,15 @@ def _made(name: str, rank: int, ranks: int) -> DataLoader:
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
     import numpy as np
 
+    from orchdata.showing.rows import rows_of_key
+
     if key is None:
         chosen: list[int] = np.setdiff1d(np.arange(index.num_rows), unchosen)[:FIRST_SAMPLES].tolist()
         return chosen
-    rows = index.find_all(shard, key)
-    if not rows:
-        like = ", ".join(repr(index.key(row)) for row in range(min(FIRST_SAMPLES, index.num_rows)))
-        where = "in these shards" if shard is None else f"in shard {shard!r}"
-        raise ValueError(f"no sample {where} has the key {key!r}; keys here look like {like}")
-    kept: list[int] = np.setdiff1d(rows, unchosen).tolist()
-    if not kept:
-        raise ValueError(f"the sample {key!r} is none of those that --filter, or its source's filter, takes")
-    return kept
+    try:
+        return rows_of_key(index, unchosen, key, shard)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

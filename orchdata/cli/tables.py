@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchdata.cli.output import human_bytes, overflow_words, plain_table
+from orchdata.profiling.report.summary import left_out_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -174,6 +175,8 @@ def _notes(profile: Profile) -> list[str]:
         )
     if profile.layout == "padded":
         notes.append("LLM rows are padded to the longest of their microbatch; the mean counts no padding, loads do")
+    if profile.ranks_left_out:
+        notes.append(left_out_words(profile))
     if profile.model_parallel > 1:
         notes.append(f"a rank is {profile.model_parallel} GPUs, which get the same samples")
     notes += [

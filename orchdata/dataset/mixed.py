@@ -56,8 +56,9 @@ def check_alike(recipes: Sequence[tuple[str, Recipe]]) -> None:
     (first, one), *others = recipes
     wanted = _tensor_fields(one)
     for name, other in others:
-        for field, value in _tensor_fields(other).items():
-            if value != wanted.get(field) or wanted.keys() != _tensor_fields(other).keys():
+        fields = _tensor_fields(other)
+        for field, value in fields.items():
+            if value != wanted.get(field) or wanted.keys() != fields.keys():
                 raise ValueError(
                     f"sources {first!r} and {name!r} differ in {field}, {wanted.get(field)!r} and {value!r}: their "
                     "samples are in one batch, so it must be the same in both recipes; templates, placeholders, text "

@@ -137,6 +137,7 @@ class PreparedDataset:
         failures: samples known to be bad before anything is decoded; the order does not contain them.
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
+        none_chosen: the `filter`, `split` and others that choose no sample; empty if they choose any.
         torch_steps: the steps of an epoch, if they are not those of the plan.
         is_torchs: whether torch's own loader reads the data set, and no step is planned.
         sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
@@ -149,6 +150,7 @@ class PreparedDataset:
     torch_steps: Steps | None = None
     rows: tuple[SourceRows, ...] = ()
     num_lost: int = 0
+    none_chosen: str = ""
     is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate, default_convert
 
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.iterable import prepare_iterable
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
+from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import prepare_shards
 from orchdata.declared_counts import check_declared_counts
 from orchdata.notices import warn_once
@@ -45,7 +47,10 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
         )
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
+    _check_collate(options.collate_fn)
     prepared = prepare_shards(dataset, options, arguments.quarantine)
+    if isinstance(dataset, ShardDataset) and dataset.selections and not prepared.num_indexed:
+        prepared = replace(prepared, none_chosen=_choice(dataset))
     plan = prepared.spec.plan
     if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:
         make_plan(plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
@@ -54,6 +59,22 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
     return prepared
+
+
+def _check_collate(collate_fn: object) -> None:
+    """Raise TypeError for torch's own functions, which stack items of one size."""
+    if collate_fn is default_collate or collate_fn is default_convert:
+        raise TypeError(
+            f"collate_fn={collate_fn.__name__} takes tensors, and samples of shards are od.Sample objects of any "
+            "length: leave collate_fn out for packed batches, pass od.Padded() for padded ones, or a function of yours "
+            "that takes a list of od.Sample"
+        )
+
+
+def _choice(dataset: ShardDataset) -> str:
+    """Return the data set's choice of samples in words."""
+    described = [each.describe() for each in dataset.selections]
+    return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
 
 
 def _cost_workers(arguments: Arguments) -> int:

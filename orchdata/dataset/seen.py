@@ -28,7 +28,7 @@ class Seen:
         self,
         *,
         cost: CostModel | None = None,
-        ranks: Sequence[int] = (8, 64, 512, 2560),
+        ranks: Sequence[int] | None = None,
         batch_size: int = 8,
         **others: Any,
     ) -> Profile:
@@ -38,7 +38,7 @@ class Seen:
 
         Args:
             cost: the model's cost; with None every phase costs its positions.
-            ranks: numbers of data-parallel ranks to plan for.
+            ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
             batch_size: samples per rank and step.
             others: other arguments of `od.profile`: balance, layout, model_parallel, batch_tokens, group_size, streams,
                 seed, steps, cache_bytes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,9 @@ from orchdata.profiling.ranks.layouts import padding_of_layouts
 from orchdata.profiling.ranks.planned import AnyOrder, StepSize, epoch_spec
 from orchdata.profiling.ranks.scales import make_scale
 
+DEFAULT_RANKS: Final = (8, 64, 512, 2560)
+MOST_REPEATS: Final = 16
+"""A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
 _RANGE_SAMPLES = 1000
 _COMPARED = ("scope", "assignment", "group_size")
 
@@ -71,7 +74,7 @@ def profile(
     balance: Balance = Balance(),  # noqa: B008
     layout: Layout = Packed(),  # noqa: B008
     model_parallel: int = 1,
-    ranks: Sequence[int] = (8, 64, 512, 2560),
+    ranks: Sequence[int] | None = None,
     batch_size: int = 8,
     batch_tokens: int | None = None,
     group_size: int | None = None,
@@ -91,7 +94,8 @@ def profile(
             both assignments, independent of those given here, with groups of `group_size`.
         layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
         model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
-        ranks: numbers of data-parallel ranks to plan for.
+        ranks: numbers of data-parallel ranks to plan for; None for those of 8, 64, 512 and 2,560 whose step has at most
+            16 times the samples, or tokens, of the data, at least 8.
         batch_size: samples per rank and step.
         batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
         group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
@@ -122,7 +126,7 @@ def profile(
         "batch_tokens": batch_tokens,
         "steps": steps,
         "most_steps": most_steps,
-        "ranks": min(ranks, default=0),
+        "ranks": None if ranks is None else min(ranks, default=0),
         "group_size": group_size,
         "streams": streams,
         "cache_bytes": cache_bytes,
@@ -166,6 +170,13 @@ def profile(
     excluded = np.union1d(unused, too_large) if balance.oversize == "drop" else unused
     if len(excluded) == index.num_rows:
         raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
+    totals = chosen_totals(index, unchosen)
+    left_out: tuple[int, ...] = ()
+    if ranks is None:
+        size_of_data = index.num_rows - len(excluded)
+        if batch_tokens is not None:
+            size_of_data = sum(counts["tokens"] for counts in totals["modalities"].values())
+        ranks, left_out = _default_ranks(size_of_data, batch_tokens or batch_size)
     if batch_tokens is not None:
         budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
         excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
@@ -176,7 +187,6 @@ def profile(
     # Describe the samples, and plan each number of ranks.
     good = np.delete(np.arange(index.num_rows), unused)
     samples = index.num_samples - num_unchosen - len(bad)
-    totals = chosen_totals(index, unchosen)
     overflow = totals["overflow"]
     bad_samples, failed_shards = split_failures(index, bad)
     reads = _read_amplification(index, good, totals["bytes"], dataset)
@@ -252,6 +262,7 @@ def profile(
         if balance.caps
         else None,
         seed=seed,
+        ranks_left_out=left_out,
         sources=_sources(order_of(1)),
         failures=failure_examples(bad_samples),
         content=content,
@@ -259,6 +270,13 @@ def profile(
         layouts=layouts,
         scales=scales,
     )
+
+
+def _default_ranks(size_of_data: int, of_a_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return numbers of ranks to plan for, and those whose step would repeat the data many times."""
+    planned = [ranks for ranks in DEFAULT_RANKS if ranks * of_a_rank <= MOST_REPEATS * size_of_data]
+    count = max(1, len(planned))
+    return DEFAULT_RANKS[:count], DEFAULT_RANKS[count:]
 
 
 def _given(balance: Balance, length: int | None) -> dict[str, Any]:

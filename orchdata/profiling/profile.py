@@ -152,6 +152,8 @@ class Profile:
             one length.
         model_parallel: GPUs of a rank.
         caps: None without `max_tokens`.
+        ranks_left_out: default numbers of ranks that were not planned: their step would have more than 16 times the
+            samples, or tokens, of the data.
         sources: sources of a mixture, by name; empty without a mixture.
         failures: examples of bad samples, at most three for each of the ten most frequent reasons.
         content: what samples are made of.
@@ -181,6 +183,7 @@ class Profile:
     model_parallel: int
     caps: Caps | None
     seed: int
+    ranks_left_out: tuple[int, ...]
     sources: Mapping[str, SourceShare]
     failures: tuple[FailureExample, ...]
     content: Content

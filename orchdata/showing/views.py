@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
 from orchdata.loaders.html.notebook import never_raises, view
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import basename
 from orchdata.showing.pictures import SampleView, sample_html, views_of
+from orchdata.showing.rows import row_of_number, rows_of_key
 from orchdata.showing.runs import shards_of, source_names
 
 
@@ -55,17 +54,7 @@ def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | st
     given = [samples] if isinstance(samples, int | str) else list(samples)
     index = index_of(dataset)
     unchosen = unchosen_rows(dataset, index)
-    rows = [row for one in given for row in _rows(index, unchosen, one)]
+    rows: list[int] = []
+    for one in given:
+        rows += rows_of_key(index, unchosen, one) if isinstance(one, str) else [row_of_number(index, one)]
     return ShownSamples(tuple(views_of(shards_of(dataset, index), rows, source_names(dataset, index, rows))))
-
-
-def _rows(index: Index, unchosen: np.ndarray[tuple[int], np.dtype[np.int64]], one: int | str) -> list[int]:
-    if isinstance(one, str):
-        rows: list[int] = np.setdiff1d(index.find_all(None, one), unchosen).astype(np.int64).tolist()
-        if not rows:
-            raise KeyError(f"the data set has no sample with the key {one!r}")
-        return rows
-    row = one + index.num_rows if one < 0 else one
-    if not 0 <= row < index.num_rows:
-        raise IndexError(f"row {one} is none of the {index.num_rows:,} rows of the index")
-    return [row]

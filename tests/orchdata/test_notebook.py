@@ -89,8 +89,10 @@ def test_shown_samples_have_text_and_pictures(tmp_path: Path) -> None:
     assert len(sources) == 2
     assert all(str(source).startswith("data:image/jpeg;base64,") for source in sources)
     assert "<i>1: " in repr(shown)
-    with pytest.raises(KeyError, match="no sample with the key 'gone'"):
+    with pytest.raises(KeyError, match="no sample in these shards has the key 'gone'; keys here look like '<i>0', "):
         dataset.show("gone")
+    with pytest.raises(KeyError, match="'<i>0' is left out by filter"):
+        dataset.filter("key != '<i>0'").show("<i>0")
     with pytest.raises(IndexError, match="row 3 is none of the 3 rows"):
         dataset.show(3)
 

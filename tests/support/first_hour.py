@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from typer.testing import CliRunner
 from webdataset import TarWriter
 
@@ -58,6 +58,11 @@ def loader(data: Any = None, **options: Any) -> od.DataLoader:
     return od.DataLoader(dataset() if data is None else data, **{"batch_size": 3} | options)
 
 
+def empty_loader() -> od.DataLoader:
+    with pytest.warns(UserWarning, match="the loader has no steps: no sample is chosen by"):
+        return loader(dataset().filter("tokens > 9000"))
+
+
 def batch() -> od.Batch:
     (only,) = loader()
     return only  # type: ignore[no-any-return]
@@ -79,6 +84,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "columns renames 'a', and no sample has a field of this name": lambda: len(dataset(columns={"a": "text"})),
     "Recipe.record returned None for all": lambda: loader(dataset(recipe=od.Recipe(record=forgets_to_return))),
     "filter 'score > 3': there is no column 'score'": lambda: len(dataset().filter("score > 3")),
+    "no sample is chosen by filter='tokens > 9000'": lambda: list(empty_loader()),
     "source 'a' must be an od.Source": lambda: od.Mixture({"a": dataset()}),  # type: ignore[dict-item]
     "TextPreprocessor needs an id with a tokenizer": lambda: od.TextPreprocessor(lambda text: [len(text)]),
     "tokenizer must be a callable str -> list[int]": lambda: od.TextPreprocessor("gpt2"),  # type: ignore[arg-type]
@@ -87,6 +93,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "batch_size=None takes a map-style data set's samples one by one": lambda: loader(batch_size=None),
     "a ShardDataset has its own order": lambda: loader(sampler=[2, 1, 0]),
     "collate_fn got the class Packed": lambda: loader(collate_fn=od.Packed),
+    "collate_fn=default_collate takes tensors": lambda: loader(collate_fn=default_collate),
     "collate_fn is a lambda": lambda: next(iter(loader(collate_fn=lambda samples: len(samples), num_workers=1))),
     "cost for a ShardDataset is an od.CostModel": lambda: loader(cost=len),
     "CostModel needs llm=...": lambda: od.CostModel(image=od.PhaseCost(linear=1)),

@@ -6,7 +6,7 @@ PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,6 +74,11 @@ class PlannedSteps:
     def step(self) -> float:
         """Cost of the steps over that of perfectly even ones."""
         return self._over_mean([step.cost for step in self.steps], *self.balanced)
+
+    @property
+    def costliest(self) -> float:
+        """Cost of the costliest step over that of a perfectly even one of mean work."""
+        return self._over_mean([max(step.cost for step in self.steps)] * len(self.steps), *self.balanced)
 
     @property
     def step_bound(self) -> float:
@@ -276,9 +281,12 @@ def plan_enough(
     After each round the steps so far are spread over an epoch.
 
     Args:
-        specs: they differ in balance and costs, not in order and size of steps.
+        specs: they differ in balance and costs, not in order and size of steps. The plans name no sources of a mixture.
         priced: phases that make up the step.
     """
+    if len(specs) > 1:
+        order = KnownSteps(next(iter(specs.values())).order)
+        specs = {key: replace(spec, order=order) for key, spec in specs.items()}
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)
     planned: dict[Key, PlannedSteps] = {}
@@ -300,6 +308,34 @@ def plan_enough(
     return planned, taken
 
 
+@dataclass(frozen=True, eq=False)
+class KnownSteps:
+    """An order that finds the samples of a step once, for all settings that are planned over the same steps."""
+
+    order: SampleOrder
+    _rows: dict[tuple[int, int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = field(default_factory=dict)
+    _streams: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return self.order.num_samples
+
+    def length(self, epoch: int) -> int:
+        return self.order.length(epoch)
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        key = (epoch, start, stop)
+        if key not in self._rows:
+            self._rows[key] = self.order.rows(*key)
+        return self._rows[key]
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        key = (epoch, start, stop)
+        if key not in self._streams:
+            self._streams[key] = self.order.drawn_from(*key)
+        return self._streams[key]
+
+
 @dataclass(frozen=True)
 class Draws:
     """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
@@ -310,22 +346,36 @@ class Draws:
     order: AnyOrder
     seed: int
     num_samples: int
+    _epochs: dict[int, _DrawnEpoch] = field(default_factory=dict, repr=False)
 
     def length(self, epoch: int) -> int:
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        picks = self._picks(epoch)[start:stop]
-        source, row = self.order.rows(epoch, 0, self.order.length(epoch))
-        return source[picks], row[picks]
+        drawn = self._of_epoch(epoch)
+        picks = drawn.picks[start:stop]
+        return drawn.source[picks], drawn.row[picks]
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        streams: NDArray[np.int64] = self.order.drawn_from(epoch, 0, self.order.length(epoch))
-        return streams[self._picks(epoch)[start:stop]]
+        drawn = self._of_epoch(epoch)
+        return drawn.stream[drawn.picks[start:stop]]
 
-    def _picks(self, epoch: int) -> NDArray[np.int64]:
-        total, streams = self.order.length(epoch), self.order.streams
-        turn = np.arange(self.num_samples) % min(streams, total)
-        sizes = (total - 1 - turn) // streams + 1
-        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(sizes)
-        return picks
+    def _of_epoch(self, epoch: int) -> _DrawnEpoch:
+        """Every step of every setting asks for a part of the same draws: make them once."""
+        if epoch not in self._epochs:
+            total, streams = self.order.length(epoch), self.order.streams
+            turn = np.arange(self.num_samples) % min(streams, total)
+            sizes = (total - 1 - turn) // streams + 1
+            picks = turn + streams * np.random.default_rng((self.seed, epoch)).integers(sizes)
+            source, row = self.order.rows(epoch, 0, total)
+            self._epochs[epoch] = _DrawnEpoch(picks, source, row, self.order.drawn_from(epoch, 0, total))
+        return self._epochs[epoch]
+
+
+class _DrawnEpoch(NamedTuple):
+    """Positions of the order that are drawn, int64 (num_samples,), and what the order has at each of its positions."""
+
+    picks: NDArray[np.int64]
+    source: NDArray[np.int32]
+    row: NDArray[np.int64]
+    stream: NDArray[np.int64]

@@ -26,6 +26,7 @@ class Setting:
         waiting: share of the step that ranks wait for each other, mean over ranks, by the cost model; padding of a
             microbatch counts as waiting.
         waiting_error: its standard error over steps; None for a single step.
+        costliest: cost of the costliest step over a perfectly even one.
         phases: phase of the cost model -> its part of `waiting`; empty if ranks meet at the end of the step only.
         samples, tokens: samples and LLM tokens of a step, mean.
         microbatches: microbatches of each rank in a step, mean.
@@ -34,6 +35,7 @@ class Setting:
 
     waiting: float
     waiting_error: float | None
+    costliest: float
     phases: Mapping[str, float]
     samples: float
     tokens: float
@@ -77,6 +79,7 @@ def make_settings(planned: Mapping[SettingName, PlannedSteps]) -> dict[SettingNa
         name: Setting(
             waiting=steps.waiting,
             waiting_error=steps.waiting_error,
+            costliest=steps.costliest,
             phases={phase: steps.waiting_in(phase) for phase in steps.balanced} if steps.adds_up else {},
             samples=steps.mean_samples,
             tokens=steps.mean_tokens,

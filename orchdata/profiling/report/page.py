@@ -25,17 +25,18 @@ from orchdata.profiling.report.call import arguments_of_call, call_of
 from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.plots import LABELS, draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.report.style import STYLE
-from orchdata.profiling.report.summary import Finding, findings, step_words
+from orchdata.profiling.report.summary import Finding, findings, left_out_words, step_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.content import UnlikePart
-    from orchdata.profiling.profile import Profile
+    from orchdata.profiling.profile import Profile, SourceShare
     from orchdata.profiling.ranks.scales import Scale
     from orchdata.showing.pictures import SampleView
 
 POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_ROWS_OF_SOURCES: Final = 1000
-_MOST_SOURCES: Final = 10
+_MOST_DRAWN: Final = 10
+_GIVEN: Final = ("LLM tokens", "samples", "passes")
 _MOST_REASONS: Final = 10
 
 
@@ -211,6 +212,7 @@ def _scales(profile: Profile) -> str:
         _phases(profile.main_scale),
         _groups(scales),
         paragraph("r: samples were drawn with replacement.") if any(each.with_replacement for each in scales) else "",
+        paragraph(left_out_words(profile)) if profile.ranks_left_out else "",
     )
 
 
@@ -300,24 +302,9 @@ def _unlike(profile: Profile, names: ShardNames) -> str:
     modalities = tuple(profile.modalities)
     content, parts = profile.content, []
     if profile.sources:
-        drawn = sorted(profile.sources, key=lambda name: -profile.sources[name].tokens)[:_MOST_SOURCES]
-        differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_SOURCES]
-        bars = {*drawn, *(each.name for each in differ)}
-        rows = [
-            (
-                shown(name, 120),
-                bar(source.share, percent(source.share)) if name in bars else percent(source.share),
-                f"{source.tokens:,}",
-                f"{source.samples:,}",
-                f"{source.passes:.3g}",
-            )
-            for name, source in list(profile.sources.items())[:_MOST_ROWS_OF_SOURCES]
-        ]
-        more = len(profile.sources) - _MOST_ROWS_OF_SOURCES
+        differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
         parts += [
-            "<h3>What sources give in an epoch</h3>",
-            table(("source", "share of tokens", "LLM tokens", "samples", "passes"), rows, numbers_from=2),
-            paragraph(f"and {more:,} more sources") if more > 0 else "",
+            *_sources(profile.sources),
             "<h3>Sources that differ most from the whole</h3>",
             _shares_of([(shown(each.name, 120), each) for each in differ], "source", modalities),
         ]
@@ -331,17 +318,50 @@ def _unlike(profile: Profile, names: ShardNames) -> str:
     return section("Sources and shards that differ", *parts)
 
 
+def _sources(sources: Mapping[str, SourceShare]) -> list[str]:
+    """Draw the shares of the largest sources; if there are more, a folded table has the figures of all."""
+    largest = sorted(sources, key=lambda name: -sources[name].tokens)[:_MOST_DRAWN]
+    most = sources[largest[0]].share or 1.0
+
+    def row(name: str, share: str) -> tuple[str, ...]:
+        its = sources[name]
+        return shown(name, 120), share, f"{its.tokens:,}", f"{its.samples:,}", f"{its.passes:.3g}"
+
+    def drawn(names: Sequence[str], whole: float) -> str:
+        rows = [row(name, bar(sources[name].share / whole, percent(sources[name].share))) for name in names]
+        return table(("source", "share of tokens", *_GIVEN), rows, numbers_from=2)
+
+    if len(sources) <= _MOST_DRAWN:
+        return ["<h3>What sources give in an epoch</h3>", drawn(list(sources), 1.0)]
+    listed = list(sources)[:_MOST_ROWS_OF_SOURCES]
+    all_of_them = table(
+        ("source", "share of tokens", *_GIVEN), [row(name, percent(sources[name].share)) for name in listed]
+    )
+    if more := len(sources) - len(listed):
+        all_of_them += paragraph(f"and {more:,} more sources")
+    return [
+        f"<h3>What the {_MOST_DRAWN} largest of {len(sources):,} sources give in an epoch</h3>",
+        drawn(largest, most),
+        '<p class="note">A full bar is the share of the largest source.</p>',
+        folded(f"{len(listed):,} sources as a table", all_of_them),
+    ]
+
+
 def _shares_of(named: Sequence[tuple[str, UnlikePart]], what: str, modalities: Sequence[str]) -> str:
     rows = [
         (
             name,
+            *(
+                bar(each.shares[modality], percent(each.shares[modality]), place % 7)
+                for place, modality in enumerate(modalities)
+            ),
             f"{each.samples:,}",
             f"{each.tokens_per_sample:,.0f}",
-            *(percent(each.shares[modality]) for modality in modalities),
         )
         for name, each in named
     ]
-    return table((what, "samples", "LLM tokens a sample", *(f"{name}, of tokens" for name in modalities)), rows)
+    columns = (what, *(f"{name}, of tokens" for name in modalities), "samples", "LLM tokens a sample")
+    return table(columns, rows, numbers_from=1 + len(modalities))
 
 
 def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:

@@ -22,6 +22,8 @@ _LARGE_ERROR: Final = 0.02
 _WORTH: Final = 0.02
 """Less waiting that makes a setting worth its price: that features travel between ranks."""
 _LITTLE: Final = 0.02
+_LITTLE_LONGER: Final = 0.005
+"""Share of waiting that is not worth a range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +110,17 @@ def step_words(scale: Scale) -> str:
     )
 
 
+def left_out_words(profile: Profile) -> str:
+    """Return which numbers of ranks were left out, and why."""
+    ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
+    return f"Not planned: {ranks} ranks, whose step would have more than 16 times the data. Name them to plan them."
+
+
 def _of_waiting(profile: Profile) -> list[Finding]:
     scale = profile.main_scale
     settings, size = scale.settings, step_words(scale)
     none, best = settings["none"], recommended(scale)
+    added = _added(profile)
     # Without balancing.
     where = _where(none)
     drawn = ", of samples drawn with replacement" if scale.with_replacement else ""
@@ -121,6 +130,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
             f"({_counted(scale.steps, 'step')} planned{drawn}).",
             "none",
             none,
+            added["none"],
         )
     ]
     # The settings of the same steps.
@@ -139,26 +149,30 @@ def _of_waiting(profile: Profile) -> list[Finding]:
         ):
             continue
         if _helps(scale, name):
-            found.append(_finding(f"{what} brings that to {{}}, in steps of the same size.", name, settings[name]))
+            found.append(
+                _finding(f"{what} brings that to {{}}, in steps of the same size.", name, settings[name], added[name])
+            )
             helped = helped or name != "llm"
         elif name in none.better_than:
-            found.append(_finding(f"{what} makes it worse: {{}}.", name, settings[name]))
+            found.append(_finding(f"{what} makes it worse: {{}}.", name, settings[name], added[name]))
         elif none.waiting >= _LITTLE:
-            found.append(_finding(f"{what} leaves it at {{}}.", name, settings[name]))
+            found.append(_finding(f"{what} leaves it at {{}}.", name, settings[name], added[name]))
     if scale.groups > 1 and "grouped" in settings:
-        found.append(_of_groups(scale))
+        found.append(_of_groups(scale, added["grouped"]))
     # Other steps, which change what a step learns from.
     better = [change for change in scale.changes if change.change == "batch_size" and change.is_better]
     better = [change for change in better if change.waiting < settings[best].waiting - _margin(change)]
     if better:
-        found.append(_of_larger_batch(better[-1], scale))
+        found.append(_of_larger_batch(better[-1], scale, added["joint"]))
         helped = True
     if not helped:
         found.append(_of_no_help(profile, none))
+    if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
+        found.append(_of_unplanned(profile, is_named=bool(found[-1].shard)))
     return found
 
 
-def _of_groups(scale: Scale) -> Finding:
+def _of_groups(scale: Scale, added: float) -> Finding:
     grouped, scope = scale.settings["grouped"], scale.scopes["grouped"]
     beaten = "grouped" in scale.settings["joint"].better_than
     compared = "more than over all ranks" if beaten else "no clear difference to all ranks"
@@ -168,16 +182,17 @@ def _of_groups(scale: Scale) -> Finding:
         f"from a shard; with one stream, {scope.groups_per_shard_of_one_stream:.1f} do.",
         "grouped",
         grouped,
+        added,
     )
 
 
-def _of_larger_batch(change: Change, scale: Scale) -> Finding:
-    low, high = _bounds(change)
+def _of_larger_batch(change: Change, scale: Scale, added: float) -> Finding:
+    low, high = _bounds(change, added)
     return Finding(
         text=f"A global batch {change.factor} times as large ({number(change.samples)} samples, "
         f"{number(change.tokens)} LLM tokens a step, in place of {number(scale.settings['joint'].samples)} and "
         f"{number(scale.settings['joint'].tokens)}), with whole samples balanced over all ranks, brings it to "
-        f"{_share(change)} ({_counted(change.steps, 'step')} planned). It changes what a step learns from.",
+        f"{_share(change, added)} ({_counted(change.steps, 'step')} planned). It changes what a step learns from.",
         low=low,
         high=high,
     )
@@ -193,8 +208,8 @@ def _of_no_help(profile: Profile, none: Setting) -> Finding:
         return Finding(text="No setting that was planned clearly shortens the wait.")
     return Finding(
         text=f"No setting that was planned clearly shortens the wait. The sample that sets the pace costs "
-        f"{largest.cost:,.0f} times the mean sample: a step in which one rank has it takes at least {largest.step:.1f} "
-        "times as long as an even one.",
+        f"{largest.cost:,.0f} times the mean sample: a step in which one rank has it takes at least "
+        f"{_times(largest.step)} as long as an even one.",
         shard=largest.shard,
         key=largest.key,
     )
@@ -231,20 +246,27 @@ def _where(setting: Setting) -> str:
     return ", most of it in the LLM" if name == "llm" else f", most of it in the {name} encoder"
 
 
-def _finding(text: str, name: SettingName, setting: Setting) -> Finding:
-    low, high = _bounds(setting)
-    return Finding(text=text.format(_share(setting)), setting=name, low=low, high=high)
+def _finding(text: str, name: SettingName, setting: Setting, added: float) -> Finding:
+    low, high = _bounds(setting, added)
+    return Finding(text=text.format(_share(setting, added)), setting=name, low=low, high=high)
 
 
-def _share(planned: Setting | Change) -> str:
-    """Return a share of waiting with three standard errors, or as a range where its error is large."""
-    low, high = _bounds(planned)
+def _share(planned: Setting | Change, added: float) -> str:
+    """Return a share of waiting with three standard errors, or as a range where its error is large.
+
+    Args:
+        added: cost of a mean step that samples of no planned step add, in that of an even step.
+    """
+    low, high = _bounds(planned, 0.0)
     error = planned.waiting_error
+    share, about = f"{100 * planned.waiting:.0f} %", [f"± {100 * _margin(planned):.0f}"]
     if error is None:
-        return f"{100 * planned.waiting:.0f} % (of one step, so without an error)"
-    if error >= _LARGE_ERROR:
-        return f"{100 * low:.0f} to {100 * high:.0f} %"
-    return f"{100 * planned.waiting:.0f} % (± {100 * _margin(planned):.0f})"
+        about = ["of one step, so without an error"]
+    elif error >= _LARGE_ERROR:
+        share, about = f"{100 * low:.0f} to {100 * high:.0f} %", []
+    if (longer := _bounds(planned, added)[1]) > high:
+        about.append(f"up to {100 * longer:.0f} % over a whole epoch")
+    return f"{share} ({'; '.join(about)})" if about else share
 
 
 def _margin(planned: Setting | Change) -> float:
@@ -252,6 +274,46 @@ def _margin(planned: Setting | Change) -> float:
     return max(1, ceil(100 * CLEAR * (planned.waiting_error or 0.0))) / 100
 
 
-def _bounds(planned: Setting | Change) -> tuple[float, float]:
+def _bounds(planned: Setting | Change, added: float) -> tuple[float, float]:
     rounded = round(planned.waiting, 2)
-    return max(0.0, rounded - _margin(planned)), min(1.0, rounded + _margin(planned))
+    low, high = max(0.0, rounded - _margin(planned)), min(1.0, rounded + _margin(planned))
+    longer = 1 - (1 - high) / (1 + added * (1 - high))
+    return low, high if longer - high < _LITTLE_LONGER else ceil(100 * longer) / 100
+
+
+def _added(profile: Profile) -> dict[SettingName, float]:
+    """Return what the largest samples add to a mean step at most, in the cost of an even one, if no planned step had
+    them: a step in which one rank has such a sample costs more than all that were planned.
+    """
+    scale = profile.main_scale
+    costliest = min(
+        setting.costliest for name, setting in scale.settings.items() if name not in ("per_phase", "tokens")
+    )
+    unplanned = [sample.step for sample in profile.largest if sample.step > costliest]
+    per_step = scale.samples / profile.samples  # how often a sample comes in a step
+    return {
+        name: per_step * sum(step - 1 / (1 - setting.waiting) for step in unplanned if step * (1 - setting.waiting) > 1)
+        for name, setting in scale.settings.items()
+    }
+
+
+def _of_unplanned(profile: Profile, *, is_named: bool) -> Finding:
+    """Say what "over a whole epoch" means.
+
+    Args:
+        is_named: the sentence before is about the largest sample.
+    """
+    no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
+    if is_named:
+        return Finding(text=f"{no_step} this sample: {adds}")
+    largest = profile.largest[0]
+    return Finding(
+        text=f"{no_step} the largest sample. A step in which one rank has it takes at least {_times(largest.step)} as "
+        f"long as an even one; {adds}",
+        shard=largest.shard,
+        key=largest.key,
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"

@@ -30,6 +30,7 @@ from orchdata.profiling.make_profile import profile
 from orchdata.profiling.profile import Profile
 from orchdata.profiling.ranks.planned import Draws
 from orchdata.profiling.ranks.scales import SCOPES
+from orchdata.profiling.report.summary import left_out_words
 from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
@@ -374,3 +375,16 @@ def test_data_on_this_machine_have_no_cache_to_predict(sharded: Index) -> None:
     made = profile(sharded, ranks=(64,), batch_size=16)
     assert made.scales[0].scopes["grouped"].node is None
     assert "cache hits" not in render(made)
+
+
+def test_without_ranks_those_are_left_out_whose_step_would_repeat_the_data_many_times(tmp_path: Path) -> None:
+    samples = [{"__key__": str(length), "txt": b"x" * length} for length in range(1, 21)]
+    index = build_index([write_shard(tmp_path / "a.tar", samples)], RECIPE)
+    found = profile(index, batch_size=4)
+    assert [scale.ranks for scale in found.scales] == [8, 64]  # 64 x 4 samples are 13 times the data, 512 x 4 are 102
+    assert found.ranks_left_out == (512, 2560)
+    assert profile(index, batch_size=64).ranks_left_out == (64, 512, 2560)
+    tokens = sum(range(1, 21))
+    assert profile(index, batch_tokens=tokens // 4).ranks_left_out == (512, 2560)  # 64 / 4 = 16 times the data
+    assert profile(index, ranks=(70,), batch_size=8).ranks_left_out == ()
+    assert "Not planned: 512, 2,560 ranks" in left_out_words(found)

@@ -483,7 +483,7 @@ def test_any_extras_of_a_size_are_json() -> None:
         (("--step", 0, "--epoch", 10**30), "epoch must be below"),
         (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
         (("--step", 0, "--multiple-of", 0), "multiple_of"),
-        (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is none of those that --filter"),
+        (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is left out by filter"),
         (("--key", "no-key"), "keys here look like 'talk', 'sound', 'plain'"),
         (("--step", 9), "step 9 is outside the epoch"),
         (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -15,10 +14,12 @@ from shard_factory import RECIPE, audio, jpeg, omni_shards, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
+from orchdata.bench.indexed_shards import IndexedShards
 from orchdata.cli import app
 from orchdata.loaders.html.words import plain, shown
 from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.page import POLICY
+from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
 HOSTILE = (
@@ -154,6 +155,26 @@ def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path
     assert [source.name for source in profile.content.sources] == ["<u>one", "two"]
     assert "<u>one" in page.text
     assert sum(source.samples for source in profile.content.sources) == profile.samples
+
+
+@pytest.mark.slow
+def test_of_many_sources_the_largest_and_those_that_differ_are_drawn(tmp_path: Path) -> None:
+    sources = {}
+    for number in range(12):
+        path = tmp_path / f"{number}.index"
+        synthetic_index(path, 60 + number, number)
+        sources[f"source{number:02d}"] = od.Source(IndexedShards(path), weight=12 - number)
+    profile = od.Mixture(sources).profile(cost=COST, ranks=(2,), batch_size=2)
+    profile.write_html(tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text())
+    page.check_safe()
+    drawn, listed = page.text.split("What the 10 largest of 12 sources give in an epoch")[1].split(
+        "12 sources as a table"
+    )
+    listed, differ = listed.split("Sources that differ most from the whole")
+    assert [name in drawn for name in sources] == 10 * [True] + 2 * [False]
+    assert all(listed.count(name) == 1 for name in sources)
+    assert sum(name in differ for name in sources) == 10
 
 
 def test_a_sample_that_cannot_be_read_now_is_shown_as_that(tmp_path: Path) -> None:
@@ -346,29 +367,3 @@ def test_a_plot_has_a_line_for_each_setting(dataset: od.ShardDataset) -> None:
     axes = profile.plot()
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert {"none", "whole samples", "per phase"} <= labels
-
-
-@pytest.mark.slow
-def test_the_copied_call_waits_as_long_as_the_sentence_says(tmp_path: Path) -> None:
-    """Planned with three other seeds, over 256 steps each."""
-    urls = omni_shards(tmp_path, shards=8, samples=2000)
-    data = od.ShardDataset(urls, recipe=RECIPE)
-    profile = data.profile(cost=COST, ranks=(16,), batch_size=4, group_size=4)
-    from orchdata.profiling.report.summary import findings, recommended
-
-    best = recommended(profile.main_scale)
-    (said,) = [finding for finding in findings(profile) if finding.setting == best]
-    assert said.high - said.low < 0.2
-    for seed in (11, 12, 13):
-        source = profile.call.replace("seed=0", f"seed={seed}, dp=(0, 16)")
-        loader = eval(source.removeprefix("loader = "), {"od": od, "dataset": data, "cost": COST})
-        assert f"dp=(0, {profile.main_scale.ranks})" in source
-        costs = totals = 0
-        for step in np.linspace(0, 249, 250).astype(int).tolist():
-            plan = loader.plan_at(0, step)
-            cells = {phase: plan.cells(phase) for phase in plan.costs}
-            costs += sum(int(of.max(axis=0).sum()) for of in cells.values())
-            totals += sum(int(of.sum()) for of in cells.values())
-        waiting = 1 - totals / 16 / costs
-        assert said.low <= waiting <= said.high, f"{waiting:.3f} is not as said: {said.text}"
-    assert re.search(r"\d+ %", said.text)

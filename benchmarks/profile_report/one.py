@@ -1,0 +1,65 @@
+"""A program: profile what is given in this process, write its page if one is asked for, print what it took as JSON.
+
+    python -P one.py RANKS PAGE INDEX             # of an index; PAGE is a file to write, or - for none
+    python -P one.py RANKS PAGE INDEX INDEX ...   # of a mixture of them
+
+It imports nothing of `benchmarks`, so that it runs with the package of an older commit too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(ranks: Sequence[int], page: Path | None, paths: Sequence[Path]) -> dict[str, float]:
+    """CPU seconds, user and system, of profile and page; those of imports and of opening indexes do not count."""
+    import orchdata as od
+
+    try:
+        from orchdata.profiling.make_profile import profile
+    except ImportError:  # a commit that had one file for both
+        from orchdata.profiling.profile import profile  # type: ignore[attr-defined, no-redef]
+
+    media = od.PhaseCost(1.0, 0.0001)
+    cost = od.CostModel(image=media, audio=media, llm=od.PhaseCost(8.0, 0.001))
+    data = _opened(paths)
+    began = time.process_time()
+    made = profile(data, cost=cost, ranks=ranks)
+    profiled = time.process_time()
+    if page is not None:
+        made.write_html(page)
+    written = time.process_time()
+    return {"profile_seconds": profiled - began, "page_seconds": written - profiled, "imports_seconds": began}
+
+
+def _opened(paths: Sequence[Path]) -> Any:
+    """The index, or a mixture of indexes with weights that differ."""
+    import orchdata as od
+    from orchdata.bench.indexed_shards import IndexedShards
+    from orchdata.loaders.index.index import Index
+
+    if len(paths) == 1:
+        return Index(paths[0])
+    weights = np.random.default_rng(0).uniform(0.2, 1, len(paths)).tolist()
+    return od.Mixture(
+        {path.stem: od.Source(IndexedShards(path), weight=weight) for path, weight in zip(paths, weights, strict=True)}
+    )
+
+
+if __name__ == "__main__":
+    given_ranks, given_page, *given_paths = sys.argv[1:]
+    report = main(
+        [int(number) for number in given_ranks.split(",")],
+        None if given_page == "-" else Path(given_page),
+        [Path(path) for path in given_paths],
+    )
+    sys.stdout.write(json.dumps(report))

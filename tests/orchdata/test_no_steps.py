@@ -1,0 +1,70 @@
+"""Loaders without a step: a warning says why and what to change, and a filter that leaves nothing is an error."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import write_shard
+from torch.utils.data import default_collate, default_convert
+
+import orchdata as od
+
+
+def texts(folder: Path, name: str = "a") -> od.ShardDataset:
+    samples = [{"__key__": f"{name}{number}", "txt": b"x" * (number + 1)} for number in range(20)]
+    data = od.ShardDataset(write_shard(folder / f"{name}.tar", samples))
+    data.index()  # which one rank of several would not build
+    return data
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch_size": 50}, "20 usable rows of 20 samples, global_batch_size=50 over all ranks"),
+        ({"batch_size": 5, "dp": (1, 8)}, "20 usable rows of 20 samples, global_batch_size=40 over all ranks"),
+        ({"global_batch_tokens": 10**6}, "20 usable rows of 20 samples, global_batch_tokens=1000000 over all ranks"),
+    ],
+)
+def test_a_batch_larger_than_the_data_warns_once(tmp_path: Path, options: dict[str, Any], size: str) -> None:
+    with pytest.warns(UserWarning, match=f"no steps: {size}, drop_last=True: make the batch smaller, or leave out"):
+        loader = od.DataLoader(texts(tmp_path), drop_last=True, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (len(loader), list(loader), list(loader)) == (0, [], [])
+
+
+def test_a_mixture_warns_too(tmp_path: Path) -> None:
+    mixture = od.Mixture({name: od.Source(texts(tmp_path, name)) for name in "ab"})
+    with pytest.warns(UserWarning, match="no steps: 40 usable rows of 40 samples.*make the batch smaller"):
+        od.DataLoader(mixture, batch_size=100, drop_last=True)
+    mixture = od.Mixture({name: od.Source(texts(tmp_path, name).filter("key == 'b1'")) for name in "ab"})
+    with pytest.raises(ValueError, match="source 'a' has no usable sample: leave it out of the mixture"):
+        od.DataLoader(mixture, batch_size=1)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (2, 4)])
+def test_a_choice_that_leaves_nothing_is_an_error_of_the_iteration(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    chosen = texts(tmp_path).filter("tokens > 900").split("train", 0.5)
+    said = "no sample is chosen by filter='tokens > 900', split='train', fraction=0.5, seed=0"
+    with pytest.warns(UserWarning, match=f"the loader has no steps: {said}"):
+        loader = od.DataLoader(chosen, batch_size=2, dp=ranks)
+    assert len(loader) == 0
+    for iterate in (loader, loader.steps()):
+        with pytest.raises(ValueError, match=f"{said}, so there is no step to iterate: choose other bounds"):
+            iter(iterate)  # type: ignore[call-overload]
+
+
+def test_a_choice_of_few_samples_is_none(tmp_path: Path) -> None:
+    loader = od.DataLoader(texts(tmp_path).filter("tokens > 19"), batch_size=2)
+    assert len(list(loader)) == len(loader) == 1
+
+
+@pytest.mark.parametrize("collate", [default_collate, default_convert])
+def test_torchs_own_collate_fn_is_refused_for_shards(tmp_path: Path, collate: Any) -> None:
+    for data in (texts(tmp_path), od.Mixture({"a": od.Source(texts(tmp_path))})):
+        with pytest.raises(TypeError, match=rf"collate_fn={collate.__name__} takes tensors, .*pass od.Padded\(\)"):
+            od.DataLoader(data, batch_size=2, collate_fn=collate)
+    assert len(list(od.DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=collate))) == 2
