@@ -142,10 +142,9 @@ def print_index(report: dict[str, Any]) -> None:
 
 def print_unit(dataset: ShardDataset | Mixture) -> None:
     """Say what LLM tokens are where a recipe has no tokenizer."""
-    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.mixed import text_is_bytes
 
-    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
-    if any(leaf.recipe.text.tokenizer is None for leaf in leaves):
+    if text_is_bytes(dataset):
         typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
 
 

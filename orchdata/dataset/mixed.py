@@ -51,6 +51,12 @@ def index_of(dataset: ShardDataset | Mixture, *, check: bool = True) -> Index:
     return dataset.index(check=check)
 
 
+def text_is_bytes(dataset: ShardDataset | Mixture | None) -> bool:
+    """Return whether LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer."""
+    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
+    return any(leaf is not None and leaf.recipe.text.tokenizer is None for leaf in leaves)
+
+
 def check_alike(recipes: Sequence[tuple[str, Recipe]]) -> None:
     """Raise ValueError if samples of two sources could not be in one batch."""
     (first, one), *others = recipes

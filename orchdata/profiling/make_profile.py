@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.dataset.indexed.column_reads import chunks_of
-from orchdata.dataset.mixed import index_of, mixture_order
+from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -263,6 +263,7 @@ def profile(
         else None,
         seed=seed,
         ranks_left_out=left_out,
+        text_is_bytes=text_is_bytes(dataset),
         sources=_sources(order_of(1)),
         failures=failure_examples(bad_samples),
         content=content,

@@ -152,6 +152,8 @@ class Profile:
             one length.
         model_parallel: GPUs of a rank.
         caps: None without `max_tokens`.
+        text_is_bytes: LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer; False for an index alone,
+            which does not know.
         ranks_left_out: default numbers of ranks that were not planned: their step would have more than 16 times the
             samples, or tokens, of the data.
         sources: sources of a mixture, by name; empty without a mixture.
@@ -184,6 +186,7 @@ class Profile:
     caps: Caps | None
     seed: int
     ranks_left_out: tuple[int, ...]
+    text_is_bytes: bool
     sources: Mapping[str, SourceShare]
     failures: tuple[FailureExample, ...]
     content: Content

@@ -38,6 +38,22 @@ _MOST_ROWS_OF_SOURCES: Final = 1000
 _MOST_DRAWN: Final = 10
 _GIVEN: Final = ("LLM tokens", "samples", "passes")
 _MOST_REASONS: Final = 10
+_BYTES: Final = (
+    "LLM tokens of text are UTF-8 bytes here, because the recipe has no tokenizer: give it that of your model."
+)
+_HEADERS: Final = "The index reads headers and texts: `orchdata verify` decodes every sample, and may find more."
+_WORDS: Final = (
+    ("shard", "a file with samples: a tar, a Parquet file, a list of records"),
+    ("part", "one text, image or clip of a sample"),
+    ("LLM token", "what the language model reads: text, and what encoders give for images and clips"),
+    ("phase", "a part of the model that all ranks run together: an encoder, or the LLM"),
+    ("position", "what a phase computes: an image patch, a frame of a clip, an LLM token"),
+    ("rank", "one of the data-parallel training processes, often a GPU"),
+    ("micro-step", "one forward and backward of all ranks; a step may have several"),
+    ("in groups, in a grid", "samples move inside groups of ranks alone, or inside groups and across them in turn"),
+    ("steps in tokens", "steps of equally many LLM tokens, in place of equally many samples"),
+    ("points", "a difference of two shares: from 9 % to 12 % are 3 points"),
+)
 
 
 def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> str:
@@ -58,8 +74,9 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         f'<p class="note">{escape(holds)}</p>',
         paragraph(
             f"{profile.samples:,} samples in {profile.shards:,} shards, {profile.loss_tokens:,} loss tokens, "
-            f"{number(profile.bytes)} bytes."
+            f"{number(profile.bytes)} bytes. Sizes of media and tokens are those of the recipe that was given."
         ),
+        paragraph(_BYTES) if profile.text_is_bytes else "",
         _summary(profile, names, named=named),
         _content(profile),
         _lengths(profile),
@@ -70,6 +87,7 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         _failures(profile, names, named=named),
         _samples(views, names),
         _call(profile),
+        section("Words", table(("word", "meaning"), _WORDS, numbers_from=99)),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -101,14 +119,14 @@ def _finding(finding: Finding, names: ShardNames, *, named: bool) -> str:
 
 def _content(profile: Profile) -> str:
     total = sum(modality.tokens for modality in profile.modalities.values()) or 1
-    places = {name: place for place, name in enumerate(profile.modalities)}
+    colours = _colours(profile)
     modalities = table(
         ("modality", "share of samples", "share of LLM tokens", "samples", "parts", "LLM tokens"),
         [
             (
                 escape(name),
-                bar(modality.share, percent(modality.share), places[name] % 7),
-                bar(modality.tokens / total, percent(modality.tokens / total), places[name] % 7),
+                bar(modality.share, percent(modality.share), colours[name]),
+                bar(modality.tokens / total, percent(modality.tokens / total), colours[name]),
                 f"{modality.samples:,}",
                 f"{modality.parts:,}",
                 f"{modality.tokens:,}",
@@ -142,6 +160,12 @@ def _content(profile: Profile) -> str:
     )
 
 
+def _colours(profile: Profile) -> dict[str, int]:
+    """Return the colour of each modality, which its phase has too; the LLM has that of text."""
+    others = dict.fromkeys(name for name in (*profile.modalities, *profile.phases) if name not in ("text", "llm"))
+    return {"text": 0, "llm": 0} | {name: 1 + place % 6 for place, name in enumerate(others)}
+
+
 def _joint_table(profile: Profile) -> str:
     joint = profile.content.joint
     bins = len(joint.samples)
@@ -157,18 +181,18 @@ def _joint_table(profile: Profile) -> str:
 
 
 def _lengths(profile: Profile) -> str:
-    drawn = []
+    drawn, colours = [], _colours(profile)
     caps = {} if profile.caps is None else profile.caps.max_tokens
     for place, (name, modality) in enumerate(profile.modalities.items()):
         its = modality.lengths
         if its.samples:
-            svg = draw_lengths(f"tokens{place}", its.bins, its.percentiles, None, "LLM tokens", place % 7)
+            svg = draw_lengths(f"tokens{place}", its.bins, its.percentiles, None, "LLM tokens", colours[name])
             below = folded("as a table", _bins(its.bins, its.percentiles, "LLM tokens"))
             drawn.append(figure(svg, f"{name}: LLM tokens that it gives a sample, over samples that have it.", below))
     for place, (name, phase) in enumerate(profile.phases.items()):
         if phase.samples:
             svg = draw_lengths(
-                f"positions{place}", phase.bins, phase.percentiles, caps.get(name), "positions", (place + 1) % 7
+                f"positions{place}", phase.bins, phase.percentiles, caps.get(name), "positions", colours[name]
             )
             below = folded("as a table", _bins(phase.bins, phase.percentiles, "positions"))
             drawn.append(figure(svg, f"Phase {name}: positions that it computes of a sample.", below))
@@ -209,14 +233,14 @@ def _scales(profile: Profile) -> str:
         "What ranks wait for" if profile.has_cost_model else "How uneven ranks are",
         f'<div class="plots">{figure(draw_waiting("waiting", scales, settings), caption)}</div>',
         table(columns, rows, numbers_from=3),
-        _phases(profile.main_scale),
+        _phases(profile.main_scale, _colours(profile)),
         _groups(scales),
         paragraph("r: samples were drawn with replacement.") if any(each.with_replacement for each in scales) else "",
         paragraph(left_out_words(profile)) if profile.ranks_left_out else "",
     )
 
 
-def _phases(scale: Scale) -> str:
+def _phases(scale: Scale, colours: Mapping[str, int]) -> str:
     """Where ranks wait, on the ranks that the summary speaks of."""
     with_phases = {name: its for name, its in scale.settings.items() if its.phases}
     if not with_phases:
@@ -225,7 +249,7 @@ def _phases(scale: Scale) -> str:
     rows = [
         (
             LABELS[name],
-            *(bar(its.phases[phase], percent(its.phases[phase]), place % 7) for place, phase in enumerate(phases)),
+            *(bar(its.phases[phase], percent(its.phases[phase]), colours[phase]) for phase in phases),
         )
         for name, its in with_phases.items()
     ]
@@ -299,19 +323,19 @@ def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
 
 
 def _unlike(profile: Profile, names: ShardNames) -> str:
-    modalities = tuple(profile.modalities)
+    colours = {name: _colours(profile)[name] for name in profile.modalities}
     content, parts = profile.content, []
     if profile.sources:
         differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
         parts += [
             *_sources(profile.sources),
             "<h3>Sources that differ most from the whole</h3>",
-            _shares_of([(shown(each.name, 120), each) for each in differ], "source", modalities),
+            _shares_of([(shown(each.name, 120), each) for each in differ], "source", colours),
         ]
     if content.shards:
         parts += [
             "<h3>Shards that differ most from the whole</h3>",
-            _shares_of([(shown(names(each.name), 120), each) for each in content.shards], "shard", modalities),
+            _shares_of([(shown(names(each.name), 120), each) for each in content.shards], "shard", colours),
         ]
     else:
         parts.append(paragraph("No shard of at least 20 samples differs much from the whole."))
@@ -347,29 +371,29 @@ def _sources(sources: Mapping[str, SourceShare]) -> list[str]:
     ]
 
 
-def _shares_of(named: Sequence[tuple[str, UnlikePart]], what: str, modalities: Sequence[str]) -> str:
+def _shares_of(named: Sequence[tuple[str, UnlikePart]], what: str, colours: Mapping[str, int]) -> str:
     rows = [
         (
             name,
             *(
-                bar(each.shares[modality], percent(each.shares[modality]), place % 7)
-                for place, modality in enumerate(modalities)
+                bar(each.shares[modality], percent(each.shares[modality]), colour)
+                for modality, colour in colours.items()
             ),
             f"{each.samples:,}",
             f"{each.tokens_per_sample:,.0f}",
         )
         for name, each in named
     ]
-    columns = (what, *(f"{name}, of tokens" for name in modalities), "samples", "LLM tokens a sample")
-    return table(columns, rows, numbers_from=1 + len(modalities))
+    columns = (what, *(f"{name}, of tokens" for name in colours), "samples", "LLM tokens a sample")
+    return table(columns, rows, numbers_from=1 + len(colours))
 
 
 def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
     if not profile.bad_by_reason:
-        return section("Failures", paragraph("No sample failed while it was indexed."))
+        return section("Failures", paragraph(f"No sample failed while it was indexed. {_HEADERS}"))
     counts = profile.bad_by_reason if named else _without_texts(profile.bad_by_reason)
     rows = [(f"{count:,}", shown(names.in_text(reason))) for reason, count in list(counts.items())[:_MOST_REASONS]]
-    reasons = table(("samples", "reason"), rows, numbers_from=99)
+    reasons = paragraph(_HEADERS) + table(("samples", "reason"), rows, numbers_from=99)
     if (more := len(counts) - _MOST_REASONS) > 0:
         reasons += paragraph(f"and {more:,} more reasons")
     examples = ""
@@ -404,7 +428,10 @@ def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
     from orchdata.showing.pictures import sample_html
 
     shown_samples = "".join(sample_html(view, names, names.in_text) for view in views)
-    text = "Drawn at random. Text that is trained is underlined. Lines in a picture lie between its tokens."
+    text = (
+        "Drawn at random, in the order of the data. Text that is trained is underlined. Lines in a picture lie between "
+        "its tokens."
+    )
     return section(f"{len(views)} samples", paragraph(text), f'<div class="samples">{shown_samples}</div>')
 
 
