@@ -102,6 +102,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "accumulate=2 cuts steps of an od.ShardDataset": lambda: loader(Numbers(), accumulate=2),
     "data/a.tar: sample 'long' has 3000 llm positions": lambda: loader(balance=od.Balance(max_tokens=2048)),
     "Items is an IterableDataset, and this loader's samples are shared by 2 ranks": lambda: loader(Items(), dp=(0, 2)),
+    "'DataLoader' object is not subscriptable": lambda: loader()[0],  # type: ignore[index]
     "a Batch is not a mapping": lambda: batch()["input_ids"],  # type: ignore[index]
     "Batch has no 'pixel_values'": lambda: batch().pixel_values,
     "the batch has image, but no features of it were given": lambda: batch().merge(
