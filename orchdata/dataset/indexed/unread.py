@@ -62,8 +62,7 @@ def _warn_of_media(one: ShardDataset, index: Index) -> None:
         warn_once(
             f"unread media of {index.fingerprint}",
             f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
-            "their modality, as od.Recipe(image=od.ImagePreprocessor(...)) or od.hf.recipe(processor) of a processor "
-            "with images do",
+            f"their modality: {next(iter(counts))}= of od.Recipe, or od.hf.recipe(processor) of a processor that has it",
         )
 
 

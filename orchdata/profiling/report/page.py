@@ -44,10 +44,10 @@ _BYTES: Final = (
 _HEADERS: Final = "The index reads headers and texts: `orchdata verify` decodes every sample, and may find more."
 _WORDS: Final = (
     ("shard", "a file with samples: a tar, a Parquet file, a list of records"),
-    ("part", "one text, image or clip of a sample"),
-    ("LLM token", "what the language model reads: text, and what encoders give for images and clips"),
+    ("part", "one text, picture or recording of a sample"),
+    ("LLM token", "what the language model reads: text, and what encoders give for pictures and sound"),
     ("phase", "a part of the model that all ranks run together: an encoder, or the LLM"),
-    ("position", "what a phase computes: an image patch, a frame of a clip, an LLM token"),
+    ("position", "what a phase computes: a patch of a picture, a frame of sound, an LLM token"),
     ("rank", "one of the data-parallel training processes, often a GPU"),
     ("micro-step", "one forward and backward of all ranks; a step may have several"),
     ("in groups, in a grid", "samples move inside groups of ranks alone, or inside groups and across them in turn"),
