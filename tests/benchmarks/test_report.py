@@ -61,7 +61,7 @@ def test_every_table_stands_on_one_page_and_every_stored_report_is_shown() -> No
     names = [name for path in pages for name in named(path.read_text())]
     assert sorted(names) == sorted(TABLES)
     shown = {claim.report for claim in CLAIMS} | {"loads", "loss_curves"}  # the last two are pictures
-    shown |= {"loaders", "loaders_xeon", "loaders_memory", "loaders_all", "loaders_energon"}
+    shown |= {"loaders", "loaders_xeon", "loaders_memory", "loaders_all", "loaders_energon", "resume", "memory"}
     assert {path.stem for path in results.FOLDER.glob("*.json")} == shown
 
 
