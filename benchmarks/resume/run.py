@@ -31,7 +31,7 @@ class ResumeBench:
     """What to measure.
 
     Attributes:
-        peers: "all", "none", or names with commas between them.
+        peers: "all", "none", or names with commas between them; "torchdata" is Hugging Face's data sets too.
         kinds: "all", or kinds of data with commas between them.
         samples: of each kind of data.
         steps: of the run that is not stopped; the other one is stopped after half of them.
@@ -118,10 +118,10 @@ def _compare(
             resumed = _train(config, lane, data, folder, python, ranks, resume=True)
         except (LaneError, LaunchError) as error:
             resumed = dict.fromkeys(data, Outcome(error=str(error)))
-        yield ranks, [_cell(config, whole[kind], first[kind], resumed[kind]) for kind in data]
+        yield ranks, [cell_of(config, whole[kind], first[kind], resumed[kind]) for kind in data]
 
 
-def _cell(config: ResumeBench, whole: Outcome, first: Outcome, resumed: Outcome) -> str:
+def cell_of(config: ResumeBench, whole: Outcome, first: Outcome, resumed: Outcome) -> str:
     """The figures in short, or why there are none."""
     if reason := whole.error or first.error:
         return f"not run: {_first_words(reason)}"
