@@ -10,10 +10,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,18 @@ from benchmarks.throughput.records import PeersJob
 from orchdata.loaders.samples.sample import Sample
 from orchdata.reference.launch import leave
 
+LIMIT_SECONDS: Final = 300
+
 
 class RunError(Exception):
     """A rank failed; says why. Raised on all ranks at once, so that none waits for another."""
 
 
 def main(task: Task) -> None:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # no worker may keep the pipe open that torchrun's parent reads
+    watchdog = threading.Timer(LIMIT_SECONDS, _give_up)
+    watchdog.daemon = True
+    watchdog.start()
     dist.init_process_group("gloo")
     outcomes = {}
     for kind, data in task.data.items():
@@ -41,11 +48,22 @@ def main(task: Task) -> None:
             outcomes[kind] = Outcome(error=str(error))
     if dist.get_rank() == 0:
         task.out.write_bytes(pickle.dumps(outcomes))
-    # A worker that waits for room in a pipe that no process reads would keep torchrun waiting for its output.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for a worker that was killed
+    _end_workers()
+    leave()
+
+
+def _end_workers() -> None:
+    """Kill the workers of loaders: one that waits for room in a pipe which no process reads would stay for ever."""
     for worker in multiprocessing.active_children():
         worker.kill()
-    leave()
+
+
+def _give_up() -> None:
+    """End this rank, and so the run: a worker may hang that was forked off a process with threads."""
+    sys.stderr.write(f"not done after {LIMIT_SECONDS} s\n")
+    _end_workers()
+    os._exit(1)
 
 
 def train(task: Task, kind: str, data: PeersJob) -> Outcome:

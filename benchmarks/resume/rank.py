@@ -87,8 +87,10 @@ class Outcome:
         losses: of each step, over all ranks.
         keys: of the samples of each step, over all ranks, sorted.
         error: type and message of the first error; "" if there was none.
+        ended: whether its processes ended or hung, in place of an error of the loader.
     """
 
     losses: tuple[float, ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
     error: str = ""
+    ended: bool = False

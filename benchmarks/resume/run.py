@@ -23,6 +23,7 @@ from orchdata.reference.launch import LaunchError, torchrun
 SAVED_ON: Final = 2
 RESUMED_ON: Final = (2, 1, 4)
 _PREPARE_SECONDS: Final = 300
+_TRIES: Final = 2  # a worker that is forked off a process with threads may hang, by chance
 _REFUSAL_CHARACTERS: Final = 90
 
 
@@ -100,24 +101,18 @@ def _compare(
     config: ResumeBench, lane: Lane, data: Mapping[str, PeersJob], folder: Path
 ) -> Iterator[tuple[int, list[str]]]:
     """A number of ranks, and a cell for each kind of data, in turn."""
-    try:
-        python = lane.python
-    except LaneError as error:
-        for ranks in RESUMED_ON:
-            yield ranks, [f"not run: {error}"] * len(data)
-        return
     folder.mkdir()
     try:
+        python = lane.python
         _prepare(lane, data, folder, python)
-        whole = _train(config, lane, data, folder, python, SAVED_ON)
-        first = _train(config, lane, data, folder, python, SAVED_ON, save=True)
-    except (LaneError, LaunchError) as error:
-        whole = first = dict.fromkeys(data, Outcome(error=str(error)))
+    except LaneError as error:
+        for ranks in RESUMED_ON:
+            yield ranks, [f"not run: {_first_words(str(error))}"] * len(data)
+        return
+    whole = _train(config, lane, data, folder, python, SAVED_ON)
+    first = _train(config, lane, data, folder, python, SAVED_ON, save=True)
     for ranks in RESUMED_ON:
-        try:
-            resumed = _train(config, lane, data, folder, python, ranks, resume=True)
-        except (LaneError, LaunchError) as error:
-            resumed = dict.fromkeys(data, Outcome(error=str(error)))
+        resumed = _train(config, lane, data, folder, python, ranks, resume=True)
         yield ranks, [cell_of(config, whole[kind], first[kind], resumed[kind]) for kind in data]
 
 
@@ -126,7 +121,7 @@ def cell_of(config: ResumeBench, whole: Outcome, first: Outcome, resumed: Outcom
     if reason := whole.error or first.error:
         return f"not run: {_first_words(reason)}"
     if resumed.error:
-        return f"refused: {_first_words(resumed.error)}"
+        return f"{'not run' if resumed.ended else 'refused'}: {_first_words(resumed.error)}"
     difference, strays = compare_outcomes(whole, resumed, config.stop)
     due = (config.steps - config.stop) * config.batch_size
     return digits(difference) + (f", {strays} of {due} samples differ" if strays else "")
@@ -164,13 +159,18 @@ def _train(
         out=out,
     )
     task_path.write_bytes(pickle.dumps(task))
-    out.unlink(missing_ok=True)
-    with (folder / "log").open("w+b") as log:
-        torchrun(
-            ["-m", "benchmarks.resume.job", str(task_path)], num_ranks=ranks, environment={}, log=log, python=python
-        )
-    outcomes: dict[str, Outcome] = pickle.loads(out.read_bytes())  # noqa: S301 - of this program's own job
-    return outcomes
+    reason = ""
+    for _ in range(_TRIES):
+        out.unlink(missing_ok=True)
+        try:
+            with (folder / "log").open("w+b") as log:
+                command = ["-m", "benchmarks.resume.job", str(task_path)]
+                torchrun(command, num_ranks=ranks, environment={}, log=log, python=python)
+            outcomes: dict[str, Outcome] = pickle.loads(out.read_bytes())  # noqa: S301 - of this program's own job
+            return outcomes
+        except LaunchError as error:
+            reason = str(error)
+    return dict.fromkeys(data, Outcome(error=reason, ended=True))
 
 
 def _prepare(lane: Lane, data: Mapping[str, PeersJob], folder: Path, python: str) -> None:
