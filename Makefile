@@ -79,6 +79,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.first_hour
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.index_text
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.pauses
 	$(BIN)/python -m benchmarks.pieces
 	$(BIN)/python -m benchmarks.plans
@@ -89,6 +90,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.parquet
 	$(BIN)/python -m benchmarks.ray_engine
 	$(BIN)/python -m benchmarks.remote
+	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.first_look
 	$(BIN)/python -m benchmarks.throughput
@@ -112,8 +114,9 @@ $(VENV)/torchvision: $(STAMP)
 	touch $@
 
 # Loaders and solvers that benchmarks compare with, one to an environment, because together they have no solution. Each
-# environment sees the packages of $(VENV) behind its own, so that none brings another torch.
-PEERS := energon grain lance litdata ortools ray spdl streaming
+# environment sees the packages of $(VENV) behind its own, so that none brings another torch. What multi-storage-client, which
+# Energon needs, wants of two packages is older than $(VENV) has.
+PEERS := energon grain lance litdata ortools ray spdl streaming torchdata
 PEER_VENVS := .venv-peers
 energon_packages := megatron-energon
 grain_packages := grain
@@ -127,6 +130,7 @@ spdl_packages := spdl
 streaming_packages := --no-deps mosaicml-streaming boto3 botocore brotli catalogue certifi charset_normalizer cramjam crc32c \
 	jmespath python-snappy requests s3transfer urllib3 xxhash zstd
 streaming_beside := scripts/stand_ins/for_streaming
+torchdata_packages := --no-deps torchdata
 
 peers: $(PEERS:%=$(PEER_VENVS)/%/.installed)
 
@@ -137,7 +141,8 @@ $(PEER_VENVS)/%/.installed: $(STAMP) Makefile
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python scripts/see_packages.py $(@D) $($*_beside)
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt $($*_packages)
+	grep -vE '^(filelock|tzdata)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt $($*_packages)
 	touch $@
 
 # Trainers of other projects, each in an environment as those of peers. One that cannot be installed is skipped and

@@ -88,7 +88,6 @@ def _train(config: LossCurves, shards: tuple[Path, ...], folder: Path, ranks: in
             num_ranks=ranks,
             environment={"ORCHDATA_CACHE": str(folder / "cache")},
             log=log,
-            progress=lambda done, total: None,
         )
     lanes = json.loads(result_path.read_text())["lanes"]
     return {way: summarise_lane(fastest_repeats(records), 0)[2] for way, records in lanes.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.report.results import ResultsError, column, figure, ran_on, read_report
-from orchdata.bench.harness import Report, digits
+from orchdata.bench.harness import Report, WideTable, digits
 
 Cell = str | float | None
 
@@ -46,15 +46,24 @@ def wide_table(name: str, columns: Sequence[str] = ()) -> str:
     if len(report.tables) != 1:
         raise ResultsError(f"{name}.json must have one table, it has {len(report.tables)}")
     (table,) = report.tables
-    headings = columns or table.columns
-    shown = [[_shown(cell, table.unit) for cell in column(table, heading)] for heading in headings]
-    return f"{_origin(report)}\n\n{markdown(headings, list(zip(*shown, strict=True)))}"
+    return f"{_origin(report)}\n\n{_shown_table(table, columns or table.columns)}"
+
+
+def all_tables(name: str) -> str:
+    """All tables of a stored report, below its command and machine."""
+    report = read_report(name)
+    return "\n\n".join([_origin(report), *(_shown_table(table, table.columns) for table in report.tables)])
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown. A bar in a cell would end it, so it is escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _shown_table(table: WideTable, headings: Sequence[str]) -> str:
+    shown = [[_shown(cell, table.unit) for cell in column(table, heading)] for heading in headings]
+    return markdown(headings, list(zip(*shown, strict=True)))
 
 
 def _origin(report: Report) -> str:
@@ -205,4 +214,6 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "loaders, Energon": lambda: wide_table("loaders_energon"),
     "reports": lambda: wide_table("profile_report"),
     "steps, H200": lambda: wide_table("steps_h200"),
+    "resume": lambda: all_tables("resume"),
+    "memory": lambda: all_tables("memory"),
 }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from benchmarks.throughput.decoding import DecodePack, Decoder
+from benchmarks.throughput.decoding import DecodePack
+from benchmarks.throughput.energon_parts import prepare_tars, task_encoder
 from benchmarks.throughput.records import PeersJob, joined, split
 
 _RECORD: Final = "record"
@@ -29,48 +30,15 @@ def energon(job: PeersJob) -> Iterator[int]:
         max_samples_per_sequence=None,
         repeat=False,
         worker_config=config,
-        task_encoder=_task_encoder(job.decoder),
+        task_encoder=task_encoder(DecodePack(job.decoder)),
     )
     for batch in get_loader(data):
         yield int(batch["number"].shape[0])
 
 
-def _task_encoder(decoder: Decoder) -> Any:
-    from megatron.energon import Cooker, DefaultTaskEncoder, stateless
-
-    pack = DecodePack(decoder)
-
-    def cook(sample: dict[str, Any]) -> Any:
-        return {**sample, "__url__": sample["__shard__"]}
-
-    class Encoder(DefaultTaskEncoder):  # type: ignore[misc]
-        decoder = None  # bytes stay bytes
-        cookers: Final = [Cooker(stateless(cook))]
-
-        def encode_sample(self, sample: Any) -> Any:
-            return sample
-
-        def batch(self, samples: Sequence[Any]) -> Any:
-            return pack(samples)
-
-        def encode_batch(self, batch: Any) -> Any:
-            return batch
-
-    return Encoder()
-
-
 def prepare_energon(job: PeersJob, folder: Path) -> None:
     """Write links to the tars, and the index that energon expects next to them."""
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
-
-    names = []
-    for number, url in enumerate(job.urls):
-        names.append(f"{number:06d}.tar")
-        (folder / names[-1]).symlink_to(Path(url).resolve())
-    WebdatasetPreparator.prepare_dataset(EPath(str(folder)), names, split_parts_ratio=[("train", 1.0)], workers=1)
-    described = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-    (folder / ".nv-meta" / "dataset.yaml").write_text(described)
+    prepare_tars(job.urls, folder)
 
 
 def ray_data(job: PeersJob) -> Iterator[int]:

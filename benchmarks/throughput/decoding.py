@@ -41,7 +41,7 @@ class Decoder:
         members: list[Member] = []
         payloads: dict[int, bytes] = {}
         for name, payload in fields.items():
-            kind = OTHER if name.startswith("__") else classify(name)[0]
+            kind = OTHER if name.startswith("__") else self.recipe.kind_of(name, classify(name)[0])
             if kind == OTHER:
                 continue
             payloads[len(members)] = payload
@@ -51,12 +51,11 @@ class Decoder:
         return Sample(shard=fields["__url__"], key=fields["__key__"], parts=parts)
 
     def _member(self, name: str, kind: int, payload: bytes) -> Member:
-        found = self.recipe.kind_of(name, kind)
-        modality = self.recipe.modality(found)
+        modality = self.recipe.modality(kind)
         if modality is None:
-            return Member(name, found, size=len(payload))
+            return Member(name, kind, size=len(payload))
         header = read_header(type(modality), len(payload), lambda size: payload[:size], self.recipe.limits)
-        return Member(name, found, header, len(payload))
+        return Member(name, kind, header, len(payload))
 
 
 class PillowImages(ImagePreprocessor):

@@ -72,13 +72,19 @@ def _placed(names: list[str]) -> Iterator[tuple[str, Lane]]:
     for lane, described in PEERS.items():
         if (name := name_of(lane)) not in names:
             continue
-        environment = ENVIRONMENTS / name
-        if (environment / ".installed").exists():
-            yield lane, replace(described, python=str(environment / "bin" / "python"))
-        elif is_here(described.module):
-            yield lane, replace(described, python=sys.executable)
+        python = interpreter_of(name, described.module)
+        if python:
+            yield lane, replace(described, python=python)
         else:
             yield lane, replace(described, absent=f"not installed: make peers-{name}")
+
+
+def interpreter_of(peer: str, module: str) -> str | None:
+    """The interpreter of a peer's own environment, else this one if it has the module, else None."""
+    environment = ENVIRONMENTS / peer
+    if (environment / ".installed").exists():
+        return str(environment / "bin" / "python")
+    return sys.executable if is_here(module) else None
 
 
 def is_here(module: str) -> bool:

@@ -108,7 +108,6 @@ def run_job(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
                 num_ranks=num_ranks,
                 environment={},
                 log=log,
-                progress=lambda done, total: None,
             )
         answer: dict[str, Any] = json.loads(result.read_text())
         return answer

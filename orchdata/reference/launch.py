@@ -30,7 +30,8 @@ def torchrun(
     num_ranks: int,
     environment: Mapping[str, str],
     log: IO[bytes],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    python: str = sys.executable,
 ) -> None:
     """Run a program on `num_ranks` local ranks and wait for them.
 
@@ -40,11 +41,12 @@ def torchrun(
         environment: set for the ranks, besides this process's own.
         log: a file that takes what the ranks write to stderr; its end is quoted when one fails.
         progress: called for each line {"done": ..., "total": ...} that a rank prints.
+        python: the interpreter, which may be of another virtual environment.
 
     Raises:
         LaunchError: a rank failed.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if sys.platform == "linux":
         own["GLOO_SOCKET_IFNAME"] = "lo"  # All ranks are here; a host name that does not resolve must not matter.

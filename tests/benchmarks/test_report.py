@@ -69,6 +69,8 @@ def test_every_table_stands_on_one_page_and_every_stored_report_is_shown() -> No
         "loaders_energon",
         "profile_report",
         "steps_h200",
+        "resume",
+        "memory",
     }
     assert {path.stem for path in results.FOLDER.glob("*.json")} == shown
 

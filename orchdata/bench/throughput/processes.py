@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -129,14 +128,26 @@ def process_tree(root: int) -> list[int]:
 
 def memory_of(root: int) -> Memory:
     """Return the memory of a process tree now."""
-    total: Counter[str] = Counter()
+    return total_memory(memory_of_each(root).values())
+
+
+def total_memory(processes: Iterable[Memory]) -> Memory:
+    """Return the sum of some processes."""
+    return Memory(*map(sum, zip(Memory(), *processes, strict=True)))
+
+
+def memory_of_each(root: int) -> dict[int, Memory]:
+    """Return the memory of each process of a tree now, by its number; without those that have ended."""
+    found = {}
     for process in process_tree(root):
         try:
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue  # it has ended
-        total.update({line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss")})
-    return Memory(total["Pss:"], total["Pss_Anon:"] + total["Pss_Shmem:"])
+        kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith("Pss")}
+        if kib:  # the kernel keeps none of a process that is about to be waited for
+            found[process] = Memory(kib["Pss:"] * 1024, (kib["Pss_Anon:"] + kib["Pss_Shmem:"]) * 1024)
+    return found
 
 
 class Spent(NamedTuple):

@@ -80,7 +80,6 @@ def run(config: TrainBench) -> list[Result | WideTable]:
                 num_ranks=config.ranks,
                 environment={"ORCHDATA_CACHE": str(folder / "cache")},
                 log=log,
-                progress=lambda done, total: None,
             )
         return make_results(json.loads(result_path.read_text()), _WARMUP_STEPS, demands=not config.quick)
 

@@ -62,7 +62,7 @@ def _warn_of_media(one: ShardDataset, index: Index) -> None:
         warn_once(
             f"unread media of {index.fingerprint}",
             f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
-            f"their modality: {next(iter(counts))}= of od.Recipe, or od.hf.recipe(processor) of a processor that has it",
+            f"their modality: {next(iter(counts))}= of od.Recipe, or od.hf.recipe(processor) of one that has it",
         )
 
 

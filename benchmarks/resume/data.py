@@ -1,0 +1,52 @@
+"""Tars of made-up samples of one kind: text, chats, captioned images, captioned clips; one recipe reads all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.throughput.decoding import Decoder
+from benchmarks.throughput.records import PeersJob, Records, RecordSamples
+from orchdata.bench.throughput.job import Shards
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.modalities.image import ImagePreprocessor
+from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.synth import synthesize
+
+MERGE: Final = 2
+RECIPE: Final = Recipe(
+    image=ImagePreprocessor(merge=MERGE, min_tokens=1, max_tokens=16, dtype="float32"),
+    audio=None,
+    video=VideoPreprocessor(merge=MERGE, fps=4, min_tokens=1, max_tokens=16, dtype="float32"),
+)
+_SHORT: Final = {"uniform": [4, 24]}
+KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "text": {"words": {"uniform": [10, 80]}},
+    "chat": {"style": "chat", "turns": {"choice": {1: 0.4, 2: 0.3, 3: 0.3}}, "words": {"uniform": [10, 80]}},
+    "images": {"words": _SHORT, "image": {"width": {"uniform": [64, 200]}}},
+    "video": {"words": _SHORT, "video": {"seconds": {"uniform": [0.5, 2]}, "width": 64, "formats": {"mp4": 1.0}}},
+}
+"""Name -> what `orchdata synth` is asked for."""
+
+
+def make_data(kind: str, samples: int, shards: int, seed: int, batch_size: int, workers: int, folder: Path) -> PeersJob:
+    """Write the tars of a kind, and their index."""
+    described = {"seed": seed, "samples": samples, "shards": shards, "kinds": {kind: dict(KINDS[kind])}}
+    urls = tuple(str(path) for path in synthesize(described, folder / "tars").paths)
+    records = Records.of(build_index(urls, RECIPE, cache=CacheFolder(folder / "cache")))
+    decoder = Decoder(RECIPE)
+    return PeersJob(
+        shards=Shards(urls, RECIPE),
+        samples=RecordSamples(records, decoder),
+        urls=urls,
+        records=records,
+        decoder=decoder,
+        batch_size=batch_size,
+        workers=workers,
+        seed=seed,
+        cache=folder / "cache",
+        folder=folder,
+    )
