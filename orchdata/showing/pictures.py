@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.spec import IndexedShards
+from orchdata.engines.processes.engine import start_server
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.html.words import shown
 from orchdata.loaders.index.stored import StoredSample
@@ -58,6 +59,7 @@ class SampleView:
 def views_of(shards: IndexedShards, rows: Sequence[int], sources: Sequence[str]) -> list[SampleView]:
     """Return rows to show, each read in a child process of limited memory and time."""
     context = multiprocessing.get_context("forkserver")
+    start_server(context)  # with the imports of workers: a loader of this process forks them off the same server
     views: list[SampleView] = []
     while len(views) < len(rows):
         views += _of_one_child(context, shards, rows[len(views) :], sources[len(views) :])

@@ -14,8 +14,10 @@ import orchdata as od
 
 
 def texts(folder: Path, name: str = "a") -> od.ShardDataset:
-    samples = [{"__key__": f"{name}{number}", "txt": b"x" * (number + 1)} for number in range(20)]
-    data = od.ShardDataset(write_shard(folder / f"{name}.tar", samples))
+    path = folder / f"{name}.tar"
+    if not path.exists():  # written once: a file with another time would be measured again
+        write_shard(path, [{"__key__": f"{name}{number}", "txt": b"x" * (number + 1)} for number in range(20)])
+    data = od.ShardDataset(path)
     data.index()  # which one rank of several would not build
     return data
 
@@ -64,7 +66,8 @@ def test_a_choice_of_few_samples_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("collate", [default_collate, default_convert])
 def test_torchs_own_collate_fn_is_refused_for_shards(tmp_path: Path, collate: Any) -> None:
-    for data in (texts(tmp_path), od.Mixture({"a": od.Source(texts(tmp_path))})):
+    dataset = texts(tmp_path)
+    for data in (dataset, od.Mixture({"a": od.Source(dataset)})):
         with pytest.raises(TypeError, match=rf"collate_fn={collate.__name__} takes tensors, .*pass od.Padded\(\)"):
             od.DataLoader(data, batch_size=2, collate_fn=collate)
     assert len(list(od.DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=collate))) == 2
