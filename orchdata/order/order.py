@@ -166,10 +166,12 @@ class Order:
 
     def streams_of(self) -> list[tuple[int, int]]:
         """Return the usable samples [start, stop) of each stream, by number."""
-        num_streams = self.streams
-        size, extra = divmod(self.num_samples, num_streams)
-        starts = [number * size + min(number, extra) for number in range(num_streams + 1)]
-        return list(itertools.pairwise(starts))
+        return list(itertools.pairwise(self._start_of(stream) for stream in range(self.streams + 1)))
+
+    def _start_of(self, stream: int) -> int:
+        """Return the first usable sample of a stream, by number; of the number of streams: the number of samples."""
+        size, extra = divmod(self.num_samples, self.streams)
+        return stream * size + min(stream, extra)
 
     def windows(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the sequence of the blocks of a stream in an epoch.
@@ -181,13 +183,12 @@ class Order:
             The blocks in sequence, int64 (num_blocks,), and the index there of the first block of each window, followed
             by the end of the last window, int64 (num_windows + 1,).
         """
-        start, stop = self.streams_of()[stream]
-        whole, rest = divmod(stop - start, BLOCK)
+        whole, rest = divmod(self._start_of(stream + 1) - self._start_of(stream), BLOCK)
         num_blocks = whole + bool(rest)
         window = _WINDOW if self.shuffle is None else self.shuffle.window
         num_windows = -(-num_blocks // window)
         bounds = np.arange(num_windows + 1, dtype=np.int64) * num_blocks // max(1, num_windows)
-        if self.shuffle is None:
+        if self.shuffle is None or num_blocks <= 1:
             return np.arange(num_blocks, dtype=np.int64), bounds
         key = np.uint64(derive_key(self._key(epoch), np.uint64(stream)))
         blocks = np.arange(whole, dtype=np.uint64)

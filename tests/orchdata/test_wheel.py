@@ -122,9 +122,8 @@ def _checked(environment: Path, folder: Path, program: str, config: str) -> list
     return subprocess.run([*command, "program.py"], cwd=folder, capture_output=True, text=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(SKIPPED, id="others skipped"), pytest.param("", id="torch too", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [pytest.param(SKIPPED, id="others skipped"), pytest.param("", id="torch too")])
 def test_mypy_knows_every_public_name(environment: Path, tmp_path: Path, config: str) -> None:
     program = (REPOSITORY / "tests" / "support" / "typed_program.py").read_text()
     used = {ast.unparse(node) for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Attribute)}

@@ -151,7 +151,8 @@ def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
 
 def _not_read(key: str, name: str, modality: str, kind: int) -> NamedMedia:
     error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
-    error += f"trained on the text without it: call the key {modality!r}, as columns= does, or read text alone: {modality}=None in the recipe"
+    error += f"trained on the text without it: call the key {modality!r}, as columns= does, or read text alone: "
+    error += f"{modality}=None in the recipe"
     return NamedMedia(f"{modality}.0", kind, error=error)
 
 

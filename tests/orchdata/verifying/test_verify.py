@@ -128,6 +128,7 @@ def test_a_sound_data_set_has_nothing_to_list(tmp_path: Path) -> None:
     assert ended.exit_code == 0 and "10 good samples" in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_ends_or_fills_a_process_is_named(tmp_path: Path) -> None:
     traps = {"a": "abort", "b": "allocate", "c": "exit", "d": "raise", "e": f"abort once {tmp_path / 'was here'}"}
     shards = everything(tmp_path, traps)
