@@ -32,5 +32,6 @@ def svg_of(draw: Callable[[Figure], None], width: float, height: float, title: s
         figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
         draw(figure)
         stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+        titled = {} if title is None else {"Title": title}
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, **titled})
     return stream.getvalue()

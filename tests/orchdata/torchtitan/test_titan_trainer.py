@@ -22,7 +22,6 @@ from orchdata.torchtitan.loader import DataLoader
 pytestmark = [
     pytest.mark.usefixtures("same_cache"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint.*"),  # one process, it says
-    pytest.mark.filterwarnings("ignore:media that the recipe does not read"),  # torchtitan has text alone
 ]
 
 RECIPE = od.Recipe(image=None, audio=None)
