@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -261,6 +262,8 @@ def verify(
     chosen = recipe_named(recipe)
     given = DataOptions.parsed(media_root, column, container, None, storage_options, index_store)
     dataset = ShardDataset(paths, chosen, **given.arguments)
+    if out is not None and any(os.path.realpath(out) == os.path.realpath(url) for url in dataset.urls):
+        raise ValueError(f"--out {out} is one of the shards, and would be replaced by the list: give another file")
     built = _build_of(dataset)
     how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}
     if ray is not None:

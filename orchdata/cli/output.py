@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+"""As of a program that the signal ends: no verdict."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -40,7 +43,7 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
         except BrokenPipeError:
             # The reader of the output has ended, as `head` does. What is left to write goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            raise typer.Exit(_CLOSED_PIPE) from None
         except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"orchdata: error: {text}", err=True)

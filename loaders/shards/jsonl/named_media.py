@@ -20,7 +20,6 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
 from orchdata.loaders.text.media_words import record_keys
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 
 _CLASSES: Final = {**BUILTINS, **ON_REQUEST}
 _CODES: Final = {name: KINDS.index(name) if name in KINDS else OTHER for name in ("text", *_CLASSES)}
@@ -37,7 +36,9 @@ _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
-_NEVER_NAMING: Final = frozenset((*TEXT_FIELDS, "__key__", "id"))
+_FILES_WORDS: Final = "path file filename file_name filepath file_path img img_path photo picture recording sound wav"
+_FILES: Final = frozenset(word + ending for word in _FILES_WORDS.split() for ending in ("", "s"))
+"""Keys, besides those of a modality, under which people write the path of an image or clip."""
 _UNREAD: Final = frozenset(_CODES[name] for name in BUILTINS)
 _LONGEST_SUFFIX: Final = 6
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
@@ -134,13 +135,12 @@ def _names_none(record: Mapping[str, Any]) -> bool:
 
 
 def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
-    """Return an error if a record that names no media has the path of an image or clip under any other key.
+    """Return an error if a record that names no media has the path of an image or clip under a key for files.
 
-    Keys of texts and of the record itself are left out, and addresses: a page of the web may be called `a.jpg`.
+    Addresses are left out: a page of the web may be called `a.jpg`. So are other keys: a title may be, too.
     """
-    for key, value in record.items():
-        if key in _NEVER_NAMING:
-            continue
+    for key in _FILES & record.keys():
+        value = record[key]
         for name in value if isinstance(value, list) else (value,):
             if isinstance(name, str) and "." in name[-_LONGEST_SUFFIX:] and "://" not in name and "\n" not in name:
                 kind = classify(name.lower())[0]
@@ -151,8 +151,8 @@ def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
 
 def _not_read(key: str, name: str, modality: str, kind: int) -> NamedMedia:
     error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
-    error += f"trained on the text without it: call the key {modality!r}, as columns= does, or read text alone: "
-    error += f"{modality}=None in the recipe"
+    error += f"trained on the text without it: call the key {modality!r}, as columns= does. To read text alone: "
+    error += f"{modality}=None in the recipe, or a Recipe(record=...) that leaves the key out"
     return NamedMedia(f"{modality}.0", kind, error=error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from orchdata.dataset.indexed.first import is_partial
@@ -29,8 +30,11 @@ def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex, 
     """
     _warn_of_text(index)
     for one, each in whole_parts(dataset, index):
-        _warn_of_media(one, each)
-        _warn_of_unused_root(one, each)
+        unread = _unread_media(one, each)
+        if unread:
+            _warn_of_media(each, unread)
+        else:
+            _warn_of_unused_root(one, each)
     keeps = any(one.recipe.keep for one, _ in whole_parts(dataset, index))  # classes, say, which are learned
     if learns and not keeps:
         _warn_of_no_loss(index)
@@ -49,21 +53,25 @@ def _warn_of_text(index: Index | JoinedIndex) -> None:
         )
 
 
-def _warn_of_media(one: ShardDataset, index: Index) -> None:
-    """Warn once about images or clips under a recipe without their modality: the model would get the text alone."""
+def _unread_media(one: ShardDataset, index: Index) -> dict[str, int]:
+    """Return how many media of each built-in modality there are that the recipe lacks."""
     counts: dict[str, int] = {}
     for name, count in index.totals["ignored_fields"].items():
         kind = classify(name)[0]
-        modality = KINDS[kind] if kind < len(KINDS) else ""
+        modality = _PATHS.get(name.partition(".")[0]) or (KINDS[kind] if kind < len(KINDS) else "")
         if modality in BUILTINS and modality not in one.recipe.modalities:
             counts[modality] = counts.get(modality, 0) + count
-    if counts:
-        found = ", ".join(f"{modality} ({count:,})" for modality, count in counts.items())
-        warn_once(
-            f"unread media of {index.fingerprint}",
-            f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
-            f"their modality: {next(iter(counts))}= of od.Recipe, or od.hf.recipe(processor) of one that has it",
-        )
+    return counts
+
+
+def _warn_of_media(index: Index, unread: Mapping[str, int]) -> None:
+    """Warn once about media under a recipe without their modality: the model would get the text alone."""
+    found = ", ".join(f"{modality} ({count:,})" for modality, count in unread.items())
+    warn_once(
+        f"unread media of {index.fingerprint}",
+        f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
+        f"their modality: {next(iter(unread))}= of od.Recipe, or od.hf.recipe(processor) of one that has it",
+    )
 
 
 def _warn_of_unused_root(one: ShardDataset, index: Index) -> None:

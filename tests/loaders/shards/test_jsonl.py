@@ -270,12 +270,15 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 OF_THE_RECORD = {"tags", "two lists"}
 
 
-def test_a_clip_under_any_key_is_an_error_and_addresses_and_ids_are_not(tmp_path: Path) -> None:
+def test_a_clip_under_a_key_for_files_is_an_error_and_addresses_titles_and_ids_are_not(tmp_path: Path) -> None:
     texts = [
         {"url": "https://a.org/b.jpg"},
+        {"path": "https://a.org/b.jpg"},
         {"id": "c.jpg"},
-        {"caption": "See d.jpg"},
-        {"note": "One line.\nAnd e.jpg"},
+        {"title": "Kitten.jpg"},
+        {"file": "a.py"},
+        {"tags": ["e.png"]},
+        {"question": "What is f.png?"},
     ]
     records = [{"recording": "0.flac"}, *texts]
     url = write(

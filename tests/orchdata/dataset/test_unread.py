@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, jpeg, write_shard
 
@@ -48,3 +50,16 @@ def test_images_alone_are_fine_where_the_user_s_function_or_a_kept_field_is_lear
     shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
     assert warned(shards, RECIPE, collate_fn=len) == []
     assert warned(shards, od.Recipe(image=RECIPE.image, keep=("cls",))) == []
+
+
+def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> None:
+    (tmp_path / "0.jpg").write_bytes(jpeg(40, 30))
+    (tmp_path / "a.jsonl").write_text('{"image": "0.jpg", "text": "a cat"}\n')
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=od.Recipe(image=None), media_root=tmp_path)
+    with pytest.warns(UserWarning, match=r"the model gets the text without them: image \(1\)"):
+        od.DataLoader(dataset, batch_size=1)
+    pq.write_table(
+        pa.table({"image": [{"bytes": jpeg(40, 30), "path": None}], "text": ["a cat"]}), tmp_path / "a.parquet"
+    )
+    with pytest.warns(UserWarning, match=r"the model gets the text without them: image \(1\)"):
+        od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)

@@ -200,3 +200,13 @@ def test_arguments_are_checked(options: dict[str, float], tmp_path: Path) -> Non
     index = build_index([write_shard(tmp_path / "a.tar", omni_samples(1))], RECIPE)
     with pytest.raises(ValueError, match="at least 1 and timeout above 0"):
         verify(index, RECIPE, **options)  # type: ignore[arg-type]
+
+
+def test_a_list_never_replaces_a_shard(tmp_path: Path) -> None:
+    shard = tmp_path / "a.jsonl"
+    shard.write_text('{"text": "my only data"}\n')
+    (tmp_path / "link.jsonl").symlink_to(shard)
+    for out in (shard, tmp_path / "link.jsonl"):
+        ended = CliRunner().invoke(app, ["verify", str(shard), "--out", str(out)])
+        assert ended.exit_code == 1 and "is one of the shards" in ended.stderr
+    assert shard.read_text() == '{"text": "my only data"}\n'
