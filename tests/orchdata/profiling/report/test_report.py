@@ -260,6 +260,14 @@ def test_an_epoch_of_one_step_is_compared_over_several_epochs(tmp_path: Path) ->
     assert "balance=od.Balance()," in profile.call
 
 
+@pytest.mark.slow
+def test_one_rare_sample_does_not_turn_balancing_off(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(50, 150, 12_000).tolist()
+    profile = texts(tmp_path, [*lengths, 20_000]).profile(cost=LLM, ranks=(64,), batch_size=4, group_size=64)
+    assert not [sentence for sentence in profile.summary if "brings that to" in sentence]
+    assert "balance=od.Balance(),  # whole samples over all ranks: no setting clearly" in profile.call
+
+
 def test_where_one_sample_sets_the_pace_nothing_is_said_to_help(tmp_path: Path) -> None:
     data = texts(tmp_path, [60_000 if number % 40 == 0 else 50 + number % 7 for number in range(320)])
     profile = data.profile(cost=LLM, ranks=(16,), batch_size=2, group_size=16)
