@@ -40,7 +40,7 @@ _FILES_WORDS: Final = "path file filename file_name filepath file_path img img_p
 _FILES: Final = frozenset(word + ending for word in _FILES_WORDS.split() for ending in ("", "s"))
 """Keys, besides those of a modality, under which people write the path of an image or clip."""
 _UNREAD: Final = frozenset(_CODES[name] for name in BUILTINS)
-_LONGEST_SUFFIX: Final = 6
+_NO_PATH: Final = re.compile(r"://|\n")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
@@ -139,11 +139,10 @@ def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
 
     Addresses are left out: a page of the web may be called `a.jpg`. So are other keys: a title may be, too.
     """
-    for key in _FILES & record.keys():
-        value = record[key]
-        for name in value if isinstance(value, list) else (value,):
-            if isinstance(name, str) and "." in name[-_LONGEST_SUFFIX:] and "://" not in name and "\n" not in name:
-                kind = classify(name.lower())[0]
+    for key in record:  # in the record's sequence: the error is part of what is stored, and equal in all processes
+        if key in _FILES:
+            for name in _list_of(record[key]):
+                kind = classify(name.lower())[0] if isinstance(name, str) and _NO_PATH.search(name) is None else OTHER
                 if kind in _UNREAD:
                     return [_not_read(key, name, KINDS[kind], kind)]
     return []

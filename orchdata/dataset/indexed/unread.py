@@ -29,13 +29,14 @@ def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex, 
     batches, about data without a token to learn.
     """
     _warn_of_text(index)
-    for one, each in whole_parts(dataset, index):
+    parts = whole_parts(dataset, index)
+    for one, each in parts:
         unread = _unread_media(one, each)
         if unread:
             _warn_of_media(each, unread)
         else:
             _warn_of_unused_root(one, each)
-    keeps = any(one.recipe.keep for one, _ in whole_parts(dataset, index))  # classes, say, which are learned
+    keeps = any(one.recipe.keep for one, _ in parts)  # classes, say, which are learned
     if learns and not keeps:
         _warn_of_no_loss(index)
 

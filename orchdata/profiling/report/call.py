@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.profiling.ranks.settings import SettingName
 from orchdata.profiling.report.summary import recommended
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 
 _WORTH_TRYING: Final = 0.02
-_SKIPPED: Final = 0.01
-"""Share of the samples that `on_error="skip"` leaves out at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ def arguments_of_call(profile: Profile) -> list[Argument]:
     arguments.append(_balance(profile))
     if profile.has_cost_model:
         arguments.append(Argument(source="cost=cost", reason="the cost model of this profile"))
-    if profile.bad > _SKIPPED * profile.samples:
+    if profile.bad > DEFAULT_SHARE * profile.samples:
         listed = f"{profile.bad:,} samples cannot be used: `orchdata verify PATHS --out bad.jsonl` lists them"
         arguments.append(Argument(source='quarantine="bad.jsonl"', reason=listed))
     elif profile.bad or profile.failed_shards:

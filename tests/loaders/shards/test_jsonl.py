@@ -28,6 +28,7 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.shards.jsonl.scan import mapped
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.reading import Reading
@@ -268,6 +269,13 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 OF_THE_RECORD = {"tags", "two lists"}
+
+
+def test_the_first_of_several_keys_for_files_is_named_in_any_process() -> None:
+    names = {key: f"{key}.jpg" for key in ("wav", "photo", "path", "img", "files", "picture")}
+    for first in names:
+        (media,) = media_of({first: names[first], **names, "text": "a cat"}, file_names=False)
+        assert media.error is not None and media.error.startswith(f"{first!r} names")
 
 
 def test_a_clip_under_a_key_for_files_is_an_error_and_addresses_titles_and_ids_are_not(tmp_path: Path) -> None:
