@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, get_args
 
 from orchdata.planning.costs import IndexCosts
-from orchdata.profiling.ranks.planned import PlannedSteps
+from orchdata.profiling.ranks.planned import CLEAR, PlannedSteps
 
 SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens"]
 SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)
-CLEAR: Final = 3.0
-"""Standard errors of a paired difference from which two settings are called different."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +23,7 @@ class Setting:
     Attributes:
         waiting: share of the step that ranks wait for each other, mean over ranks, by the cost model; padding of a
             microbatch counts as waiting.
-        waiting_error: its standard error over steps; None for a single step.
+        waiting_error: its standard error over steps, larger for few steps by Student's t; None for a single step.
         costliest: cost of the costliest step over a perfectly even one.
         phases: phase of the cost model -> its part of `waiting`; empty if ranks meet at the end of the step only.
         samples, tokens: samples and LLM tokens of a step, mean.

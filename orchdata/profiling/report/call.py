@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.profiling.ranks.settings import SettingName
-from orchdata.profiling.report.summary import recommended
+from orchdata.profiling.report.summary import helps, recommended
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
-
-
-_WORTH_TRYING: Final = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +81,15 @@ def _reason_of_layout(profile: Profile) -> str:
 def _balance(profile: Profile) -> Argument:
     scale = profile.main_scale
     best = recommended(scale) if profile.has_cost_model else "joint"
-    # Balancing whole samples costs nothing. Where one rare step hides what it brings to the others, it is still right.
-    unclear = best == "none" and scale.settings["none"].waiting - scale.settings["joint"].waiting >= _WORTH_TRYING
-    best = "joint" if unclear else best
     given = dict(profile.balance)
     near = f"{scale.scopes['grouped'].groups_per_shard:.1f} groups read a shard" if "grouped" in scale.scopes else ""
     reasons: dict[SettingName, str] = {
         "none": "no setting clearly shortens the wait",
         "joint": "whole samples over all ranks: "
         + (
-            "no setting clearly shortens the wait, and this one costs nothing"
-            if unclear
-            else "no simpler setting waits less"
+            "no simpler setting waits less"
+            if helps(scale, "joint")
+            else "no setting clearly shortens the wait, and this one costs nothing"
         ),
         "per_phase": "each phase by itself waits clearly less; use od.exchange in the model",
         "grouped": f"in groups ranks wait no longer, and {near}",

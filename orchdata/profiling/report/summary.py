@@ -10,7 +10,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.html.words import number, percent
-from orchdata.profiling.ranks.settings import CLEAR, SettingName
+from orchdata.profiling.ranks.planned import CLEAR
+from orchdata.profiling.ranks.settings import SettingName
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -71,20 +72,23 @@ def findings(profile: Profile) -> list[Finding]:
 
 
 def recommended(scale: Scale) -> SettingName:
-    """Return the simplest setting that no other clearly beats by enough."""
+    """Return the simplest setting that no other clearly beats by enough.
+
+    Balancing whole samples costs nothing, so it need not be clear that it helps: one rare step may hide it.
+    """
     settings = scale.settings
-    best: SettingName = "joint" if _helps(scale, "joint") else "none"
+    best: SettingName = "joint" if settings["none"].waiting - settings["joint"].waiting >= _WORTH else "none"
     apart = settings.get("per_phase")
     if apart is not None and best in apart.better_than and settings[best].waiting - apart.waiting >= _WORTH:
         return "per_phase"
-    if best == "joint" and scale.groups > 1 and "grouped" in settings and _helps(scale, "grouped"):
+    if best == "joint" and scale.groups > 1 and "grouped" in settings and helps(scale, "grouped"):
         close = settings["joint"].waiting >= settings["grouped"].waiting - _WORTH
         if close and "grouped" not in settings["joint"].better_than and _reads_fewer(scale):
             return "grouped"
     return best
 
 
-def _helps(scale: Scale, name: SettingName) -> bool:
+def helps(scale: Scale, name: SettingName) -> bool:
     """Whether ranks clearly wait less than without balancing, and by enough to matter."""
     setting, none = scale.settings[name], scale.settings["none"]
     return "none" in setting.better_than and none.waiting - setting.waiting >= _WORTH
@@ -148,7 +152,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
             "joint" in settings[name].better_than and settings["joint"].waiting - settings[name].waiting >= _WORTH
         ):
             continue
-        if _helps(scale, name):
+        if helps(scale, name):
             found.append(
                 _finding(f"{what} brings that to {{}}, in steps of the same size.", name, settings[name], added[name])
             )

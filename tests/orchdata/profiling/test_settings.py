@@ -36,6 +36,14 @@ def steps(costs: list[int], totals: list[int]) -> PlannedSteps:
     )
 
 
+def drawn(count: int, times: int) -> list[PlannedSteps]:
+    """Samples of `count` steps, each of other work."""
+    generator = np.random.default_rng(0)
+    work = generator.integers(100, 300, (times, count))
+    costs = (work * generator.uniform(1.0, 2.0, work.shape)).astype(int)
+    return [steps(*of) for of in zip(costs.tolist(), (4 * work).tolist(), strict=True)]
+
+
 def test_waiting_of_steps_worked_out_by_hand() -> None:
     # Ranks work 40 / 4 of 20, and 80 / 4 of 30: they wait for 20 of 50.
     planned = steps([20, 30], [40, 80])
@@ -43,21 +51,33 @@ def test_waiting_of_steps_worked_out_by_hand() -> None:
     assert planned.waiting_in("llm") == pytest.approx(20 / 50)
     # Each step's share of the ratio: (cost x (1 - waiting) - work) / mean cost.
     deviations = np.array([20 * 0.6 - 10, 30 * 0.6 - 20]) / 25
-    assert planned.waiting_error == pytest.approx(deviations.std(ddof=1) / np.sqrt(2))
+    assert planned.waiting_error is not None
+    assert planned.waiting_error > 10 * deviations.std(ddof=1) / np.sqrt(2)  # two steps say nearly nothing
     assert steps([20], [40]).waiting_error is None
 
 
 def test_the_error_is_that_of_repeated_draws() -> None:
-    """The standard error of a sample of steps is the spread of the figure over many such samples."""
-    generator = np.random.default_rng(0)
-
-    def drawn() -> PlannedSteps:
-        work = generator.integers(100, 300, 32)
-        return steps((work * generator.uniform(1.0, 2.0, 32)).astype(int).tolist(), (4 * work).tolist())
-
-    many = [drawn() for _ in range(400)]
+    """The standard error of a sample of many steps is the spread of the figure over many such samples."""
+    many = drawn(64, 400)
     spread = np.std([each.waiting for each in many])
     assert np.mean([each.waiting_error for each in many]) == pytest.approx(spread, rel=0.15)
+
+
+def test_three_errors_of_few_steps_hold_as_often_as_of_many() -> None:
+    """Student's t: without it, three errors of five steps miss ten times as often as those of a normal distribution."""
+    many, truth = drawn(5, 2000), drawn(20_000, 1)[0].waiting
+    misses = [abs(each.waiting - truth) > 3 * (each.waiting_error or 0.0) for each in many]
+    assert np.mean(misses) < 0.01
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(3, 19.21), (5, 6.62), (8, 4.53), (16, 3.59), (64, 3.12)])
+def test_the_factor_for_few_steps_is_that_of_student(count: int, quantile: float) -> None:
+    """Quantiles of Student's t for the probability that a normal value lies within three deviations, from tables."""
+    planned = steps(list(range(10, 10 + count)), [40] * count)
+    costs = np.arange(10, 10 + count)
+    deviations = (costs * (1 - planned.waiting) - 10) / costs.mean()
+    plain = deviations.std(ddof=1) / np.sqrt(count)
+    assert planned.waiting_error == pytest.approx(quantile / 3 * plain, rel=0.25 if count < 5 else 0.03)
 
 
 def test_settings_of_the_same_steps_differ_where_each_step_does() -> None:

@@ -63,14 +63,19 @@ def with_a_giant(folder: Path) -> DataSet:
     return texts(folder, lengths)
 
 
-def where_nothing_helps(folder: Path) -> DataSet:
+def many_giants(folder: Path) -> DataSet:
+    """Some three giants in each step: no plan of whole samples shortens it much."""
     lengths = short_lengths()
     lengths[::20] = [20_000] * len(lengths[::20])
     return texts(folder, lengths)
 
 
+def even(folder: Path) -> DataSet:
+    return texts(folder, [80] * len(short_lengths()))
+
+
 def waits(plans: Sequence[Plan]) -> float:
-    """The share of the steps that ranks wait for each other, where they meet after each phase."""
+    """The share of the steps' time that ranks wait for each other, where they meet after each phase."""
     costs = totals = 0
     for plan in plans:
         cells = [plan.cells(phase) for phase in plan.costs]
@@ -89,22 +94,21 @@ def planned(call: str, data: DataSet, seed: int) -> list[Plan]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [text_alone, images, made_up, mixture, with_a_giant, where_nothing_helps])
+@pytest.mark.parametrize("made", [text_alone, images, made_up, mixture, with_a_giant, many_giants, even])
 def test_the_copied_call_waits_as_long_as_the_sentence_says(made: Callable[[Path], DataSet], tmp_path: Path) -> None:
     data = made(tmp_path)
     profile = data.profile(cost=COST, ranks=(RANKS,), batch_size=BATCH_SIZE, group_size=4)
     best = recommended(profile.main_scale)
     said: dict[str, Finding] = {each.setting: each for each in findings(profile) if each.setting}
     unbalanced = re.sub(r"od\.Balance\(.*?\)", "od.Balance(scope='none')", profile.call)
-    assert best == "none" or unbalanced != profile.call
-    for name, call in ((best, profile.call), ("none", unbalanced)):
+    assert (best == "none") == (unbalanced == profile.call) == (made is even)
+    for name, call in {best: profile.call, "none": unbalanced}.items():
         finding = said[name]
         assert re.search(r"\d+ %", finding.text)
         for seed in SEEDS:
             waiting = waits(planned(call, data, seed))
             assert finding.low <= waiting <= finding.high, f"{waiting:.3f} is not as said: {finding.text}"
-        assert made is with_a_giant or finding.high - finding.low < 0.2
-    assert (best == "none") == (made is where_nothing_helps)
-    if made in (with_a_giant, where_nothing_helps):
+        assert made is with_a_giant or finding.high - finding.low < 0.25
+    if made in (with_a_giant, many_giants):
         is_unplanned = any("No planned step had" in sentence for sentence in profile.summary)
         assert is_unplanned == (made is with_a_giant)
