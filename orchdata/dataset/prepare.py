@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
@@ -63,9 +64,10 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
 
 def _check_collate(collate_fn: object) -> None:
     """Raise TypeError for torch's own functions, which stack items of one size."""
-    if collate_fn is default_collate or collate_fn is default_convert:
+    called = collate_fn.func if isinstance(collate_fn, partial) else collate_fn
+    if called is default_collate or called is default_convert:
         raise TypeError(
-            f"collate_fn={collate_fn.__name__} takes tensors, and samples of shards are od.Sample objects of any "
+            f"collate_fn={called.__name__} takes tensors, and samples of shards are od.Sample objects of any "
             "length: leave collate_fn out for packed batches, pass od.Padded() for padded ones, or a function of yours "
             "that takes a list of od.Sample"
         )

@@ -58,11 +58,9 @@ from orchdata.profiling.profile import (
 from orchdata.profiling.ranks.cached import NodeCache
 from orchdata.profiling.ranks.layouts import padding_of_layouts
 from orchdata.profiling.ranks.planned import AnyOrder, StepSize, epoch_spec
-from orchdata.profiling.ranks.scales import make_scale
+from orchdata.profiling.ranks.scales import MOST_REPEATS, make_scale
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
-MOST_REPEATS: Final = 16
-"""A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
 _RANGE_SAMPLES = 1000
 _COMPARED = ("scope", "assignment", "group_size")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ def test_a_choice_of_few_samples_is_none(tmp_path: Path) -> None:
     assert len(list(loader)) == len(loader) == 1
 
 
-@pytest.mark.parametrize("collate", [default_collate, default_convert])
+@pytest.mark.parametrize("collate", [default_collate, default_convert, partial(default_collate)])
 def test_torchs_own_collate_fn_is_refused_for_shards(tmp_path: Path, collate: Any) -> None:
     dataset = texts(tmp_path)
+    name = getattr(collate, "func", collate).__name__
     for data in (dataset, od.Mixture({"a": od.Source(dataset)})):
-        with pytest.raises(TypeError, match=rf"collate_fn={collate.__name__} takes tensors, .*pass od.Padded\(\)"):
+        with pytest.raises(TypeError, match=rf"collate_fn={name} takes tensors, .*pass od.Padded\(\)"):
             od.DataLoader(data, batch_size=2, collate_fn=collate)
     assert len(list(od.DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=collate))) == 2

@@ -31,6 +31,8 @@ from orchdata.profiling.ranks.planned import (
 from orchdata.profiling.ranks.settings import LlmAlone, Setting, SettingName, make_settings
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+MOST_REPEATS: Final = 16
+"""A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

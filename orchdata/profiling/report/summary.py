@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.html.words import number, percent
 from orchdata.profiling.ranks.planned import CLEAR
+from orchdata.profiling.ranks.scales import MOST_REPEATS
 from orchdata.profiling.ranks.settings import SettingName
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ def step_words(scale: Scale) -> str:
 def left_out_words(profile: Profile) -> str:
     """Return which numbers of ranks were left out, and why."""
     ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
-    return f"Not planned: {ranks} ranks, whose step would have more than 16 times the data. Name them to plan them."
+    return (
+        f"Not planned: {ranks} ranks, whose step would have more than {MOST_REPEATS} times the data. Name them to plan "
+        "them."
+    )
 
 
 def _of_waiting(profile: Profile) -> list[Finding]:
