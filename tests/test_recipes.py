@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,23 @@ def test_the_first_recipe_of_hugging_face_models(vl: VL, monkeypatch: pytest.Mon
         return made[-1].losses
 
     check(run, plain_loss(vl))
+
+
+def test_the_recipe_of_special_tokens(vl: VL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a <box> b </box>"}\n')
+    shard_dataset = od.ShardDataset
+    monkeypatch.setattr(od, "ShardDataset", lambda _, **options: shard_dataset(str(path), **options))
+    processor, size = copy.deepcopy(vl.processor), len(vl.processor.tokenizer)  # others have this tokenizer too
+    model, small = vl.family.build()[1], vl.family.build()[1]
+    names: dict[str, Any] = {"od": od, "processor": processor, "model": model}
+    exec(recipe_of("huggingface.md", "add_special_tokens("), names)
+    (batch,) = od.DataLoader(names["dataset"], global_batch_size=1, collate_fn=names["collate_fn"])
+    inputs = batch.model_inputs()
+    assert [each for each in inputs["input_ids"].flatten().tolist() if each >= size] == [size, size + 1]
+    assert model(**inputs).loss.isfinite()
+    with pytest.raises(IndexError):  # as the page says
+        small(**inputs)
 
 
 def test_the_recipe_of_encoders_balanced_apart(vl: VL) -> None:
