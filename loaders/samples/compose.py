@@ -38,7 +38,7 @@ from orchdata.loaders.text.conversation import (
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.messages import Chat, is_record
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
-from orchdata.loaders.text.rendering import render_chat
+from orchdata.loaders.text.rendering.render import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, Turn, render
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 

@@ -24,8 +24,8 @@ from jinja_chats import ANSWER, ASK, CALL, TAGGED, decoded, openai, recipe_of
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text import rendering
 from orchdata.loaders.text.jinja import Inputs
+from orchdata.loaders.text.rendering import render
 
 pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
@@ -89,7 +89,7 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
 def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
     """Chats of words and media are rendered once, where the text is what is known of their shape around the words."""
     used = []
-    known = rendering._known_spans
+    known = render.known_spans
 
     def without(*given):
         used.append(known(*given))
@@ -103,7 +103,7 @@ def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
         chat = media_chat(draw, images) if images else turns
         tokens = composed(recipe, chat, images)
         with monkeypatch.context() as patch:
-            patch.setattr(rendering, "_known_spans", without)
+            patch.setattr(render, "known_spans", without)
             assert composed(recipe, chat, images) == tokens
     assert sum(spans is not None for spans in used) >= 15
 
