@@ -5,12 +5,21 @@ The indexer and the decoder both use this module, so decoding yields what the in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.agreement import (
+    NO_RECORD,
+    OWN_LAYOUT,
+    check_context,
+    check_media_order,
+    check_named,
+    check_named_columns,
+    check_unread,
+    unplaced,
+)
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import (
@@ -23,24 +32,21 @@ from orchdata.loaders.samples.spans import (
     WholeWriter,
     Window,
 )
-from orchdata.loaders.samples.values import check_text, text_of
-from orchdata.loaders.text.chat_keys import check_record, is_chat_context, says, shown
+from orchdata.loaders.samples.values import check_text, json_or_text, text_of
+from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     Document,
     document_of,
     document_of_fields,
-    named_in,
     parse_json,
     read_document,
     split_placeholders,
     why_unread,
 )
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import Chat, is_record
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.rendering.render import render_chat
-from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, Turn, render
-from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
+from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
 
 __all__ = [
     "Composition",
@@ -55,9 +61,6 @@ __all__ = [
 ]
 
 _SHOWN_KEYS = 8
-_NO_RECORD = "Recipe.record returned a record that cannot be used"
-_RENAMED = "ShardDataset(columns={old name: new name}) renames a field"
-_OWN_LAYOUT = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -152,7 +155,7 @@ def composition_of(
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
     where = members[used[0]].field if used and made is None else "*"
-    leading = _match(media, segments, where, recipe)
+    leading = unplaced(media, segments, where, recipe)
     ordered: list[TextSegment | tuple[str, int]] = [
         (modality, member) for modality in leading for member in media[modality]
     ]
@@ -181,7 +184,7 @@ def _segments(
 ) -> tuple[list[int], list[Segment], bool]:
     """Return the members that the sample's text is from (none: no text), its segments, and whether it is a chat."""
     if uses.media_paths:
-        _check_named_columns(uses.media_paths, members, texts, recipe)
+        check_named_columns(uses.media_paths, members, texts, recipe)
     # A conversation: in fields of the sample together, or in one of its members.
     documents: dict[int, Document] = {}
     used, document = _record_of_fields(uses, members, texts, recipe)
@@ -205,7 +208,7 @@ def _segments(
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
-        _check_unread(documents, uses, members, texts, recipe)
+        check_unread(documents, uses, members, texts, recipe)
     where = members[chosen[0][0]].field if chosen else "*"
     return [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe), False
 
@@ -225,12 +228,12 @@ def _made_segments(
         raise error.at("*") from error.__cause__
     if document.is_chat:
         return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True
-    _check_named(document.named, members, recipe, exactly=False)
+    check_named(document.named, members, recipe, exactly=False)
     if document.completion is not None:
         return uses, _completion_segments(document.completion, recipe), False
     if document.text is None:
         reason = why_unread(document.rest) or "it has neither a text nor a chat"
-        raise FieldError("*", f"{_NO_RECORD}: {reason}")
+        raise FieldError("*", f"{NO_RECORD}: {reason}")
     return uses, _text_segments([document.text], "*", recipe), False
 
 
@@ -261,13 +264,13 @@ def _chat_segments(
     """The members that a chat is from, and its segments."""
     known = {*used}
     context = [index for index in uses.chat_context if index not in known]
-    _check_named(document.named, members, recipe, exactly=True)
-    _check_media_order(document, members, uses)
+    check_named(document.named, members, recipe, exactly=True)
+    check_media_order(document, members, uses)
     if document.chat is not None:
         return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe)
     turns = document.turns or []
     if context:
-        _check_context(turns, context, members, texts, recipe)
+        check_context(turns, context, members, texts, recipe)
     return used, list(render(turns, cast(ChatTemplate, recipe.rules.template)))
 
 
@@ -290,7 +293,7 @@ def _rendered(
     fields = [members[index].field for index in (*used, *context)]
     try:
         chat = chat.with_context(
-            {stem(members[index].field): _value(members[index], texts[index], recipe) for index in context}
+            {stem(members[index].field): json_or_text(members[index], texts[index], recipe) for index in context}
         )
         chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
         unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
@@ -335,153 +338,8 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
         if text != chosen[0][1]:
             raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
     for index, _ in chosen[:1]:
-        _check_named(documents[index].named, members, recipe, exactly=False)
+        check_named(documents[index].named, members, recipe, exactly=False)
     return chosen[:1]
-
-
-def _check_context(
-    turns: Sequence[Turn],
-    context: Iterable[int],
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> None:
-    """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
-    record: dict[str, Any] = {}
-    for index in context:
-        record[stem(members[index].field)] = _value(members[index], texts[index], recipe)
-    try:
-        check_record(record, (), turns, Work())
-    except DecodeError as error:
-        raise error.at(", ".join(members[index].field for index in context)) from None
-
-
-def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
-    text = text_of(member, payload, recipe)
-    try:
-        return parse_json(text.encode())
-    except (DecodeError, UnicodeEncodeError):
-        return text
-
-
-def _check_unread(
-    documents: Mapping[int, Document],
-    uses: Uses,
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> None:
-    """Raise FieldError if a sample without text has words in members that are not read."""
-    for index, document in documents.items():
-        reason = why_unread(document.rest)
-        if reason is not None:
-            said = (
-                f"{_NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {_RENAMED}, and {_OWN_LAYOUT}"
-            )
-            raise FieldError(members[index].field, said)
-    json = {*uses.json}
-    for index in uses.chat_context:
-        if index not in json and says(_value(members[index], texts[index], recipe)):
-            raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
-    unread = [members[index].field for index in uses.other_text if _has_words(members[index], texts[index], recipe)]
-    if unread:
-        field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
-        raise FieldError(field, f"has the sample's only words and is not read: {_way_out(unread[0], more)}")
-
-
-def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
-    """Whether an unread field contains words. Default text fields do not count: the recipe left them out on purpose."""
-    name = stem(member.field)
-    if name.endswith(WORDS_SUFFIX):
-        return says(_value(member, payload, recipe))
-    if name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name):
-        return False
-    return says(text_of(member, payload, recipe))
-
-
-def _way_out(field: str, more: Sequence[str]) -> str:
-    """Say how to read the words of a field, or of several fields."""
-    if more:
-        return (
-            f"{', '.join(map(repr, more))} too: {_OWN_LAYOUT}, or write them as one chat, a list of turns under "
-            "messages; leave them out if the model need not see them"
-        )
-    if field.endswith(WORDS_SUFFIX):
-        return f"a list or struct: {_OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
-    return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
-
-
-def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[str]:
-    """Check media against placeholders. Return the modalities without placeholders: their media come first."""
-    marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
-    if not marks:
-        return [name for name, indices in media.items() if indices]
-    for name in sorted(set(marks)):
-        mark = recipe.slots[name].mark
-        if name not in media:
-            raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
-        count, wanted = len(media[name]), marks.count(name)
-        if count < wanted:
-            way_out = f"where the mark is text, {_unmarked(name)}"
-            if isinstance(recipe.text.template, JinjaTemplate):
-                way_out = "its bytes are a field or column of the sample, as no URL or path is opened"
-            if recipe.record is not None:
-                way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
-            raise FieldError(
-                where, f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; {way_out}"
-            )
-        if count > wanted:
-            raise FieldError(where, f"{count} {_plural(name, recipe)} but {wanted} {mark} placeholders")
-    return [name for name, indices in media.items() if indices and name not in marks]
-
-
-def _check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
-    for modality, names in named.items():
-        if modality not in recipe.modalities:
-            continue
-        kind = recipe.kinds.index(modality)
-        count = sum(member.kind == kind for member in members)
-        if count < len(names) or (exactly and count > len(names)):
-            what = "conversation" if exactly else "record"
-            raise FieldError(
-                modality,
-                f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample holds "
-                f"{count or 'none'}",
-            )
-
-
-def _check_named_columns(
-    named: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> None:
-    """Check columns of paths: media are the row's own cells, and no path is opened."""
-    for index in named:
-        name = members[index].field.lower().removesuffix(WORDS_SUFFIX)
-        value = {name: _value(members[index], texts[index], recipe)}
-        _check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
-
-
-def _check_media_order(document: Document, members: Sequence[Member], uses: Uses) -> None:
-    """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
-    for said in (document.named, document.placed):
-        for modality, names in said.items():
-            own = uses.media.get(modality, ())
-            if len(own) < 2 or len(own) != len(names):
-                continue
-            fields = [members[index].field.lower() for index in own]
-            known = {*fields}
-            named = [_own_field(name, known) for name in names]
-            if None not in named and named != fields:
-                raise FieldError(
-                    modality,
-                    f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
-                    f"order of the fields: {', '.join(fields[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
-                )
-
-
-def _own_field(name: str, fields: Collection[str]) -> str | None:
-    """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
-    base = name.lower().rpartition("/")[2]
-    return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)
 
 
 def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
@@ -508,20 +366,9 @@ def _nothing_usable(
     members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> str:
     if recipe.record is not None and not is_made(members, recipe):
-        return f"{_NO_RECORD}: it has neither a text nor a chat"
-    records = [_value(members[index], texts[index], recipe) for index in uses.json]
+        return f"{NO_RECORD}: it has neither a text nor a chat"
+    records = [json_or_text(members[index], texts[index], recipe) for index in uses.json]
     keys = [shown(key) for record in records if isinstance(record, dict) for key in record][:_SHOWN_KEYS]
     fields = (", ".join(member.field for member in members) or "none") + (f" (keys {', '.join(keys)})" if keys else "")
     known = f"{', '.join([*recipe.modalities, 'text'])} (fields {', '.join(('json', *recipe.text.fields))})"
-    return f"no usable field among: {fields}; the recipe reads {known}; columns= renames fields, and {_OWN_LAYOUT}"
-
-
-def _plural(name: str, recipe: Recipe) -> str:
-    return recipe.modalities[name].plural or f"{name} parts"
-
-
-def _unmarked(name: str) -> str:
-    """Say how to turn its mark into plain text."""
-    return (
-        f'TextPreprocessor({name}_placeholder="")' if name in BUILTINS else 'give the modality slot = od.Slot(mark="")'
-    )
+    return f"no usable field among: {fields}; the recipe reads {known}; columns= renames fields, and {OWN_LAYOUT}"

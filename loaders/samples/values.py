@@ -36,6 +36,15 @@ def text_of(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
         raise error.at(member.field) from error.__cause__
 
 
+def json_or_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
+    """Return the value of a member that is JSON, else its text. Raises FieldError."""
+    text = text_of(member, payload, recipe)
+    try:
+        return parse_json(text.encode())
+    except (DecodeError, UnicodeEncodeError):
+        return text
+
+
 def is_json(field: str) -> bool:
     """Return whether a field is JSON by its name, without its `.gz`."""
     return field.rpartition(".")[2].lower() in _SUFFIXES or field.endswith((WORDS_SUFFIX, VALUE))
