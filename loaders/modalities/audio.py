@@ -75,6 +75,12 @@ class Clips(Modality):
 
         return probe_audio(data, limits)
 
+    @staticmethod
+    def seconds(header: Header) -> float:
+        """Return the length of a clip in seconds."""
+        frames, rate = header[:2]
+        return frames / max(1, rate)
+
     @classmethod
     def matches_magic(cls, head: bytes) -> bool:
         named = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")

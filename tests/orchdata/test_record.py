@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -613,6 +614,56 @@ def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, offset: float
         assert index.totals["bad"] == (offset > 0)
         if offset:
             assert "'offset' is 1.5 s, and clips are taken whole: cut the file" in index.failure(0).reason
+
+
+@pytest.mark.parametrize(
+    ("stretch", "seconds"),
+    [
+        ({"start": 0.0, "end": 1.0}, 1),
+        ({"start_time": 1, "end_time": 2}, 1),
+        ({"begin": "0.5", "stop": "1.5"}, 1),
+        ({"segment_start": 0.0, "segment_end": 1.0}, 1),
+        ({"start_ms": 0, "end_ms": 1000}, 1),
+        ({"segment": [0.0, 1.0]}, 1),
+        ({"offset": 0.0, "duration": 1.0}, 1),
+    ],
+)
+def test_a_clip_that_is_longer_than_its_stretch(tmp_path: Path, stretch: dict[str, Any], seconds: float) -> None:
+    (tmp_path / "long.wav").write_bytes(audio(3.0))
+    (tmp_path / "cut.wav").write_bytes(audio(seconds + 0.1))
+    rows = [{"audio": f"{name}.wav", "text": "said", **stretch} for name in ("long", "cut")]
+    index = od.ShardDataset(jsonl(tmp_path / "a.jsonl", rows), recipe(), media_root=tmp_path).index()
+    assert index.bad_rows().tolist() == [0]
+    assert re.search("of a clip of 3 s, and clips are taken whole: cut the file", index.failure(0).reason)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"start": 0, "end": 48_000},  # in samples
+        {"answer_start": 1, "answer_end": 2},
+        {"duration": 1.0},  # without an offset it may be in any unit
+        {"start": 3, "end": 1},
+        {"start": "now", "end": "then"},
+        {"start": True, "end": 2},
+        {"offset": 0.0, "duration": 3.0},
+    ],
+)
+def test_numbers_that_name_no_stretch(tmp_path: Path, said: dict[str, Any]) -> None:
+    (tmp_path / "a.wav").write_bytes(audio(3.0))
+    rows = [{"audio": "a.wav", "text": "said", **said}]
+    index = od.ShardDataset(jsonl(tmp_path / "a.jsonl", rows), recipe(), media_root=tmp_path).index()
+    assert index.totals["bad"] == 0
+
+
+@pytest.mark.parametrize("key", ["image2", "image_2", "image_2_path", "image1"])
+def test_a_numbered_key_next_to_one_that_is_read(tmp_path: Path, key: str) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(32, 32))
+    rows = [{"image": "a.jpg", key: "a.jpg", "text": "t"}, {"image": "a.jpg", f"{key}_mask": "a.jpg", "text": "t"}]
+    index = od.ShardDataset(jsonl(tmp_path / "a.jsonl", rows), recipe(), media_root=tmp_path).index()
+    assert index.bad_rows().tolist() == [0]
+    assert f"'{key}' names 'a.jpg', but this key is not read" in index.failure(0).reason
+    assert "one list, under 'images'" in index.failure(0).reason
 
 
 @pytest.mark.parametrize("write", [jsonl, arrow])

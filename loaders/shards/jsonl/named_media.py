@@ -18,6 +18,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER, STRETCHED
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
+from orchdata.loaders.shards.jsonl.stretch import Stretch, check_offset, stretch_of
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
 from orchdata.loaders.text.media_words import record_keys
 
@@ -35,7 +36,8 @@ _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
-_PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
+_NUMBERED: Final = re.compile(r"_?\d+(_?(file_?)?(path|name))?")
+_PATHS: Final = re.compile(rf"{_NUMBERED.pattern}|s?_?((file_?)?(path|name)|file)s?")
 _FILES_WORDS: Final = "path file filename file_name filepath file_path img img_path photo picture recording sound wav"
 _FILES: Final = frozenset(word + ending for word in _FILES_WORDS.split() for ending in ("", "s"))
 """Keys, besides those of a modality, under which people write the path of an image or clip."""
@@ -56,6 +58,7 @@ class NamedMedia(NamedTuple):
         error: why there is no path and no content.
         files: the files that it is made of, as the frames of a video.
         metadata: the other keys of the record about these files.
+        stretch: the part of the clip that the record is about.
     """
 
     field: str
@@ -65,6 +68,7 @@ class NamedMedia(NamedTuple):
     error: str | None = None
     files: tuple[NamedMedia, ...] = ()
     metadata: Mapping[str, Any] = {}
+    stretch: Stretch | None = None
 
     def parts(self) -> tuple[NamedMedia, ...]:
         """Return the listed files, or itself if there are none."""
@@ -111,8 +115,8 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
                 raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
             _add_files(value, by_key)
-        if not STRETCHED.isdisjoint(by_key):
-            _check_whole(value)
+        if by_key.keys() & STRETCHED and (error := check_offset(value)) is not None:
+            raise DecodeError(error)
     for modality, name in _items(value):
         in_turns.setdefault(modality, []).append(name)
 
@@ -124,8 +128,10 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         if turn_names and names != turn_names:
             raise DecodeError(f"a key and the turns both name {modality}, but not the same: keep one of them")
         media += [_media(modality, number, name) for number, name in enumerate(names)]
-        if modality in BUILTINS and not names and isinstance(value, dict):
-            media += _unread_key_error(value, modality, kind)
+        if modality in STRETCHED and len(names) == 1 and isinstance(value, dict):
+            media[-1] = media[-1]._replace(stretch=stretch_of(value))
+        if modality in BUILTINS and isinstance(value, dict):
+            media += _unread_key_error(value, modality, kind, _NUMBERED if names else _PATHS)
     return media if media or not isinstance(value, dict) else _unread_name(value)
 
 
@@ -149,33 +155,28 @@ def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
 
 
 def _not_read(key: str, name: str, modality: str, kind: int) -> NamedMedia:
+    one = f"call the key {modality!r}, as columns= does"
+    if _NUMBERED.search(key):
+        one = f"name all of a record in one list, under '{modality}s'"
     error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
-    error += f"trained on the text without it: call the key {modality!r}, as columns= does. To read text alone: "
+    error += f"trained on the text without it: {one}. To read text alone: "
     error += f"{modality}=None in the recipe, or a Recipe(record=...) that leaves the key out"
     return NamedMedia(f"{modality}.0", kind, error=error)
 
 
-def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:
-    """Return an error if a record names a file of this modality only under a key that is not read."""
+def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int, keys: re.Pattern[str]) -> list[NamedMedia]:
+    """Return an error if a record names a file of this modality under a key that is not read.
+
+    Args:
+        keys: what follows the modality in such a key. A record that names files under a key that is read may have paths
+            of others; a numbered key is one more of the same.
+    """
     for key in value:
-        if key.startswith(modality) and _PATHS.fullmatch(key, len(modality)):
+        if key.startswith(modality) and keys.fullmatch(key, len(modality)):
             for name in _list_of(value[key]):
                 if isinstance(name, str) and classify(name.lower())[0] == kind:
                     return [_not_read(key, name, modality, kind)]
     return []
-
-
-def _check_whole(value: Mapping[str, Any]) -> None:
-    """Raise DecodeError for a record about a stretch of its clip, as in NeMo's manifests: `offset`, in seconds."""
-    try:
-        seconds = float(value.get("offset") or 0)
-    except (TypeError, ValueError):  # no number: it says something else
-        return
-    if seconds:
-        raise DecodeError(
-            f"'offset' is {seconds:g} s, and clips are taken whole: cut the file (`ffmpeg -ss START -t SECONDS`); "
-            "if it is not about the clip, remove it or rename it with columns="
-        )
 
 
 def _check_once(value: dict[str, Any]) -> None:
