@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -14,7 +16,7 @@ from orchdata.loaders.text.chat_keys import check_record, says, shown
 from orchdata.loaders.text.conversation import Document, named_in, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
-from orchdata.loaders.text.template import Placeholder, Segment, Turn
+from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
@@ -84,13 +86,37 @@ def _way_out(field: str, more: Sequence[str]) -> str:
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
+def check_one_sample(members: Sequence[Member], uses: Uses, recipe: Recipe) -> None:
+    """Raise FieldError if several media each have a text of their own name: these are samples whose names have dots.
+
+    Numbers are no such names: parts of a sample and their texts may be numbered. Nor are texts that the recipe names.
+    """
+    texts = {_name_of(members[index]) for index in uses.plain if stem(members[index].field) not in recipe.text.fields}
+    media = {_name_of(members[index]): members[index].field for part in uses.media.values() for index in part}
+    fields = [field for name, field in media.items() if name in texts and name and not name.isdecimal()]
+    if len(fields) > 1:
+        named = ", ".join(map(shown, (f"{_name_of(members[index])}.txt" for index in uses.plain[:2])))
+        raise FieldError(
+            fields[0],
+            f"{', '.join(map(shown, fields[:3]))} each have a text of their own under one key, which ends at the first "
+            "dot of a file's name: if these are several samples, rename the files so that their names have no other "
+            f"dot; if they are one, name its texts: TextPreprocessor(fields=({named}))",
+        )
+
+
+def _name_of(member: Member) -> str:
+    return member.field.rpartition(".")[0]
+
+
 def unplaced(
-    media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe
+    media: Mapping[str, tuple[int, ...]], segments: Sequence[Segment], where: str, recipe: Recipe
 ) -> list[str]:
     """Check media against placeholders. Return the modalities without placeholders: their media come first."""
     marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
     if not marks:
-        return [name for name, indices in media.items() if indices]
+        leading = [name for name, indices in media.items() if indices]
+        _check_foreign(leading, segments, where, recipe)
+        return leading
     for name in sorted(set(marks)):
         mark = recipe.slots[name].mark
         if name not in media:
@@ -108,6 +134,31 @@ def unplaced(
         if count > wanted:
             raise FieldError(where, f"{count} {_plural(name, recipe)} but {wanted} {mark} placeholders")
     return [name for name, indices in media.items() if indices and name not in marks]
+
+
+def _check_foreign(names: Sequence[str], segments: Iterable[Segment], where: str, recipe: Recipe) -> None:
+    """Raise FieldError for placeholders of other tools in the text of a sample with media and without placeholders.
+
+    Left alone are recipes without a mark, whose texts mean what they say, and chat templates that write such words.
+    """
+    template = recipe.text.template
+    written = template.source if isinstance(template, JinjaTemplate) else ""
+    patterns = {name: _foreign(name) for name in names if recipe.slots[name].mark}
+    for segment in segments if patterns else ():
+        if isinstance(segment, TextSegment) and "<" in segment.text:
+            for name, pattern in patterns.items():
+                if (found := pattern.search(segment.text)) and not pattern.search(written):
+                    raise FieldError(
+                        where,
+                        f"{shown(found[0])} is not a placeholder of this recipe, and the model would read it as text: "
+                        f"write {recipe.slots[name].mark} for it, in the data or by Recipe(record=...), or leave it "
+                        "out: without a placeholder, media come first",
+                    )
+
+
+@lru_cache
+def _foreign(name: str) -> re.Pattern[str]:
+    return re.compile(rf"<\|{name}(?:[ _]?\d+)?\|>|<{name}[ _]?\d+>|<__dj__{name}>", re.IGNORECASE)
 
 
 def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:

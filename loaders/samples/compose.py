@@ -17,6 +17,7 @@ from orchdata.loaders.samples.agreement import (
     check_media_order,
     check_named,
     check_named_columns,
+    check_one_sample,
     check_unread,
     unplaced,
 )
@@ -204,6 +205,8 @@ def _segments(
     if document is not None and document.completion is not None:
         return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
+    if len(uses.plain) > 1:
+        check_one_sample(members, uses, recipe)
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)

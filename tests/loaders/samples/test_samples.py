@@ -101,6 +101,11 @@ USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assi
         ({"jsonl": '{"role": "user", "content": "q"}\n\n{"role": "assistant", "content": "a"}'}, CHAT),
         ({"txt": "yes", "jsonl": '{"a": 1}\n{"a": 2}'}, ["yes!"]),
         ({"gz_txt": "gunzipped by the reader"}, ["gunzipped by the reader!"]),
+        # Words in angle brackets that are no placeholders of anyone.
+        ({"txt": "<img> is a <video> tag of <image_1>"}, ["<img> is a <video> tag of <image_1>!"]),
+        ({"jpg": None, "txt": "<picture> tags"}, ["<jpg>", "<picture> tags!"]),
+        ({"jpg_0": None, "txt_0": "a", "jpg_1": None, "txt_1": "b"}, ["<0.jpg>", "<1.jpg>", "ab!"]),
+        ({"jpg_a": None, "txt_a": "a", "jpg_b": None}, ["<a.jpg>", "<b.jpg>", "a!"]),
     ],
 )
 def test_parts_in_order(fields, spans):
@@ -156,6 +161,19 @@ def test_qwen_content_lists_say_themselves_where_media_go():
         ({"json": [{"role": "user", "content": [{"type": "text"}]}]}, "json", "text item without text"),
         ({"json": {"width": 3}}, "*", "no usable field among: json"),
         ({"txt": ""}, "txt", "no tokens"),
+        # Placeholders of other tools.
+        ({"txt": "see <image_1>", "jpg": None}, "txt", "'<image_1>' is not a placeholder of this recipe"),
+        ({"txt": "see <|image_1|>", "jpg": None}, "txt", "'<|image_1|>' is not a placeholder of this recipe"),
+        ({"txt": "see <image 1>", "jpg": None}, "txt", "write <image> for it"),
+        ({"txt": "<__dj__audio> hear", "wav": None}, "txt", "'<__dj__audio>' is not a placeholder of this recipe"),
+        ({"json": [{"role": "user", "content": "<|image|> hi"}], "jpg": None}, "json", "not a placeholder of this"),
+        # Files whose names have dots: 10.30.15.jpg and 10.31.00.jpg have the key 10.
+        (
+            {"jpg_30.15": None, "txt_30.15": "a", "jpg_31.00": None, "txt_31.00": "b"},
+            "30.15.jpg",
+            "'30.15.jpg', '31.00.jpg' each have a text of their own under one key",
+        ),
+        ({"jpg_a": None, "txt_a": "a", "jpg_b": None, "txt_b": "b"}, "a.jpg", "TextPreprocessor(fields=('a.txt', "),
     ],
 )
 def test_bad_samples_name_field_and_reason(fields, field, reason):
