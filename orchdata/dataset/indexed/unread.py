@@ -52,7 +52,7 @@ def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) 
     _warn_of_text(index)
     for one, each in whole_parts(dataset, index):
         unread = _unread_media(one, each)
-        names = _unread_names(each)
+        names = _unread_names(one, each)
         if unread:
             _warn_of_media(each, unread)
         if undecoded := _undecoded(one, each):
@@ -92,28 +92,35 @@ def _unread_media(one: ShardDataset, index: Index) -> dict[str, int]:
 
 
 def _undecoded(one: ShardDataset, index: Index) -> dict[str, int]:
-    """Return how many members there are of each ending of media that the modality of the recipe does not read."""
-    counts: dict[str, int] = {}
-    for name, count in index.totals["ignored_fields"].items():
+    """Return how many members there are of each ending of media that the modality of the recipe does not read, if not
+    all samples have other media of it.
+    """
+    totals, counts = index.totals, dict[str, int]()
+    for name, count in totals["ignored_fields"].items():
         ending = name.rpartition(".")[2]
         modality = modality_of_ending(f".{ending}")
-        if modality in one.recipe.modalities and ending not in one.recipe.modalities[modality].fields:
+        if modality not in one.recipe.modalities or ending in one.recipe.modalities[modality].fields:
+            continue
+        if totals["modalities"][modality]["samples"] < totals["samples"] - totals["bad"]:
             counts[ending] = counts.get(ending, 0) + count
     return counts
 
 
-def _unread_names(index: Index) -> list[_UnreadName]:
+def _unread_names(one: ShardDataset, index: Index) -> list[_UnreadName]:
     """Return the fields with names of media that no rule reads, the most frequent first.
 
-    Addresses of few samples are left out: pages of the web may have the endings of media.
+    Left out are fields that the recipe keeps for the user, and addresses of few samples: pages of the web may have the
+    endings of media.
     """
     least = _LEAST_ADDRESSES * index.totals["samples"]
     names = [
         _UnreadName(each["samples"], field, modality, each["example"])
         for modality, fields in index.totals.get(UNREAD, {}).items()
         for field, each in fields.items()
+        if field.partition(".")[0] not in one.recipe.keep
     ]
-    return sorted((one for one in names if not one.is_address or one.samples >= least), key=lambda one: -one.samples)
+    likely = [name for name in names if not name.is_address or name.samples >= least]
+    return sorted(likely, key=lambda name: -name.samples)
 
 
 def _warn_of_media(index: Index, unread: Mapping[str, int]) -> None:
@@ -212,10 +219,9 @@ def warn_of_no_loss(
 
 def _has_loss(index: Index, unchosen: Ints) -> bool:
     """Return whether a chosen sample has a token to learn, or none is usable."""
-    loss = int(index.totals["loss_tokens"])
-    if np.union1d(unchosen, index.bad_rows()).size == index.num_rows:
+    if index.totals["loss_tokens"] > index.loss_tokens[unchosen].sum(dtype=np.int64):
         return True
-    return loss > int(index.loss_tokens[unchosen].sum(dtype=np.int64))
+    return np.union1d(unchosen, index.bad_rows()).size == index.num_rows
 
 
 def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:

@@ -17,7 +17,14 @@ from shard_factory import RECIPE, audio, jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.index.totals import UNREAD
-from orchdata.loaders.media_names import UnreadNames, modality_named, names_in, sum_unread
+from orchdata.loaders.media_names import (
+    _ENDINGS,
+    UnreadNames,
+    may_name_media,
+    modality_named,
+    names_in,
+    sum_unread,
+)
 from orchdata.loaders.samples.sample import TextPart
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 
@@ -194,6 +201,9 @@ def test_the_ways_out_that_the_warning_names_work(tmp_path: Path) -> None:
     assert warned(renamed) == [] and modalities(renamed) == {"image"}
     assert warned(od.ShardDataset(path, recipe=replace(RECIPE, record=without_name))) == []
     assert len(warned(od.ShardDataset(path, recipe=replace(RECIPE, record=passing)))) == 1
+    assert (
+        warned(od.ShardDataset(lines(tmp_path, {"thumbs": ["a.jpg"]}), recipe=replace(RECIPE, keep=("thumbs",)))) == []
+    )
     nested = lines(tmp_path, {"meta": {"image": "a.jpg"}})
     made = od.ShardDataset(nested, recipe=replace(RECIPE, record=with_image), media_root=tmp_path)
     assert warned(made) == [] and modalities(made) == {"image"}
@@ -206,6 +216,8 @@ def test_members_of_tars_in_formats_that_no_class_decodes_are_one_warning(tmp_pa
     samples = [{"__key__": f"{at}", "heic": b"...", "1.m4a": b"...", "txt": WORDS.encode()} for at in range(3)]
     (message,) = warned(od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE))
     assert message.startswith("media in formats that are not read") and ".heic (3)" in message and ".m4a (3)" in message
+    copies = [{"__key__": "0", "jpg": jpeg(40, 30), "raw.heic": b"...", "txt": WORDS.encode()}]
+    assert warned(od.ShardDataset(write_shard(tmp_path / "b.tar", copies), recipe=RECIPE)) == []
 
 
 def test_clips_in_tars_under_a_recipe_without_video_are_one_warning(tmp_path: Path) -> None:
@@ -231,7 +243,7 @@ def test_an_index_of_before_opens_and_is_not_measured_again(tmp_path: Path, monk
 def test_hostile_names_are_counted_in_bounded_memory() -> None:
     unread = UnreadNames()
     for number in range(100):
-        unread.add(names_in({f"{number}\ud800": {"\udcff" * 999: "\ud800" * 99 + ".jpg"}}), ())
+        unread.add(names_in({f"{number}\ud800": {"\udcff" * 200: "\ud800" * 99 + ".jpg"}}), ())
     (fields,) = unread.counts.values()
     assert len(fields) == 16 and json.dumps(fields).isascii()
     assert all(len(field) < 999 and field.encode() and each["example"].encode() for field, each in fields.items())
@@ -240,6 +252,20 @@ def test_hostile_names_are_counted_in_bounded_memory() -> None:
         deep = {"a": [deep]}
     assert names_in(deep) == {}
     assert names_in({"a": [{"b": [{"c": "d.jpg"}]}]}) == {"a.b.c": ("image", "d.jpg")}
+
+
+@pytest.mark.parametrize("ending", [*_ENDINGS, "txt", "html", "au"])
+def test_the_quick_look_at_a_record_finds_all_that_the_record_names(ending: str) -> None:
+    for value in (
+        f"a.{ending}",
+        f"b.c/a.{ending.upper()}",
+        f"https://a.org/b.{ending}?c=d",
+        f"https://a.org/b.{ending}#c",
+    ):
+        stored = [json.dumps({"thumb": value}), f"1,{value},2\r\n", f"1\t{value}\n", f"1,{value}", f'"{value}"']
+        is_name = bool(names_in({"thumb": value}))
+        assert is_name == (ending in _ENDINGS)
+        assert [may_name_media(data.encode()) for data in stored] == [is_name] * len(stored)
 
 
 def test_counts_of_shards_are_added_with_the_first_example() -> None:
