@@ -98,6 +98,10 @@ class ArrowReader:
         if rows > max(_FREE_ROWS, limits.decompression_ratio * self._file.size / INDEX_BYTES_OF_A_ROW):
             raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
 
+    def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the rows of each batch, and the bytes that are read together to decode any of them: of rows alone."""
+        return [(batch.num_rows, 0) for batch in self._batches]
+
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
         rows = self._batches[group].num_rows

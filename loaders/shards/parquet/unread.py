@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
+from orchdata.loaders.errors import NOT_DATA, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.media_names import MediaNames, UnreadNames, modality_of_member, names_in
 from orchdata.loaders.modalities.builtin import OTHER
@@ -19,6 +19,8 @@ from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _FIRST_ROWS: Final = 64
+_CHUNK_BYTES: Final = 64 << 20
+"""A column with more bytes in a row group is left: reading it takes memory that no sample needs."""
 _ERRORS: Final = (Refused, pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
 
 
@@ -33,6 +35,7 @@ class RowReader(Protocol):
     promised_rows: int
 
     def check(self) -> None: ...
+    def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]: ...
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
 
 
@@ -47,7 +50,8 @@ def count_unread(reader: RowReader, table: FactsTable, limits: Limits, unread: U
     counts = Counter(reader.schema.names)
     ignored = [name.removesuffix(WORDS_SUFFIX) for name in reader.ignored]
     names = [name for name in ignored if counts[name] == 1 and _has_strings(reader.schema.field(name).type)]
-    with suppress(*_ERRORS):
+    names = [name for name in names if max((size for _, size in reader.chunk_bytes([name])), default=0) <= _CHUNK_BYTES]
+    try:
         names = [name for name in names if any(islice(_names_by_row(reader, [name], limits), _FIRST_ROWS))]
         if not names:
             return
@@ -56,6 +60,10 @@ def count_unread(reader: RowReader, table: FactsTable, limits: Limits, unread: U
             has[sample].add(modality_of_member(field, kind))
         for row, found in enumerate(_names_by_row(reader, names, limits)):
             unread.add(found, has[row])
+    except NOT_DATA:
+        raise
+    except _ERRORS as error:
+        pass_trouble(error)
 
 
 def _names_by_row(reader: RowReader, names: Sequence[str], limits: Limits) -> Iterator[MediaNames]:
@@ -71,7 +79,7 @@ def _names_by_row(reader: RowReader, names: Sequence[str], limits: Limits) -> It
 
 
 def _has_strings(type_: pa.DataType) -> bool:
-    """Return whether values are lists or structs that contain strings at some depth, and are of plain types alone."""
+    """Return whether values are lists or structs that contain strings at some depth."""
     if pa.types.is_list(type_) or pa.types.is_large_list(type_):
         return is_text(type_.value_type) or _has_strings(type_.value_type)
     if not pa.types.is_struct(type_):
