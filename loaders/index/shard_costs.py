@@ -249,7 +249,7 @@ def cost_shard(
                     new.put(sample, text, sizes)
     columns = rows.columns()
     fields = list(rows.field_numbers)
-    totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
+    totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}, facts.meta.unread)
     return ShardCosts(columns, fields, totals, recipe.kinds, row_marks(scanned, columns))
 
 

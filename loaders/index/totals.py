@@ -15,26 +15,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.table import Columns, offsets_of
+from orchdata.loaders.media_names import sum_unread
 
 Totals = dict[str, Any]
 
 _NAMED_BY_DATA = "ignored_fields"
+UNREAD = "unread_media"
+"""Name of totals that only data sets with names of media that no rule reads have: see `media_names.UnreadNames`."""
 
 
-def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mapping[str, int]) -> Totals:
+def summarize(
+    columns: Columns,
+    modalities: Sequence[str],
+    ignored_fields: Mapping[str, int],
+    unread_media: Mapping[str, Any] | None = None,
+) -> Totals:
     """Count the samples of a table.
 
     Args:
         columns: of a table without unused members.
         modalities: their names by code, text first.
         ignored_fields: field -> number of members that the recipe does not use.
+        unread_media: names of media that no rule reads, as `UnreadNames.counts`.
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
         without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow (see
         `overflow_of`), ignored_fields (under `records.LEFT_OUT`: samples that `Recipe.record` leaves out), and for each
         modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
-        tokens are those that no encoder fills.
+        tokens are those that no encoder fills. `unread_media` is added where it is not empty.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
@@ -60,6 +69,7 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
         "overflow": overflow_of(columns.piece, columns.cut_tokens),
         "ignored_fields": dict(ignored_fields),
         "modalities": by_modality,
+        **({UNREAD: dict(unread_media)} if unread_media else {}),
     }
 
 
@@ -109,6 +119,8 @@ def sum_totals(totals: Sequence[Totals]) -> Totals:
             for value in values:
                 counts.update(value)
             result[name] = dict(counts)
+        elif name == UNREAD:
+            result[name] = sum_unread(values)
         elif isinstance(values[0], dict):
             result[name] = sum_totals(values)
         else:

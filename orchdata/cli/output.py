@@ -132,6 +132,9 @@ def print_index(report: dict[str, Any]) -> None:
         typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
     if ignored:
         typer.echo(f"  not read: {ignored_words(ignored)}")
+    for modality, fields in report["totals"].get("unread_media", {}).items():
+        named = ", ".join(f"{field} ({each['samples']:,})" for field, each in fields.items())
+        typer.echo(f"  not read, and names {modality}: {named}")
     for name, field in report.get("index_fields", {}).items():
         typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
     _print_bad(report)

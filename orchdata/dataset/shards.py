@@ -17,7 +17,7 @@ from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.column_reads import warn_of_column_reads
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_unread, whole_parts
+from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
@@ -83,9 +83,10 @@ def prepare_shards(
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
     _refuse_none_left(index)
-    warn_of_unread(dataset, index, learns=not callable(options.collate_fn))
+    warn_of_unread(dataset, index)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
+    warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)

@@ -97,6 +97,13 @@ def test_index_names_what_is_not_read(tmp_path: Path) -> None:
     assert "not read: label (2), question (1)" in run("index", tmp_path / "a.parquet").stdout
 
 
+def test_index_prints_fields_with_names_of_media_that_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a cat", "meta": {"image": "a.jpg", "clip": "b.mp4"}}\n' * 2)
+    printed = run("index", tmp_path / "a.jsonl").stdout.splitlines()
+    assert "  not read, and names image: meta.image (2)" in printed
+    assert "  not read, and names video: meta.clip (2)" in printed
+
+
 def test_output_says_that_tokens_are_bytes_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = write_texts(tmp_path / "a.tar", 3)
     (tmp_path / "words_recipe.py").write_text(

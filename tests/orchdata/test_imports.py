@@ -43,7 +43,7 @@ loaders: html
 loaders: claims
 loaders: kept
 loaders: text modalities
-loaders: field_names
+loaders: field_names media_names
 loaders: recipe
 loaders: required
 loaders: shards

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
+from orchdata.loaders.index.totals import UNREAD
+from orchdata.loaders.media_names import UNREAD_SHAPE
+from orchdata.loaders.shards.facts_table import OPTIONAL
 from orchdata.loaders.storage.shared.values import COUNT, Check, check_of
 
 _OVERFLOW: Final = dict.fromkeys(("truncated", "cut_tokens", "split", "pieces"), COUNT)
@@ -46,16 +49,16 @@ _INDEX: Final = {
 def check_facts(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the head of stored facts is malformed."""
     if type(meta := values.get("meta")) is dict:
-        values = {**values, "meta": _without_met(meta)}
+        values = {**values, "meta": _without_optional(meta)}
     _check_facts(values, "the head")
 
 
 def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
     """Raise ValueError if the head of stored costs under these modalities is malformed."""
     if type(meta := values.get("meta")) is dict:
-        values = {**values, "meta": _without_met(meta)}
+        values = {**values, "meta": _without_optional(meta)}
     _check_costs(_without_marks(values), "the head")
-    _check_of_totals(tuple(modalities))(values["totals"], "totals")
+    _check_of_totals(tuple(modalities))(_without_unread(values["totals"]), "totals")
 
 
 _SHARD_FLAGS: Final = 3
@@ -84,7 +87,7 @@ def check_index(values: Mapping[str, Any]) -> None:
         raise ValueError(f"the shards have {rows[-1]} rows, and the columns {values['size']['rows']}")
     if modalities[:1] != ["text"] or len(set(modalities)) != len(modalities):
         raise ValueError(f"the modalities are {modalities!r:.80}: text must be the first, and none may come twice")
-    _check_of_totals(tuple(modalities))(values["totals"], "totals")
+    _check_of_totals(tuple(modalities))(_without_unread(values["totals"]), "totals")
     if values["totals"]["samples"] > values["size"]["rows"]:
         raise ValueError(f"{values['totals']['samples']} samples have {values['size']['rows']} rows")
 
@@ -102,15 +105,23 @@ def _without_marks(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in values.items() if name != "marks"}
 
 
-def _without_met(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of facts without what only some shards have, after a check of it: `met`, `packed`."""
+def _without_optional(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of facts without what only some shards have, after a check of it."""
     _check_met(meta.get("met", {}), "met")
+    _check_unread(meta.get("unread", {}), "unread")
     if meta.get("packed", True) is not True:
         raise ValueError(f"packed is said to be {meta['packed']!r:.40}")
-    return {name: value for name, value in meta.items() if name not in ("met", "packed")}
+    return {name: value for name, value in meta.items() if name not in OPTIONAL}
+
+
+def _without_unread(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return totals without the names of media that only some data sets have, after a check of them."""
+    _check_unread(totals.get(UNREAD, {}), UNREAD)
+    return {name: value for name, value in totals.items() if name != UNREAD}
 
 
 _check_met = check_of({str: COUNT})
+_check_unread = check_of(UNREAD_SHAPE)
 _check_facts, _check_costs, _check_index = map(check_of, (_KEPT_FACTS, _COSTS, _INDEX))
 _check_renamed = check_of([([(str, str)],)])
 _check_containers = check_of([(str,)])

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -98,6 +98,10 @@ class ArrowReader:
         if rows > max(_FREE_ROWS, limits.decompression_ratio * self._file.size / INDEX_BYTES_OF_A_ROW):
             raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
 
+    def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the rows of each batch, and the bytes that are read together to decode any of them: of rows alone."""
+        return [(batch.num_rows, 0) for batch in self._batches]
+
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
         rows = self._batches[group].num_rows
@@ -144,10 +148,11 @@ class ArrowShard:
     def facts(self) -> Facts:
         """Read all cells of the columns with media or text. Bad data become rows with an error."""
         ignored: dict[str, int] = {}
+        unread: dict[str, Any] = {}
         met = Met(self._rules.names)
         lost = 0
         try:
-            table, ignored = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
+            table, ignored, unread = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
         except NOT_DATA:
             raise
         except Refused as error:
@@ -157,14 +162,15 @@ class ArrowShard:
             table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        return facts_of(self, table, checksum, ignored=ignored, met=met.counts, lost_bytes=lost)
+        more = {"ignored": ignored, "unread": unread, "met": met.counts, "lost_bytes": lost}
+        return facts_of(self, table, checksum, **more)
 
     def begin(self, most: int) -> Beginning:
         """Read the cells of the first rows. Bad data become rows with an error."""
         met, rows = Met(self._rules.names), 0
         try:
             reader = ArrowReader(self._file, self._limits, self._rules, met)
-            table, rows = scan(reader, self._limits, most)[0], reader.promised_rows
+            table, rows = scan(reader, self._limits, most).table, reader.promised_rows
         except NOT_DATA:
             raise
         except (Refused, pa.ArrowException, ValueError, RecursionError) as error:
@@ -199,7 +205,7 @@ class ArrowShard:
             reader = ArrowReader(self._file, self._limits, rules)
             if not reader.columns:
                 return ColumnValues([], {}, {}, tuple(reader.schema.names))
-            columns = read_columns(reader, scan(reader, self._limits)[0])
+            columns = read_columns(reader, scan(reader, self._limits).table)
             self._file.check_unchanged()
             return columns
 

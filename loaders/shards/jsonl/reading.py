@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.media_names import MediaNames, may_name_media, names_in
 from orchdata.loaders.records import RECORD_FIELD, LeftOut, Media, check_function, made_record
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import Met
@@ -113,6 +114,15 @@ class RecordReader:
     def media(self, value: Any) -> list[NamedMedia]:
         """Return the media that a record names. Raises DecodeError."""
         return media_of(value, file_names=self._is_table)
+
+    def unread_names(self, data: bytes, made: Any) -> MediaNames | None:
+        """Return the names of media in a record that no rule reads; None for a record that can have none.
+
+        Args:
+            data: the record as stored.
+            made: the record as it is read.
+        """
+        return names_in(made) if self._function is not None or may_name_media(data) else None
 
     def key(self, value: Any) -> str | None:
         """Return the key that a record gives itself."""

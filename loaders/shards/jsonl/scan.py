@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.media_names import MediaNames, UnreadNames, modality_of_member
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, STRETCHED, TEXT
 from orchdata.loaders.modalities.modality import Header
@@ -41,14 +42,15 @@ Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, and the
-    number of records that the user's function leaves out.
+    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, the number
+    of records that the user's function leaves out, and counts of names of media that are not read.
     """
 
     table: FactsTable
     lost_bytes: int
     media: str
     left_out: int = 0
+    unread: Mapping[str, Any] = {}
 
 
 def scan(reader: RecordReader, limits: Limits) -> Scanned:
@@ -62,7 +64,7 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
             return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
     if not len(rows.table) and not rows.left_out:
         return Scanned(shard_failure("no samples: the file has no records"), 0, "")
-    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out)
+    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out, rows.unread.counts)
 
 
 def scan_first(reader: RecordReader, limits: Limits, most: int) -> tuple[FactsTable, int | None]:
@@ -137,13 +139,14 @@ class _Read(NamedTuple):
     media: Sequence[NamedMedia] = ()
     error: str | None = None
     is_left_out: bool = False
+    unread: MediaNames | None = None
 
     @staticmethod
     def of(record: Record, reader: RecordReader, limits: Limits, number: int | None = None) -> _Read:
         """Read one record.
 
         Args:
-            number: of the record, to check the user's function with the first ones.
+            number: of the record, to check the user's function with the first ones; None: only its media are wanted.
         """
         if record.error is not None:
             return _Read(record, error=record.error)
@@ -154,7 +157,9 @@ class _Read(NamedTuple):
             names_itself = isinstance(value, dict) and "__key__" in value
             if number is not None:
                 reader.check_function(record.data, number)
-            media = reader.media(reader.made(value))
+            made = reader.made(value)
+            media = reader.media(made)
+            unread = None if number is None else reader.unread_names(record.data, made)
         except LeftOut:
             return _Read(record, key, is_left_out=True)
         except DecodeError as error:
@@ -163,7 +168,7 @@ class _Read(NamedTuple):
         if count > limits.sample_parts:
             reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
             return _Read(record, key, error=reason)
-        return _Read(record, key, names_itself, len(record.data), media)
+        return _Read(record, key, names_itself, len(record.data), media, unread=unread)
 
 
 def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
@@ -288,6 +293,7 @@ class _Scan:
         self.table = FactsTable()
         self.lost_bytes = 0
         self.left_out = 0
+        self.unread = UnreadNames()
         self._field = reader.field
         self._limits = limits
         self._url = reader.url
@@ -322,6 +328,9 @@ class _Scan:
         if not read.names_itself:
             while key in self._first_row:  # every record is a sample, also if its id comes twice
                 key = f"{key}#{number}"
+
+        if read.unread:
+            self.unread.add(read.unread, {modality_of_member(one.field, one.kind) for one in read.media})
 
         # The record, then its media.
         first = len(table)

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
@@ -38,7 +39,7 @@ class Measurement:
         checksum: of size and content, hex; empty if only the first rows were measured.
         failed: whether the file as a whole failed.
         promised_rows: number of rows in its footer; 0 if the footer could not be read.
-        met: as of FactsMeta.
+        met, unread: as of FactsMeta.
     """
 
     table: FactsTable
@@ -47,6 +48,7 @@ class Measurement:
     failed: bool
     promised_rows: int
     met: dict[str, int]
+    unread: dict[str, Any]
 
 
 @contextmanager
@@ -104,10 +106,16 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, mo
 
 def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest | None) -> Measurement:
     failed = isinstance(scanned, str)
-    table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
+    table, ignored, met, unread = (shard_failure(scanned), {}, {}, {}) if isinstance(scanned, str) else scanned
     checksum = "" if digest is None else digest.hexdigest()
     return Measurement(
-        table=table, ignored=ignored, checksum=checksum, failed=failed, promised_rows=promised_rows, met=met
+        table=table,
+        ignored=ignored,
+        checksum=checksum,
+        failed=failed,
+        promised_rows=promised_rows,
+        met=met,
+        unread=unread,
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.shards.parquet.scan import RowReader
+from orchdata.loaders.shards.parquet.unread import RowReader
 
 
 class ColumnValues(NamedTuple):

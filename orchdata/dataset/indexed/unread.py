@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import is_partial
 from orchdata.dataset.mixture import Mixture
@@ -11,39 +14,63 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST
+from orchdata.loaders.index.totals import UNREAD
+from orchdata.loaders.media_names import modality_of_ending, modality_of_member
+from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
 from orchdata.loaders.samples.members import stem
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.shards.open import by_identity
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 from orchdata.notices import warn_once
 
+Ints = NDArray[np.int64]
+_SHOWN: Final = 5
+_LEAST_ADDRESSES: Final = 0.01
+"""Share of samples from which on a field of addresses is taken for media, and not for pages of the web."""
 _PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
 """Columns of strings that name media by path, and are compared with the media of the row."""
 
 
-def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex, *, learns: bool) -> None:
-    """Warn once about text, media and names of media that are not read, and, if the model `learns` from the tokens of
-    batches, about data without a token to learn.
-    """
+class _UnreadName(NamedTuple):
+    """A field with names of media, the number of samples that have one, its modality, and one of the names."""
+
+    samples: int
+    field: str
+    modality: str
+    example: str
+
+    @property
+    def is_address(self) -> bool:
+        return "://" in self.example
+
+
+def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
+    """Warn once about text, media and names of media that are not read."""
     _warn_of_text(index)
-    parts = whole_parts(dataset, index)
-    for one, each in parts:
+    for one, each in whole_parts(dataset, index):
         unread = _unread_media(one, each)
+        names = _unread_names(one, each)
         if unread:
             _warn_of_media(each, unread)
-        else:
+        if undecoded := _undecoded(one, each):
+            _warn_of_endings(each, undecoded)
+        if names:
+            _warn_of_names(each, names)
+        if not unread and not names:
             _warn_of_unused_root(one, each)
-    keeps = any(one.recipe.keep for one, _ in parts)  # classes, say, which are learned
-    if learns and not keeps:
-        _warn_of_no_loss(index)
 
 
 def _warn_of_text(index: Index | JoinedIndex) -> None:
     """Warn once about text that no rule reads: the model would not learn it."""
-    ignored = {name: count for name, count in index.totals["ignored_fields"].items() if _is_unread_text(name)}
+    names_media = {field for fields in index.totals.get(UNREAD, {}).values() for field in fields}
+    ignored = {
+        name: count
+        for name, count in index.totals["ignored_fields"].items()
+        if _is_unread_text(name) and name.removesuffix(WORDS_SUFFIX) not in names_media
+    }
     if ignored:
         names = ", ".join(f"{name.removesuffix(WORDS_SUFFIX)!r} ({count:,})" for name, count in [*ignored.items()][:5])
         warn_once(
@@ -55,14 +82,45 @@ def _warn_of_text(index: Index | JoinedIndex) -> None:
 
 
 def _unread_media(one: ShardDataset, index: Index) -> dict[str, int]:
-    """Return how many media of each built-in modality there are that the recipe lacks."""
+    """Return how many media of each modality of the library there are that the recipe lacks."""
     counts: dict[str, int] = {}
     for name, count in index.totals["ignored_fields"].items():
-        kind = classify(name)[0]
-        modality = _PATHS.get(name.partition(".")[0]) or (KINDS[kind] if kind < len(KINDS) else "")
-        if modality in BUILTINS and modality not in one.recipe.modalities:
+        modality = modality_of_member(name, classify(name)[0])
+        if modality is not None and modality not in one.recipe.modalities:
             counts[modality] = counts.get(modality, 0) + count
     return counts
+
+
+def _undecoded(one: ShardDataset, index: Index) -> dict[str, int]:
+    """Return how many members there are of each ending of media that the modality of the recipe does not read, if not
+    all samples have other media of it.
+    """
+    totals, counts = index.totals, dict[str, int]()
+    for name, count in totals["ignored_fields"].items():
+        ending = name.rpartition(".")[2]
+        modality = modality_of_ending(f".{ending}")
+        if modality not in one.recipe.modalities or ending in one.recipe.modalities[modality].fields:
+            continue
+        if totals["modalities"][modality]["samples"] < totals["samples"] - totals["bad"]:
+            counts[ending] = counts.get(ending, 0) + count
+    return counts
+
+
+def _unread_names(one: ShardDataset, index: Index) -> list[_UnreadName]:
+    """Return the fields with names of media that no rule reads, the most frequent first.
+
+    Left out are fields that the recipe keeps for the user, and addresses of few samples: pages of the web may have the
+    endings of media.
+    """
+    least = _LEAST_ADDRESSES * index.totals["samples"]
+    names = [
+        _UnreadName(each["samples"], field, modality, each["example"])
+        for modality, fields in index.totals.get(UNREAD, {}).items()
+        for field, each in fields.items()
+        if field.partition(".")[0] not in one.recipe.keep
+    ]
+    likely = [name for name in names if not name.is_address or name.samples >= least]
+    return sorted(likely, key=lambda name: -name.samples)
 
 
 def _warn_of_media(index: Index, unread: Mapping[str, int]) -> None:
@@ -73,6 +131,48 @@ def _warn_of_media(index: Index, unread: Mapping[str, int]) -> None:
         f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
         f"their modality: {next(iter(unread))}= of od.Recipe, or od.hf.recipe(processor) of one that has it",
     )
+
+
+def _warn_of_endings(index: Index, counts: Mapping[str, int]) -> None:
+    """Warn once about members in formats that are not read: the model would get the text alone."""
+    found = ", ".join(f".{ending} ({count:,})" for ending, count in [*counts.items()][:_SHOWN])
+    warn_once(
+        f"undecoded media of {index.fingerprint}",
+        f"media in formats that are not read, so the model gets the text without them: {found}. Convert them, to JPEG, "
+        "PNG, FLAC or MP4 for example: docs/layouts.md#media-that-are-not-read",
+    )
+
+
+def _warn_of_names(index: Index, names: Sequence[_UnreadName]) -> None:
+    """Warn once about paths and addresses of media that no rule reads: the model would get the text alone."""
+    found = ", ".join(f"{one.field!r} ({_samples(one.samples)}, such as {one.example!r})" for one in names[:_SHOWN])
+    # What reads them depends on the names, and on what has them.
+    ways = []
+    if any(one.is_address for one in names):
+        ways.append("Nothing is downloaded: download the files, and give their paths or bytes")
+    if path := next((one for one in names if not one.is_address), None):
+        renamed = "" if "." in path.field else f"columns={{{path.field!r}: {path.modality!r}}} or "
+        ways.append(
+            f"Read a path with {renamed}Recipe(record=...), a function of yours"
+            if _opens_paths(index)
+            else "Paths are read from JSON and CSV alone: write the bytes into the table, or its rows as JSON Lines"
+        )
+    warn_once(
+        f"unread names of media of {index.fingerprint}",
+        f"names of media that are not read, so the model gets the text without them: {found}"
+        f"{', ...' if len(names) > _SHOWN else ''}. {'. '.join(ways)}. To train on the text alone, leave these fields "
+        "out in Recipe(record=...): docs/layouts.md#media-that-are-not-read",
+    )
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'s' if count > 1 else ''}"
+
+
+def _opens_paths(index: Index) -> bool:
+    """Return whether shards are records, whose paths are opened."""
+    others = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+    return any(not shard.container and not shard.url.lower().endswith(others) for shard in index.shards)
 
 
 def _warn_of_unused_root(one: ShardDataset, index: Index) -> None:
@@ -89,16 +189,39 @@ def _warn_of_unused_root(one: ShardDataset, index: Index) -> None:
         )
 
 
-def _warn_of_no_loss(index: Index | JoinedIndex) -> None:
-    """Warn once about data without a token to learn in any sample."""
-    totals = index.totals
-    if totals["samples"] > totals["bad"] and not totals["loss_tokens"]:
+def warn_of_no_loss(
+    dataset: ShardDataset | Mixture, index: Index | JoinedIndex, unchosen: Ints, *, learns: bool
+) -> None:
+    """Warn once about each data set of which no chosen sample has a token to learn.
+
+    Args:
+        unchosen: rows of the index that are not chosen, ascending.
+        learns: whether the model learns from the tokens of batches: a function of the user's may give it others.
+    """
+    if not learns:
+        return
+    first = 0
+    for name, one, each in _named_parts(dataset, index):
+        rows = unchosen[slice(*np.searchsorted(unchosen, (first, first + each.num_rows)))] - first
+        first += each.num_rows
+        if one.recipe.keep or _has_loss(each, rows):  # classes, say, which are learned
+            continue
+        of = f" of source {name!r}" if name else ""
+        chosen = f" among those that {'its' if name else 'the'} data set chooses" if rows.size else ""
+        in_steps = "gives no loss in any step" if name else "batch.loss_tokens is 0 in every step"
         warn_once(
-            f"no loss tokens of {index.fingerprint}",
-            "no sample has a token to learn: batch.loss_tokens is 0 in every step. A text is read from "
+            f"no loss tokens of {name} {one.selections} {each.fingerprint}",
+            f"no sample{of} has a token to learn{chosen}: {in_steps}. A text is read from "
             f"{', '.join(TEXT_FIELDS)}, and of a chat the roles in ChatTemplate.loss_roles are trained. Rename a "
             "column with columns={old: 'text'}: docs/layouts.md",
         )
+
+
+def _has_loss(index: Index, unchosen: Ints) -> bool:
+    """Return whether a chosen sample has a token to learn, or none is usable."""
+    if index.totals["loss_tokens"] > index.loss_tokens[unchosen].sum(dtype=np.int64):
+        return True
+    return np.union1d(unchosen, index.bad_rows()).size == index.num_rows
 
 
 def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
@@ -120,12 +243,15 @@ def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex)
 
 def whole_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[ShardDataset, Index]]:
     """Return the data sets with their indexes, without those of first samples alone: other samples are not known."""
-    mine: list[tuple[ShardDataset, Index]] = []
+    return [(one, each) for _, one, each in _named_parts(dataset, index) if not is_partial(each, one.urls)]
+
+
+def _named_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[str, ShardDataset, Index]]:
+    """Return the sources of a mixture by their names, or the data set under the name "", with their indexes."""
     if isinstance(dataset, ShardDataset):
-        mine = [(dataset, index)]
-    elif isinstance(index, JoinedIndex):
-        mine = [(leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
-    return [(one, each) for one, each in mine if not is_partial(each, one.urls)]
+        return [("", dataset, index)]
+    assert isinstance(index, JoinedIndex)
+    return [(leaf.name, leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
 
 
 def _is_unread_text(name: str) -> bool:

@@ -15,10 +15,15 @@ import orchdata as od
 
 
 def warned(shards: str, recipe: od.Recipe, **options: Any) -> list[str]:
+    """Return the warnings of a loader over shards that is made and iterated."""
+    return warned_of(od.ShardDataset(shards, recipe=recipe), **options)
+
+
+def warned_of(dataset: od.ShardDataset | od.Mixture, **options: Any) -> list[str]:
     """Return the warnings of a loader that is made and iterated."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in od.DataLoader(od.ShardDataset(shards, recipe=recipe), batch_size=2, **options):
+        for _ in od.DataLoader(dataset, batch_size=2, **options):
             pass
     return [str(one.message) for one in caught]
 
@@ -44,6 +49,32 @@ def test_data_without_a_token_to_learn_are_one_warning(tmp_path: Path) -> None:
     shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
     (message,) = warned(shards, RECIPE)
     assert "no sample has a token to learn" in message
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> od.ShardDataset:
+    """Four samples of images alone, then four with a text."""
+    samples = [{"__key__": f"{number}", "jpg": jpeg(40, 30)} for number in range(8)]
+    texts = [sample | {"txt": b"a cat on a mat"} for sample in samples[4:]]
+    return od.ShardDataset(write_shard(tmp_path / "halves.tar", [*samples[:4], *texts]), recipe=RECIPE)
+
+
+def test_chosen_samples_without_a_token_to_learn_are_one_warning(halves: od.ShardDataset) -> None:
+    assert warned_of(halves) == []
+    (message,) = warned_of(halves.filter("loss_tokens == 0"))
+    assert "no sample has a token to learn among those that the data set chooses" in message
+    assert warned_of(halves.filter("loss_tokens > 0")) == []
+    assert len(warned_of(halves.take(4))) == 1 and warned_of(halves.take(5)) == []
+
+
+def test_each_source_of_a_mixture_without_a_token_to_learn_is_one_warning(halves: od.ShardDataset) -> None:
+    dumb = halves.filter("loss_tokens == 0")
+    sources = {"texts": od.Source(halves, weight=0.5), "dumb": od.Source(dumb, weight=0.3)}
+    (message,) = warned_of(od.Mixture(sources))
+    assert "no sample of source 'dumb' has a token to learn among those that its data set chooses" in message
+    assert "gives no loss in any step" in message
+    assert warned_of(od.Mixture(sources), collate_fn=len) == []
+    assert warned_of(od.Mixture({name: od.Source(halves, weight=0.5) for name in ("one", "two")})) == []
 
 
 def test_images_alone_are_fine_where_the_user_s_function_or_a_kept_field_is_learned(tmp_path: Path) -> None:
