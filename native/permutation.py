@@ -95,6 +95,35 @@ def odd_slot(stream_key: np.uint64, slots: np.uint64) -> np.uint64:
 
 
 @kernel
+def blocks_in_sequence(num_samples: np.uint64, streams: np.uint64, key: np.uint64, out: NDArray[np.uint64]) -> None:
+    """Write the blocks of each stream to `out` (num_blocks,), in the sequence that they have in `shuffled_rows`.
+
+    Blocks are numbered from one stream to the next, in the sequence of the samples.
+    """
+    first = _ZERO  # slot and block at which the stream begins
+    for stream in range(streams):
+        stream = np.uint64(stream)
+        stream_key = derive_key(key, stream)
+        length = (num_samples - stream + streams - _ONE) // streams
+        blocks, slots = length // _BLOCK, (length + _BLOCK - _ONE) // _BLOCK
+        if blocks > _ZERO:
+            whole = out[first : first + blocks]
+            for block in range(blocks):
+                whole[block] = block
+            permute(blocks, derive_key(stream_key, _ONE), whole)
+        if slots > blocks:
+            # Whole blocks from the slot of the incomplete one on come one slot later.
+            odd, slot = odd_slot(stream_key, slots), blocks
+            while slot > odd:
+                out[first + slot] = out[first + slot - _ONE]
+                slot -= _ONE
+            out[first + odd] = blocks
+        for slot in range(first, first + slots):
+            out[slot] += first
+        first += slots
+
+
+@kernel
 def _start_of(slot: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
     """Return the number of samples in the slots before one; slot `odd` has `rest`, the others whole blocks."""
     return slot * _BLOCK if slot <= odd else (slot - _ONE) * _BLOCK + rest

@@ -74,6 +74,8 @@ class MixtureOrder:
         self._run = self._source_pass(0, 0) if stop == "repeat" else None
         self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
         self._epochs: dict[int, _Epoch] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._kept_samples: tuple[tuple[int, int, int], Samples] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size, self.resumed)
@@ -102,13 +104,19 @@ class MixtureOrder:
 
     def length(self, epoch: int) -> int:
         """Return the samples of an epoch."""
-        bounds = self._epoch(epoch)
-        return bounds.stop.position - bounds.start.position
+        return self._size_of(epoch)[0]
 
     def of_epoch(self, epoch: int) -> int:
         """Return the tokens of an epoch."""
-        bounds = self._epoch(epoch)
-        return bounds.stop.tokens - bounds.start.tokens
+        return self._size_of(epoch)[1]
+
+    def _size_of(self, epoch: int) -> tuple[int, int]:
+        """Return the samples and tokens of an epoch. All are kept: to find one, each source is looked at."""
+        size = self._sizes.get(epoch)
+        if size is None:
+            _, start, stop = self._epoch(epoch)
+            size = self._sizes[epoch] = stop.position - start.position, stop.tokens - start.tokens
+        return size
 
     def of_epochs_before(self, epoch: int) -> int:
         """Return the tokens of all epochs before this one."""
@@ -147,15 +155,15 @@ class MixtureOrder:
             ValueError: positions outside the epoch, or a negative epoch.
         """
         samples = self._samples(epoch, start, stop)
-        return samples.source, samples.row
+        return samples.source.copy(), samples.row.copy()
 
     def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
         """Return for each of these samples the number of the pass of its source, from 0: int32 (stop - start,)."""
-        return self._samples(epoch, start, stop).passes
+        return self._samples(epoch, start, stop).passes.copy()
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
         """Return for each of these samples the stream of its source: int64 (stop - start,)."""
-        return self._samples(epoch, start, stop).stream
+        return self._samples(epoch, start, stop).stream.copy()
 
     def _samples(self, epoch: int, start: int, stop: int) -> Samples:
         if epoch < 0:
@@ -164,8 +172,14 @@ class MixtureOrder:
             raise ValueError(
                 f"positions [{start}, {stop}) are not within epoch {epoch}, of {self.length(epoch)} samples"
             )
-        bounds = self._epoch(epoch)
-        return bounds.source_pass.samples(bounds.start.position + start, bounds.start.position + stop)
+        # A plan asks for rows, streams and passes of the same samples.
+        kept = self._kept_samples
+        if kept is None or kept[0] != (epoch, start, stop):
+            bounds = self._epoch(epoch)
+            first = bounds.start.position
+            kept = (epoch, start, stop), bounds.source_pass.samples(first + start, first + stop)
+            self._kept_samples = kept
+        return kept[1]
 
     def given(self, epoch: int) -> list[tuple[int, int]]:
         """Return the samples and tokens that each source gives in an epoch."""

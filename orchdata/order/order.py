@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.native.permutation import BLOCK, derive_key, odd_slot, permute, shuffled_rows
+from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, shuffled_rows
 from orchdata.order.former.begun import BegunEpoch
 
 FORMAT = 2  # of the sequence itself: a change of the algorithm must not resume an older state
@@ -164,39 +163,56 @@ class Order:
             samples += np.searchsorted(before, samples, side="right")
         return np.full(len(samples), self.source, np.int32), samples
 
-    def streams_of(self) -> list[tuple[int, int]]:
-        """Return the usable samples [start, stop) of each stream, by number."""
-        return list(itertools.pairwise(self._start_of(stream) for stream in range(self.streams + 1)))
-
-    def _start_of(self, stream: int) -> int:
-        """Return the first usable sample of a stream, by number; of the number of streams: the number of samples."""
+    def stream_bounds(self) -> NDArray[np.int64]:
+        """Return the first usable sample of each stream, by number, and the number of all: int64 (streams + 1,)."""
         size, extra = divmod(self.num_samples, self.streams)
-        return stream * size + min(stream, extra)
+        stream = np.arange(self.streams + 1)
+        return stream * size + np.minimum(stream, extra)
 
-    def windows(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sequence of the blocks of a stream in an epoch.
+    def block_bounds(self) -> NDArray[np.int64]:
+        """Return the first usable sample of each block, by number, and the number of all: int64 (num_blocks + 1,).
 
-        Block b of a stream begins with its sample 256 b; the last block may be smaller. All samples of one window
-        come before all of the next.
-
-        Returns:
-            The blocks in sequence, int64 (num_blocks,), and the index there of the first block of each window, followed
-            by the end of the last window, int64 (num_windows + 1,).
+        Each stream is cut into blocks of 256 samples, from its first sample on; its last block may be smaller. Blocks
+        are numbered from one stream to the next.
         """
-        whole, rest = divmod(self._start_of(stream + 1) - self._start_of(stream), BLOCK)
-        num_blocks = whole + bool(rest)
-        window = _WINDOW if self.shuffle is None else self.shuffle.window
-        num_windows = -(-num_blocks // window)
-        bounds = np.arange(num_windows + 1, dtype=np.int64) * num_blocks // max(1, num_windows)
-        if self.shuffle is None or num_blocks <= 1:
-            return np.arange(num_blocks, dtype=np.int64), bounds
-        key = np.uint64(derive_key(self._key(epoch), np.uint64(stream)))
-        blocks = np.arange(whole, dtype=np.uint64)
-        if whole:
-            permute(np.uint64(whole), np.uint64(derive_key(key, np.uint64(1))), blocks)
-        if rest:
-            blocks = np.insert(blocks, int(odd_slot(key, np.uint64(num_blocks))), np.uint64(whole))
-        return blocks.view(np.int64), bounds
+        starts, num_blocks = self.stream_bounds()[:-1], self._blocks_of_streams()
+        first = np.cumsum(num_blocks) - num_blocks  # block of each stream
+        in_stream = np.arange(num_blocks.sum()) - np.repeat(first, num_blocks)
+        return np.append(np.repeat(starts, num_blocks) + in_stream * BLOCK, self.num_samples)
+
+    def window_bounds(self) -> NDArray[np.int64]:
+        """Return how many blocks come before each window of each stream: int64 (streams, num_windows + 1).
+
+        Blocks are counted over all streams, one after the other. A row ends with the end of the stream's last window,
+        twice if the stream has a window less than others. All samples of a window come before all of the next window
+        of its stream.
+        """
+        num_blocks = self._blocks_of_streams()[:, None]
+        num_windows = -(-num_blocks // self._window)
+        number = np.minimum(np.arange(self.num_windows + 1), num_windows)
+        return np.cumsum(num_blocks)[:, None] - num_blocks + number * num_blocks // np.maximum(1, num_windows)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the longest stream."""
+        samples = -(-self.num_samples // self.streams)
+        return -(-samples // (self._window * BLOCK))
+
+    @property
+    def _window(self) -> int:
+        return _WINDOW if self.shuffle is None else self.shuffle.window
+
+    def _blocks_of_streams(self) -> NDArray[np.int64]:
+        return -(-np.diff(self.stream_bounds()) // BLOCK)
+
+    def blocks(self, epoch: int) -> NDArray[np.int64]:
+        """Return the blocks of one stream after the other, each in its sequence of an epoch: int64 (num_blocks,)."""
+        num_blocks = int(self._blocks_of_streams().sum())
+        if self.shuffle is None:
+            return np.arange(num_blocks)
+        blocks = np.empty(num_blocks, np.uint64)
+        blocks_in_sequence(np.uint64(self.num_samples), np.uint64(self.streams), self._key(epoch), blocks)
+        return blocks.view(np.int64)
 
     def _key(self, epoch: int) -> np.uint64:
         return np.uint64(derive_key(np.uint64(self.seed & (1 << 64) - 1), np.uint64(epoch)))

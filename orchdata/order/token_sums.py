@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.native.permutation import BLOCK
 from orchdata.order.former.begun import BegunSums
 from orchdata.order.order import Order
 
@@ -80,7 +79,7 @@ class TokenSums:
             return begun.before(position)
         if position == 0:
             return 0
-        span, number = self._span_of(epoch), position - 1
+        span, number = self._known_span(epoch), position - 1
         if span is None or not span.first <= number < span.first + len(span.ends):
             grid = self._epoch(epoch).grid
             low = int(np.searchsorted(grid, number // self._order.streams, side="right")) - 1
@@ -91,33 +90,43 @@ class TokenSums:
         """Return how many samples end within the first `tokens` tokens of the epoch."""
         if (begun := self._begun_of(epoch)) is not None:
             return begun.position(tokens)
-        span = self._span_of(epoch)
+        if tokens >= self.total:
+            return self._order.num_samples
+        span = self._known_span(epoch)
         if span is None or not span.base <= tokens < span.ends[-1]:
-            _, _, grid, least, most = self._epoch(epoch)
+            kept = self._epoch(epoch)
             # From the last grid point that is certainly not beyond, to the first that certainly is.
-            low = max(0, int(np.searchsorted(most, tokens, side="right")) - 1)
-            high = int(np.searchsorted(least, tokens, side="right"))
-            span = self._compute_span(epoch, min(low, len(grid) - 2), min(max(high, low + 1), len(grid) - 1))
+            low = max(0, int(np.searchsorted(kept.most, tokens, side="right")) - 1)
+            high = int(np.searchsorted(kept.least, tokens, side="right"))
+            span = self._compute_span(epoch, low, max(high, low + 1))
         return span.first + int(np.searchsorted(span.ends, tokens, side="right"))
 
-    def _span_of(self, epoch: int) -> _Span | None:
-        kept = self._span
-        return kept[1] if kept is not None and kept[0] == epoch else None
+    def _known_span(self, epoch: int) -> _Span | None:
+        """Return the span that is kept of an epoch. Where no stream has a second window, it is the whole epoch."""
+        kept, order = self._span, self._order
+        if kept is not None and kept[0] == epoch:
+            return kept[1]
+        if order.num_windows > 1:
+            return None
+        return self._keep_span(epoch, 0, 0, self._counts(order.rows(epoch, 0, order.num_samples)[1]))
 
     def _compute_span(self, epoch: int, low: int, high: int) -> _Span:
         """Compute the sums between two points of the grid."""
         order, kept = self._order, self._epoch(epoch)
         streams = order.streams
         first, last = int(kept.grid[low]), int(kept.grid[high])
-        windows = [int(np.searchsorted(starts, first, side="right")) - 1 for starts in kept.starts]
-        begins = np.array([starts[window] for starts, window in zip(kept.starts, windows, strict=True)])
-        base = sum(int(sums[window]) for sums, window in zip(kept.sums, windows, strict=True))
+        stream = np.arange(streams)
+        window = np.count_nonzero(kept.starts <= first, axis=1) - 1
+        begins, base = kept.starts[stream, window], int(kept.sums[stream, window].sum())
         start, stop = int(begins.min()) * streams, min(last * streams, order.num_samples)
         tokens = self._counts(order.rows(epoch, start, stop)[1])
         head = first * streams - start  # samples before the first grid point
         position = np.arange(start, start + head)
         base += int(tokens[:head][position // streams >= begins[position % streams]].sum())
-        span = _Span(first * streams, base, base + np.cumsum(tokens[head:]))
+        return self._keep_span(epoch, first * streams, base, tokens[head:])
+
+    def _keep_span(self, epoch: int, first: int, base: int, tokens: Ints) -> _Span:
+        span = _Span(first, base, base + np.cumsum(tokens))
         self._span = epoch, span
         return span
 
@@ -141,44 +150,43 @@ class _Epoch(NamedTuple):
     """Sums over windows.
 
     Attributes:
-        starts: for each stream, the number of its samples before each of its windows, and the number of all.
-        sums: for each stream, the tokens of these samples.
+        starts: samples of each stream before each of its windows, and of all, int64 (streams, num_windows + 1); a
+            stream with a window less than others has the number of all twice.
+        sums: tokens of these samples.
         grid: samples of each stream before some points of the epoch.
         least, most: bounds on the tokens of all streams before these points.
     """
 
-    starts: list[Ints]
-    sums: list[Ints]
+    starts: Ints
+    sums: Ints
     grid: Ints
     least: Ints
     most: Ints
 
 
 def _epoch_of(order: Order, blocks: Ints, epoch: int) -> _Epoch:
-    starts, sums, first = [], [], 0
-    streams = order.streams_of()
-    for stream, (start, stop) in enumerate(streams):
-        in_turn, windows = order.windows(epoch, stream)
-        sizes = np.minimum((in_turn + 1) * BLOCK, stop - start) - in_turn * BLOCK
-        starts.append(np.append(0, np.cumsum(sizes))[windows])
-        sums.append(np.append(0, np.cumsum(blocks[first + in_turn]))[windows])
-        first += len(in_turn)
-    grid = max(starts, key=lambda each: int(each[-1]))
-    least, most = np.zeros((2, len(grid)), np.int64)
-    for begins, tokens in zip(starts, sums, strict=True):
-        below = np.searchsorted(begins, grid, side="right") - 1
-        least += tokens[below]
-        most += tokens[np.minimum(below + (begins[below] < grid), len(tokens) - 1)]
-    return _Epoch(starts, sums, grid, least, most)
+    # Samples and tokens before each window, first of all streams together, then of its own stream.
+    in_sequence, bounds = order.blocks(epoch), order.window_bounds()
+    sizes = np.diff(order.block_bounds())
+    starts, sums = (np.append(0, np.cumsum(each[in_sequence]))[bounds] for each in (sizes, blocks))
+    starts -= starts[:, :1].copy()
+    sums -= sums[:, :1].copy()
+    # The first stream is the longest. Each of its windows begins in one window of each other stream, or on its edge.
+    grid = starts[0]
+    num_streams, width = starts.shape
+    row = np.arange(num_streams)[:, None]
+    apart = row * (grid[-1] + 1)  # one ascending sequence over all streams
+    here = np.searchsorted((starts + apart).ravel(), (grid + apart).ravel(), side="right").reshape(starts.shape) - 1
+    here -= row * width
+    after = np.minimum(here + (starts[row, here] < grid), width - 1)
+    return _Epoch(starts, sums, grid, least=sums[row, here].sum(axis=0), most=sums[row, after].sum(axis=0))
 
 
 def _add_up(order: Order, counts: TokenCounts) -> Ints:
-    bounds = np.concatenate([np.arange(start, stop, BLOCK) for start, stop in order.streams_of()])
-    sums = np.zeros(len(bounds), np.int64)
-    for first in range(0, len(bounds), _BLOCKS_AT_ONCE):
-        mine = bounds[first : first + _BLOCKS_AT_ONCE]
-        after = first + _BLOCKS_AT_ONCE
-        stop = int(bounds[after]) if after < len(bounds) else order.num_samples
-        tokens = counts(order.located(np.arange(mine[0], stop))[1])
-        sums[first : first + len(mine)] = np.add.reduceat(tokens, mine - mine[0])
+    bounds = order.block_bounds()
+    sums = np.zeros(len(bounds) - 1, np.int64)
+    for first in range(0, len(sums), _BLOCKS_AT_ONCE):
+        mine = bounds[first : first + _BLOCKS_AT_ONCE + 1]
+        tokens = counts(order.located(np.arange(mine[0], mine[-1]))[1])
+        sums[first : first + _BLOCKS_AT_ONCE] = np.add.reduceat(tokens, mine[:-1] - mine[0])
     return sums

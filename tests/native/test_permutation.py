@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from orchdata.native.permutation import BLOCK, derive_key, permute, shuffled_rows
+from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, permute, shuffled_rows
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -116,6 +116,21 @@ def test_rows_equal_their_twin_and_cover_every_sample(num_samples: int, window: 
     assert np.array_equal(np.sort(got), np.arange(num_samples))
     some = range(0, num_samples, max(1, num_samples // 97))
     assert got[some].tolist() == [twin_row(p, num_samples, window, streams, 99) for p in some]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 7, 300])
+@pytest.mark.parametrize("num_samples", [0, 1, 255, 256, 257, 1500, 5000, 20_001])
+def test_the_sequence_of_blocks_equals_its_twin(num_samples: int, streams: int) -> None:
+    expected: list[int] = []
+    for stream in range(streams):
+        stream_key, first = twin_derive_key(99, stream), len(expected)
+        sizes = twin_slots(len(range(stream, num_samples, streams)), stream_key)
+        whole = sizes.count(BLOCK)
+        images = iter([twin_permute(block, whole, twin_derive_key(stream_key, 1)) for block in range(whole)])
+        expected += [first + (next(images) if size == BLOCK else whole) for size in sizes]
+    got = np.empty(len(expected), np.uint64)
+    blocks_in_sequence(np.uint64(num_samples), np.uint64(streams), np.uint64(99), got)
+    assert got.tolist() == expected
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])

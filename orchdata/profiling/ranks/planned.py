@@ -293,12 +293,9 @@ def plan_enough(
     After each round the steps so far are spread over an epoch.
 
     Args:
-        specs: they differ in balance and costs, not in order and size of steps. The plans name no sources of a mixture.
+        specs: they differ in balance and costs, not in order and size of steps.
         priced: phases that make up the step.
     """
-    if len(specs) > 1:
-        order = KnownSteps(next(iter(specs.values())).order)
-        specs = {key: replace(spec, order=order) for key, spec in specs.items()}
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)
     planned: dict[Key, PlannedSteps] = {}
@@ -320,8 +317,15 @@ def plan_enough(
     return planned, taken
 
 
+def with_known_steps(spec: PlanSpec) -> PlanSpec:
+    """Return the same spec for several settings: what is planned with it or its copies finds the samples of a step
+    once. The plans name no sources of a mixture.
+    """
+    return replace(spec, order=_KnownSteps(spec.order))
+
+
 @dataclass(frozen=True, eq=False)
-class KnownSteps:
+class _KnownSteps:
     """An order that finds the samples of a step once, for all settings that are planned over the same steps."""
 
     order: SampleOrder

@@ -27,6 +27,7 @@ from orchdata.profiling.ranks.planned import (
     epoch_spec,
     plan_enough,
     sums_of,
+    with_known_steps,
 )
 from orchdata.profiling.ranks.settings import LlmAlone, Setting, SettingName, make_settings
 
@@ -184,6 +185,8 @@ def make_scale(
     size = StepSize.of(ranks, batch_size, batch_tokens, counts)
     most = max(steps, most_steps)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
+    with_replacement = base.order is not order
+    base = with_known_steps(base)
     # Plan every scope in both assignments, and by LLM tokens alone.
     limited = balance.equal_count or balance.max_samples is not None
     scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
@@ -214,7 +217,7 @@ def make_scale(
     locality = {scope: _locality(spec, run, source, group_size) for scope, spec in specs.items()}
     of_one_stream = locality
     if streams != 1:
-        one = epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most)
+        one = with_known_steps(epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most))
         scoped = {scope: _scoped(one, scope, "joint", group_size) for scope in scopes}
         of_one_stream = {scope: _locality(spec, run, source, group_size) for scope, spec in scoped.items()}
     unbalanced, balanced = joint["none"], joint["global"]
@@ -230,7 +233,7 @@ def make_scale(
         if batch_tokens is None or source.length is None
         else better_budget(size.amount, source.length, ranks),
         steps=len(spread),
-        with_replacement=base.order is not order,
+        with_replacement=with_replacement,
         group_size=group_size,
         groups=groups,
         streams=streams,

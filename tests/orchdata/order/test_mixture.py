@@ -131,7 +131,8 @@ def mixtures(draw: st.DrawFn, *, by_old_rule: bool = False) -> MixtureOrder:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     lengths = [rng.integers(1, draw(st.sampled_from([1, 3, 4000])) + 1, draw(sizes)) for _ in range(num_sources)]
     total = sum(int(each.sum()) for each in lengths)
-    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 3), streams=st.integers(1, 5)))
+    streams = st.integers(1, 5) | st.just(64)
+    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 3), streams=streams))
     by: By = draw(st.sampled_from(["tokens", "samples"]))
     stop: Stop = draw(st.sampled_from(["first", "all", "repeat"]))
     weights = st.lists(st.integers(0, 1 << 18), min_size=num_sources, max_size=num_sources).filter(any)
@@ -292,6 +293,30 @@ def test_steps_in_turn_look_at_few_samples() -> None:
         start, stop = batches.bounds(step, order.length(0))
         samples += len(order.rows(0, start, stop)[1])
     assert samples < sum(each.asked for each in counts) < 5 * samples  # type: ignore[attr-defined]
+
+
+def test_lengths_of_epochs_are_found_once() -> None:
+    sources = sources_of([np.arange(1, size) for size in (90, 60, 200)], Shuffle(streams=64))
+    order = MixtureOrder(sources, [Stage(0, (1 << 16, 2 << 16, 3 << 16))])
+    lengths = [order.length(epoch) for epoch in range(20)]
+    for source in sources:
+        source.counts.asked = 0  # type: ignore[attr-defined]
+    assert [order.length(epoch) for epoch in range(20)] == lengths
+    assert [order.restaged(order.stages).length(epoch) for epoch in (3, 11)] == [lengths[3], lengths[11]]
+    assert order.of_epoch(19) > 0
+    asked = [source.counts.asked for source in sources]  # type: ignore[attr-defined]
+    assert asked == [2 * 89, 2 * 59, 2 * 199], "only the two of the other order are computed"
+
+
+def test_what_a_caller_writes_into_rows_stays_his() -> None:
+    order = MixtureOrder(sources_of([np.arange(1, 50), np.arange(1, 9)], Shuffle()), [Stage(0, (1 << 16, 3 << 16))])
+    length = order.length(0)
+    parts = [*order.rows(0, 0, length), order.passes(0, 0, length), order.drawn_from(0, 0, length)]
+    expected = [part.copy() for part in parts]
+    for part in parts:
+        part[:] = -1
+    again = [*order.rows(0, 0, length), order.passes(0, 0, length), order.drawn_from(0, 0, length)]
+    assert all(np.array_equal(part, before) for part, before in zip(again, expected, strict=True))
 
 
 def test_it_travels_as_mapped_files_and_goes_on_the_same() -> None:

@@ -74,7 +74,7 @@ def test_every_batch_takes_equal_shares_of_the_streams(num_samples: int, streams
 def test_samples_in_the_air_are_bounded_by_the_window(num_samples: int, window: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(window=window), seed=1)
     rows = whole(order)
-    blocks, bounds = order.windows(0, 0)
+    blocks, bounds = order.blocks(0), order.window_bounds()[0]
     sizes = np.minimum((blocks + 1) * BLOCK, num_samples) - blocks * BLOCK
     starts = np.append(0, np.cumsum(sizes))[bounds]
     assert np.diff(bounds).max() <= window

@@ -26,7 +26,7 @@ def running(order: Order, counts: Listed, epoch: int) -> Ints:
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[Order, Listed]:
     num_rows = draw(st.integers(1, 30) | st.integers(1, 4000))
-    streams = st.integers(1, 7) if num_rows > 30 else st.integers(1, num_rows + 2)
+    streams = st.integers(1, 7) if num_rows > 30 else st.integers(1, num_rows + 2) | st.just(320)
     shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 6), streams=streams))
     excluded = np.array(sorted(draw(st.sets(st.integers(0, num_rows - 1), max_size=min(20, num_rows - 1)))), np.int64)
     order = Order(num_rows, shuffle=shuffle, seed=draw(st.integers(0, 1 << 70)), excluded=excluded)
@@ -46,6 +46,31 @@ def test_sums_are_those_of_the_whole_epoch(case: tuple[Order, Listed], data: st.
         assert sums.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
         position = data.draw(st.integers(0, order.num_samples))
         assert sums.before(epoch, position) == (ends[position - 1] if position else 0)
+
+
+@pytest.mark.parametrize("num_samples", [3 * 256, 3 * 256 + 1, 3 * 512 + 2, 3 * 1408 + 1])
+@pytest.mark.parametrize("window", [1, 2])
+def test_streams_may_have_a_window_less_than_others(num_samples: int, window: int) -> None:
+    order = Order(num_samples, shuffle=Shuffle(window=window, streams=3), seed=8)
+    counts = Listed(np.random.default_rng(1).integers(1, 900, num_samples))
+    sums = TokenSums(order, counts)
+    ends = running(order, counts, 1)
+    for position in range(num_samples, 0, -31):
+        # Others each time, because a look-up begins with the span of the last one.
+        assert sums.continuing(order).before(1, position) == ends[position - 1]
+        assert sums.continuing(order).position(1, int(ends[position - 1])) == position
+        assert sums.continuing(order).position(1, int(ends[position - 1]) - 1) == position - 1
+
+
+def test_a_small_source_in_many_streams_is_looked_up_once_an_epoch() -> None:
+    order, counts = Order(200, shuffle=Shuffle(streams=320), seed=3), Listed(np.arange(1, 201))
+    sums = TokenSums(order, counts)
+    for epoch in (0, 1_000):
+        counts.asked = 0
+        ends = running(order, counts, epoch)
+        found = [sums.position(epoch, tokens) for tokens in range(0, sums.total + 1, 500)]
+        assert found == np.searchsorted(ends, np.arange(0, sums.total + 1, 500), side="right").tolist()
+        assert counts.asked == 200
 
 
 @given(case=orders(), data=st.data())
