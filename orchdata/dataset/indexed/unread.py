@@ -28,6 +28,8 @@ from orchdata.notices import warn_once
 
 Ints = NDArray[np.int64]
 _SHOWN: Final = 5
+_FEW: Final = 0.01
+"""Share of samples without a token to learn that is no reason for a warning."""
 _LEAST_ADDRESSES: Final = 0.01
 """Share of samples from which on a field of addresses is taken for media, and not for pages of the web."""
 _PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
@@ -192,7 +194,7 @@ def _warn_of_unused_root(one: ShardDataset, index: Index) -> None:
 def warn_of_no_loss(
     dataset: ShardDataset | Mixture, index: Index | JoinedIndex, unchosen: Ints, *, learns: bool
 ) -> None:
-    """Warn once about each data set of which no chosen sample has a token to learn.
+    """Warn once about each data set of which no chosen sample, or more than a few, have no token to learn.
 
     Args:
         unchosen: rows of the index that are not chosen, ascending.
@@ -204,24 +206,35 @@ def warn_of_no_loss(
     for name, one, each in _named_parts(dataset, index):
         rows = unchosen[slice(*np.searchsorted(unchosen, (first, first + each.num_rows)))] - first
         first += each.num_rows
-        if one.recipe.keep or _has_loss(each, rows):  # classes, say, which are learned
+        without, usable = _without_loss(each, rows)
+        if one.recipe.keep or without <= _FEW * usable:  # kept are classes, say, which are learned
             continue
         of = f" of source {name!r}" if name else ""
         chosen = f" among those that {'its' if name else 'the'} data set chooses" if rows.size else ""
-        in_steps = "gives no loss in any step" if name else "batch.loss_tokens is 0 in every step"
+        if without < usable:
+            said = (
+                f"{without:,} of {usable:,} samples{of} have no token to learn{chosen}: they take time in steps, and "
+            )
+            said += "dataset.filter('loss_tokens > 0') leaves them out"
+        else:
+            in_steps = "gives no loss in any step" if name else "batch.loss_tokens is 0 in every step"
+            said = f"no sample{of} has a token to learn{chosen}: {in_steps}"
         warn_once(
             f"no loss tokens of {name} {one.selections} {each.fingerprint}",
-            f"no sample{of} has a token to learn{chosen}: {in_steps}. A text is read from "
-            f"{', '.join(TEXT_FIELDS)}, and of a chat the roles in ChatTemplate.loss_roles are trained. Rename a "
-            "column with columns={old: 'text'}: docs/layouts.md",
+            f"{said}. A text is read from {', '.join(TEXT_FIELDS)}, and of a chat the roles in ChatTemplate.loss_roles "
+            "are trained. Rename a column with columns={old: 'text'}: docs/layouts.md",
         )
 
 
-def _has_loss(index: Index, unchosen: Ints) -> bool:
-    """Return whether a chosen sample has a token to learn, or none is usable."""
-    if index.totals["loss_tokens"] > index.loss_tokens[unchosen].sum(dtype=np.int64):
-        return True
-    return np.union1d(unchosen, index.bad_rows()).size == index.num_rows
+def _without_loss(index: Index, unchosen: Ints) -> tuple[int, int]:
+    """Return how many usable samples that are chosen have no token to learn, and how many are chosen."""
+    totals = index.totals
+    if not unchosen.size:
+        return totals["without_loss"], totals["samples"] - totals["bad"]
+    left_out = np.union1d(unchosen, index.bad_rows())
+    with_loss = np.count_nonzero(index.loss_tokens) - np.count_nonzero(index.loss_tokens[left_out])
+    chosen = index.num_rows - left_out.size
+    return int(chosen - with_loss), int(chosen)
 
 
 def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
