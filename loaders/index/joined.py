@@ -217,6 +217,9 @@ def _number(first: Ints, row: int) -> int:
 def _split(first: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
     """Yield (number of the index, positions of its rows in `rows`, its own row numbers) for each index with rows."""
     numbers = np.searchsorted(first, rows, side="right") - 1
-    for number in np.unique(numbers).tolist():
-        positions = np.flatnonzero(numbers == number)
+    in_order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[in_order], return_index=True)
+    bounds = [*starts.tolist(), len(rows)]
+    for at, number in enumerate(found.tolist()):
+        positions = in_order[bounds[at] : bounds[at + 1]]
         yield number, positions, rows[positions] - first[number]
