@@ -411,7 +411,7 @@ class ShardDataset(Seen):
             ) from None
         rows = self._chosen().first_rows
         if not -len(rows) <= number < len(rows):
-            raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
+            raise self._opened.absent(number, self.left_out)
         index, shards = self._opened.index, self._opened.open(self.recipe, self.containers, self.files)
         assert index is not None
         stored = StoredSample(index, shards, rows[number], whole=True)
