@@ -453,5 +453,8 @@ def checked_recipe(recipe: Recipe | None) -> Recipe:
             what = "tokenizer" if hasattr(recipe, "special_tokens_map") else "processor"
             kind = type(recipe).__name__
             raise TypeError(f"recipe must be an od.Recipe, got a {kind}: pass recipe=od.hf.recipe({what})")
-        raise TypeError(f"recipe must be an od.Recipe, such as od.Recipe(text=...), got {recipe!r:.100}")
+        given = " ".join(repr(recipe).split())[:100]
+        raise TypeError(
+            f"recipe must be an od.Recipe, such as od.Recipe(text=...) or od.hf.recipe(processor), got {given}"
+        )
     return recipe if recipe is not None else Recipe()

@@ -405,7 +405,7 @@ class Tokenizer(Processor):
         (lambda: od.ShardDataset("a.txt", od.TextPreprocessor()), r"recipe must be an od.Recipe, .*text=\.\.\."),
         (lambda: od.ShardDataset("a.txt", Processor()), r"got a Processor: pass recipe=od.hf.recipe\(processor\)$"),
         (lambda: od.ShardDataset("a.txt", Tokenizer()), r"got a Tokenizer: pass recipe=od.hf.recipe\(tokenizer\)$"),
-        (lambda: od.ShardDataset("a.txt", [0] * 9999), r"recipe must be an od.Recipe, .{,140}$"),
+        (lambda: od.ShardDataset("a.txt", [0] * 9999), r"recipe must be an od.Recipe, .{,170}$"),
         (lambda: od.ShardDataset("a.txt").split("train", "a"), "split: fraction .* between 0 and 1, got 'a'"),
         (lambda: od.ShardDataset("a.txt").split("train", 0.5, seed="a"), "split: seed must be an integer, got 'a'"),
         (lambda: od.DataLoader(od.ShardDataset), "got the class ShardDataset: create one"),
