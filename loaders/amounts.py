@@ -1,4 +1,4 @@
-"""Amounts as people write them: "50GB" -> bytes, "30d" -> seconds."""
+"""Amounts as people write them: "50GB" -> bytes, "30d" -> seconds, 2 and "shard" -> "2 shards"."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def bytes_of(text: str, name: str) -> int:
 def seconds_of(text: str, name: str) -> int:
     """Return a time in seconds: "90s", "45m", "12h", "30d", "2w". Raises ValueError with `name`."""
     return _amount(text, _SECONDS, name, "a time with its unit, such as 30d, 12h, 45m or 90s")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one: "1 shard", "2,000 shards"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _amount(text: str, units: Mapping[str, int], name: str, otherwise: str) -> int:

@@ -352,9 +352,15 @@ def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError
 
 
 def reason_kind(reason: str) -> str:
-    """A reason without quoted names and numbers (`UTF-8` and `MP3` are no numbers), to group reasons of one kind."""
-    return _NUMBER.sub("N", _QUOTED.sub("'...'", reason))
+    """A reason without quoted names and numbers, to group reasons of one kind.
+
+    `UTF-8` and `MP3` are no numbers. What to do, and the values of bytes, stay as they are.
+    """
+    return _VARYING.sub(lambda found: found[1] or ("N" if found[0][0].isdigit() else "'...'"), reason)
 
 
-_QUOTED = re.compile(r"'[^']*'(, '[^']*')*")
-_NUMBER = re.compile(r"(?<![A-Z\d])(?<![A-Z]-)\d+(\.\d+)?")
+_VARYING = re.compile(
+    r"(call the key '[^']*'|columns=\{[^}]*\}|sep(?:arated by |=)'[^']*'|to_csv\('[^']*'|'utf-8'|\b0x[0-9a-f]+)"
+    r"|'[^']*'(?:, '[^']*')*"
+    r"|(?<![A-Z\d])(?<![A-Z]-)\d+(?:\.\d+)?"
+)

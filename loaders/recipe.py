@@ -449,5 +449,12 @@ def plain_fields(limits: Limits) -> dict[str, Any]:
 def checked_recipe(recipe: Recipe | None) -> Recipe:
     """Return the recipe, or the default one for None. Raises TypeError for anything else."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be an od.Recipe, such as od.Recipe(text=...), got {recipe!r}")
+        if hasattr(recipe, "apply_chat_template"):  # a processor or tokenizer: its repr has thousands of characters
+            what = "tokenizer" if hasattr(recipe, "special_tokens_map") else "processor"
+            kind = type(recipe).__name__
+            raise TypeError(f"recipe must be an od.Recipe, got a {kind}: pass recipe=od.hf.recipe({what})")
+        given = " ".join(repr(recipe).split())[:100]
+        raise TypeError(
+            f"recipe must be an od.Recipe, such as od.Recipe(text=...) or od.hf.recipe(processor), got {given}"
+        )
     return recipe if recipe is not None else Recipe()

@@ -19,6 +19,8 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.html.notebook import never_raises, pairs, view
 from orchdata.loop.position import Progress
 
+_MOST_CHARACTERS = 200
+
 
 def changed_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call that differ from the function's defaults, by name."""
@@ -138,4 +140,12 @@ def _shown(value: Any) -> str:
         return str(value.__qualname__)
     if " object at 0x" in repr(value):
         return type(value).__name__
-    return reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)[:200]
+    return reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    """Return a text that is too long up to a comma, so that no number is shown in part."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    begin = text[:_MOST_CHARACTERS]
+    return f"{begin.rpartition(', ')[0] or begin}, ..."

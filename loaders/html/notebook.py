@@ -18,6 +18,7 @@ MOST_BYTES: Final = 300_000
 _STYLE: Final = """
 .orchdata-view{color:inherit;font-size:13px;line-height:1.5;max-width:900px;overflow-wrap:anywhere}
 .orchdata-view table{border-collapse:collapse;margin:6px 0;color:inherit;background:transparent}
+.orchdata-view th{overflow-wrap:normal}
 .orchdata-view tr{background:transparent}
 .orchdata-view th,.orchdata-view td{text-align:left;vertical-align:top;padding:2px 10px 2px 0;color:inherit;
 border-bottom:1px solid rgba(128,128,128,.4)}

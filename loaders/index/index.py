@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_index
@@ -539,7 +540,7 @@ def shards_in_words(shards: Sequence[ShardInfo]) -> str:
     """Return how many shards there are, the first and last of them, and their bytes, for messages."""
     names = " to ".join(dict.fromkeys(basename(shard.url) for shard in (*shards[:1], *shards[-1:])))
     size = sum(shard.size for shard in shards)
-    return f"{len(shards):,} shard{'s' * (len(shards) != 1)} ({names}), {size:,} bytes"
+    return f"{counted(len(shards), 'shard')} ({names}), {size:,} bytes"
 
 
 def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:

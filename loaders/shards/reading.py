@@ -108,7 +108,12 @@ PLAIN = Reading()
 
 def listed_paths(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> list[str | PathLike[str]]:
     """Return the given paths and patterns, one by one. Raises TypeError for anything else."""
-    given = [paths] if isinstance(paths, str | PathLike) or not isinstance(paths, Iterable) else list(paths)
-    if wrong := [path for path in given if not isinstance(path, str | PathLike)]:
-        raise TypeError(f"ShardDataset takes a path, a pattern or a list of these, got {wrong[0]!r}")
+    given: list[str | PathLike[str]] = []
+    for path in [paths] if isinstance(paths, str | PathLike) or not isinstance(paths, Iterable) else paths:
+        if not isinstance(path, str | PathLike):
+            got = repr(path)[:100]
+            if hasattr(paths, "__getitem__") and not isinstance(paths, list | tuple | dict):
+                got = f"a {type(paths).__name__}: od.DataLoader takes a data set of torch or Hugging Face itself"
+            raise TypeError(f"ShardDataset takes a path, a pattern or a list of these, got {got}")
+        given.append(path)
     return given

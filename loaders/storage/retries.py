@@ -1,6 +1,7 @@
 """Retries after temporary errors: of a system call that failed, and of a shard that could not be read.
 
-A call is repeated after each of PAUSES_SECONDS. A build waits up to BUILD_SECONDS in total. An error that lasts longer
+A call is repeated after each of PAUSES_SECONDS. A build waits up to BUILD_SECONDS in total, and some seconds for a file
+that this user may not read. An error that lasts longer
 is a StorageError, and is never taken for bad data.
 """
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
+_REFUSED_PAUSE_SECONDS: Final = 1.0
+"""The last pause after a file that may not be read: on a network file system, a ticket may be renewed in seconds."""
 _MAY_NOT: Final = (
     " (this user may not: change its permissions, or, if it is in the cache folder, set ORCHDATA_CACHE to a folder of "
     "this user's)"
@@ -102,9 +105,11 @@ class Patience:
         self._over.set()
 
     def _wait(self, error: Exception, pause: float) -> bool:
-        """Pause. Return False if no time is left, or the error is permanent."""
+        """Pause. Return False if no time is left, or the error is permanent, as permissions are after some seconds."""
         if isinstance(error, StorageError) and (error.errno in _LASTING or (error.is_refused and is_remote(error.url))):
             return False  # a server that refuses has been asked twice, with credentials that are fresh
+        if isinstance(error, StorageError) and error.is_refused and pause > _REFUSED_PAUSE_SECONDS:
+            return False
         with self._lock:
             if self._waiting == 0:
                 self._since = time.monotonic()

@@ -222,7 +222,10 @@ def _unread(record: Mapping[str, Any]) -> str | None:
         if key in ("prompt", "completion") and completion_of(record) is not None:
             return "prompt and completion are read under a model's own template, ChatTemplate.from_jinja"
         if names_words(key):
-            return f"its words are under {shown(key)}, which is not read; known are {', '.join(_READ_KEYS)}"
+            return (
+                f"its words are under {shown(key)}, which is not read: columns={{{shown(key)}: 'text'}} renames it; "
+                f"known keys of records are {', '.join(_READ_KEYS)}"
+            )
         if isinstance(value, list) and any(map(_is_turn, value)):
             return f"its turns are under {shown(key)}, which is not read; known are {', '.join(CHAT_KEYS)}"
         if isinstance(value, list) and _unread_records(value):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch, shown
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.html.notebook import never_raises, pairs, view
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
@@ -110,8 +111,8 @@ class Batch:
         llm = self.llm.input_ids
         shapes = [f"{len(self.sample_ids):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
         for name, media in self.media.items():
-            arrays = [f"{array} {shown(tensor)}" for array, tensor in media.arrays.items()]
-            shapes.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
+            what = f"a dummy of {name}" if self._is_dummy(name) else f"{name} of {counted(media.num_tokens, 'token')}"
+            shapes.append(f"{what}, {_arrays(media)}")
         where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
         return f"Batch({where}: {'; '.join(shapes)})"
 
@@ -126,9 +127,18 @@ class Batch:
             ("input_ids", shown(self.llm.input_ids)),
         ]
         for name, media in self.media.items():
-            arrays = ", ".join(f"{array} {shown(tensor)}" for array, tensor in media.arrays.items())
-            about.append((name, f"{len(media.cu_seqlens) - 1:,} items of {media.num_tokens:,} tokens: {arrays}"))
+            what = f"{counted(len(media.cu_seqlens) - 1, 'item')} of {counted(media.num_tokens, 'token')}"
+            if self._is_dummy(name):
+                what = "none; a dummy, without which this rank would not run the encoder"
+            about.append((name, f"{what}: {_arrays(media)}"))
         return view("Batch", pairs(about))
+
+    def _is_dummy(self, modality: str) -> bool:
+        """Return whether a modality has no item of any sample, but one that makes every rank run its encoder."""
+        media = self.media[modality]
+        if media.valid is not None:  # per phase: its flags are those of samples' parts
+            return not len(media.valid) and len(media.cu_seqlens) > 1
+        return modality in self.llm.dummies
 
     if not TYPE_CHECKING:  # a type checker reports such a name itself
 
@@ -352,6 +362,10 @@ class Batch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         media = {name: of_modality.map(change) for name, of_modality in self.media.items()}
         return replace(self, text=self.text.map(change), media=media, llm=self.llm.map(change))
+
+
+def _arrays(media: MediaBatch) -> str:
+    return ", ".join(f"{array} {shown(tensor)}" for array, tensor in media.arrays.items())
 
 
 def _sequence_inputs(name: str, media: MediaBatch) -> dict[str, Any]:

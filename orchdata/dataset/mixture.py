@@ -12,8 +12,8 @@ from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
-from orchdata.dataset.seen import Seen, mixture_view
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.views.seen import Seen, mixture_view
 from orchdata.loaders.html.notebook import never_raises
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
@@ -137,13 +137,26 @@ class Mixture(Seen):
         """The containers of the user's of all sources, each once."""
         return tuple(by_identity(each for leaf in self.leaves for each in leaf.dataset.containers).values())
 
+    def shares(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """Return for each stage where it begins, and the share of each leaf: fractions of 1."""
+        stages = []
+        for bound, weights in self._weights():
+            parts = self._parts(weights)
+            stages.append((bound, tuple(part / sum(parts) for part in parts)))
+        return tuple(stages)
+
     def quantised(self) -> tuple[Stage, ...]:
         """Return the stages with integer periods of the leaves. Raises ValueError for weights too far apart."""
-        given = self.stages or ((0, {name: self._weight_of(name) for name in self.sources}),)
-        return tuple(Stage(bound, self._periods(weights)) for bound, weights in given)
+        return tuple(Stage(bound, self._periods(weights)) for bound, weights in self._weights())
+
+    def _weights(self) -> tuple[tuple[int, Weights], ...]:
+        return self.stages or ((0, {name: self._weight_of(name) for name in self.sources}),)
+
+    def _parts(self, weights: Weights) -> list[float]:
+        return [weights.get(leaf.top, 0.0) * leaf.share for leaf in self.leaves]
 
     def _periods(self, weights: Weights) -> tuple[int, ...]:
-        shares = [weights.get(leaf.top, 0.0) * leaf.share for leaf in self.leaves]
+        shares = self._parts(weights)
         most = max(shares)
         for leaf, share in zip(self.leaves, shares, strict=True):
             if share and most / share > _FURTHEST:

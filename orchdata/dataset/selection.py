@@ -14,6 +14,7 @@ import functools
 import hashlib
 import operator
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 _CHUNK_ROWS: Final = 1 << 20
+_TIMED_ROWS: Final = 1 << 16  # some milliseconds
 _EXPRESSION_CHARACTERS: Final = 10_000
 _ROW: Final = " row"  # no name that a filter can have
 _HASH_BITS: Final = 53
@@ -213,17 +215,24 @@ def first_numbers(numbers: slice) -> range | None:
     return range(start, stop, step) if 0 <= start < stop and step > 0 else None
 
 
-def left_out(index: Index, selections: Sequence[Selection | Taken], own: OwnColumns = NO_COLUMNS) -> Rows:
+def left_out(
+    index: Index,
+    selections: Sequence[Selection | Taken],
+    own: OwnColumns = NO_COLUMNS,
+    *,
+    until: float | None = None,
+) -> Rows:
     """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do.
 
     Args:
         own: the user's own columns.
+        until: as for `stretches`.
     """
     if not selections:
         return np.zeros(0, np.int64)
     rows: list[Rows] = []
     counted = [0] * len(selections)  # good samples before the stretch
-    for start, stop in stretches(index):
+    for start, stop in stretches(index, until=until):
         kept = np.ones(stop - start, bool)
         for at, selection in enumerate(selections):
             if not isinstance(selection, Taken):
@@ -242,11 +251,18 @@ def _is_bad(index: Index, start: int, stop: int) -> NDArray[np.bool_]:
     return np.isin(np.arange(start, stop), bad[np.searchsorted(bad, start) : np.searchsorted(bad, stop)])
 
 
-def stretches(index: Index) -> Iterator[tuple[int, int]]:
-    """Yield stretches of rows [start, stop) of whole samples."""
+def stretches(index: Index, *, until: float | None = None) -> Iterator[tuple[int, int]]:
+    """Yield stretches of rows [start, stop) of whole samples.
+
+    Args:
+        until: a time of `time.monotonic()`: after it TimeoutError is raised. Stretches are short then.
+    """
+    most = _CHUNK_ROWS if until is None else _TIMED_ROWS
     start, stop = 0, 0
     while stop < index.num_rows:
-        start, stop = stop, index.rows_of_sample(min(stop + _CHUNK_ROWS, index.num_rows) - 1).stop
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError(f"{stop:,} of {index.num_rows:,} rows were looked at in time")
+        start, stop = stop, index.rows_of_sample(min(stop + most, index.num_rows) - 1).stop
         yield start, stop
     if not stop:
         yield 0, 0  # a selection is also checked if there are no rows

@@ -23,7 +23,6 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
 from orchdata.dataset.indexed.published import Generation, StoredIndex
-from orchdata.dataset.seen import Seen, dataset_view
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -33,6 +32,8 @@ from orchdata.dataset.selection import (
     first_numbers,
     left_out,
 )
+from orchdata.dataset.views.seen import Seen, dataset_view
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.html.notebook import never_raises
 from orchdata.loaders.index.fields.build import open_fields
@@ -410,11 +411,10 @@ class ShardDataset(Seen):
             ) from None
         rows = self._chosen().first_rows
         if not -len(rows) <= number < len(rows):
-            raise IndexError(f"sample {number} of {len(rows)} samples does not exist")
-        row = rows[number]
+            raise self._opened.absent(number, self.left_out)
         index, shards = self._opened.index, self._opened.open(self.recipe, self.containers, self.files)
         assert index is not None
-        stored = StoredSample(index, shards, row, whole=True)
+        stored = StoredSample(index, shards, rows[number], whole=True)
         try:
             return stored.decode(self.recipe)
         except FieldError as error:
@@ -486,7 +486,7 @@ class ShardDataset(Seen):
     def __repr__(self) -> str:
         if self._urls is None:
             return f"ShardDataset({', '.join(self._given[:3])}; not listed yet)"
-        shards = f"{len(self.urls):,} shard{'s' * (len(self.urls) != 1)}, first {self.urls[0]!r}"
+        shards = f"{counted(len(self.urls), 'shard')}, first {self.urls[0]!r}"
         chosen = "".join(f"; {selection.describe()}" for selection in self.selections)
         index = self._opened.index
         if index is None:
@@ -498,4 +498,4 @@ class ShardDataset(Seen):
 
     @never_raises
     def _repr_html_(self) -> str:
-        return dataset_view(self, self._opened.index, self._urls)
+        return dataset_view(self, self._opened, self._urls)

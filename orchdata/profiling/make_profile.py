@@ -30,6 +30,7 @@ from orchdata.dataset.shards import (
     oversize_rows,
     unchosen_rows,
 )
+from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
@@ -40,7 +41,6 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
-from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.content import content_of
 from orchdata.profiling.failures import count_reasons, failure_examples, split_failures
 from orchdata.profiling.largest import measure_phases

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.html.notebook import never_raises
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.profiling.content import Content
 from orchdata.profiling.failures import FailureExample
@@ -193,6 +195,18 @@ class Profile:
     largest: tuple[LargestSample, ...]
     layouts: tuple[LayoutPadding, ...]
     scales: tuple[Scale, ...]
+
+    def __repr__(self) -> str:
+        """Return one line; `to_dict` returns all figures."""
+        ranks = ", ".join(f"{scale.ranks:,}" for scale in self.scales)
+        what = f"{counted(self.samples, 'sample')} in {counted(self.shards, 'shard')}, planned for {ranks} ranks"
+        return f"Profile({what}: {next(iter(self.summary), 'nothing to say')})"
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        from orchdata.profiling.report.notebook import profile_view
+
+        return profile_view(self)
 
     @property
     def main_scale(self) -> Scale:

@@ -185,6 +185,28 @@ def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
     assert len(calls) == 1  # what the others waited is spent
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_what_may_not_be_read_is_tried_again_for_seconds_and_not_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    pauses: list[float] = []
+    calls: list[int] = []
+
+    def fail(number: int) -> None:
+        calls.append(number)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        raise StorageError("/data/a.jpg", "cannot be opened", number)
+
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout: pauses.append(timeout))
+    with pytest.raises(StorageError):
+        Patience(60, lambda error: None).keep_trying(lambda: fail(number), StorageError)
+    assert len(calls) >= 3
+    assert 1 < sum(pauses) < 5
+    with pytest.raises(KeyboardInterrupt):  # another error may pass within the minute
+        Patience(60, lambda error: None).keep_trying(lambda: fail(errno.EIO), StorageError)
+
+
 def test_a_shard_that_does_not_exist_is_not_waited_for() -> None:
     warnings: list[Exception] = []
     with pytest.raises(StorageError):

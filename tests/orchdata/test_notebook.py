@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,42 @@ def test_a_data_set_is_not_indexed_to_be_shown(dataset: od.ShardDataset) -> None
     page = look(od.ShardDataset(dataset.urls, recipe=RECIPE))  # found, and not built
     assert "24, 0 of them bad" in page.text
     assert "image" in page.text
-    assert "24, 0 of them bad" in look(dataset.filter("tokens > 3")).text
+
+
+def test_the_figures_are_those_of_the_chosen_samples(dataset: od.ShardDataset) -> None:
+    index = dataset.index()
+    with_image = dataset.filter("image_tokens > 0")
+    for chosen in (with_image, with_image.split("train", 0.5), dataset.take(5), dataset.select([1, 7]), dataset[3:9]):
+        assert 0 < len(chosen) < 24
+        found = re.match(r"ShardDataset\((\d+) samples, ([\d,]+) tokens", repr(chosen))
+        assert found is not None
+        text = look(chosen).text
+        assert f"{found[1]} of 24 samples, {found[2]} tokens" in text
+        assert f"{index.totals['modalities']['text']['tokens']:,}" not in text
+    assert "image 100 %" in look(with_image).text
+    assert "image 100 %" not in look(dataset).text
+
+
+def test_figures_of_all_samples_are_named_as_such(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset.index()
+    chosen = dataset.filter("image_tokens > 0")
+    assert "of all samples" not in look(chosen).text
+    assert "there is no column 'nothing'" in look(dataset.filter("nothing > 0")).text
+    monkeypatch.setattr("orchdata.dataset.views.seen._MOST_SECONDS", -1)
+    text = look(chosen).text
+    assert "of all samples, and not only of the chosen ones, because counting the chosen ones takes long" in text
+    assert "24, 0 of them bad" in text
+
+
+def test_columns_of_the_users_are_not_read_to_be_shown(tmp_path: Path) -> None:
+    samples = [{"__key__": str(number), "txt": b"x" * 9, "score": str(number).encode()} for number in range(4)]
+    path = write_shard(tmp_path / "a.tar", samples)
+    od.ShardDataset(path, recipe=RECIPE).index()
+    chosen = od.ShardDataset(path, recipe=RECIPE, index_fields=("score",)).filter("score > 1")
+    assert "The chosen ones cannot be counted: the index of these 1 shards lacks index_fields" in look(chosen).text
+    assert len(chosen) == 2
+    assert "2 of 4 samples" in look(chosen).text
+    assert "2 of 4 samples" in look(copy.copy(chosen).filter("bytes > 0")).text  # kept columns are opened
 
 
 def test_everything_that_a_user_holds_has_a_view(dataset: od.ShardDataset) -> None:
@@ -66,6 +104,61 @@ def test_everything_that_a_user_holds_has_a_view(dataset: od.ShardDataset) -> No
     assert "trained" in look(dataset[0]).text
     mixture = od.Mixture({"<b>one": od.Source(dataset, weight=1), "two": od.Source(dataset, weight=1)})
     assert "<b>one" in look(mixture).text
+
+
+def test_a_dummy_is_named_as_one(tmp_path: Path) -> None:
+    samples = [{"__key__": str(number), "jpg": jpeg(56, 56), "txt": b"a"} for number in range(4)]
+    samples.append({"__key__": "text", "txt": b"text alone"})
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    encoders = od.CostModel(**dict.fromkeys(("image", "audio", "llm"), od.PhaseCost(linear=1)))
+    for assignment in ("joint", "per_phase"):
+        (batch,) = od.DataLoader(
+            dataset, batch_size=5, cost=encoders, balance=od.Balance(assignment=assignment), num_threads=0
+        )
+        text = look(batch).text
+        assert "image4 items of " in text
+        assert "audionone; a dummy, without which this rank would not run the encoder: features float32" in text
+        assert "a dummy of audio, features float32" in repr(batch)
+        assert "a dummy of image" not in repr(batch)
+    (batch,) = od.DataLoader(dataset.take(1), batch_size=1, cost=encoders)
+    assert "image1 item of " in look(batch).text
+
+
+def test_a_loader_cuts_no_number(dataset: od.ShardDataset) -> None:
+    dataset.index()
+    phases = {
+        name: od.PhaseCost(linear=3.0625, quadratic=0.0009765625, constant=12345.5) for name in ("image", "audio")
+    }
+    cost = od.CostModel(llm=od.PhaseCost(linear=30.0625), **phases)
+    loader = od.DataLoader(dataset, batch_size=4, cost=cost)
+    shown = re.search(r"cost=(.*), \.\.\.", repr(loader))
+    assert len(repr(cost)) > 200
+    assert shown is not None and f"{shown[1]}, " in repr(cost)
+    assert f"{shown[1]}, ..." in look(loader).text
+
+
+def test_a_mixture_shows_its_shares(dataset: od.ShardDataset) -> None:
+    sources = {"web": od.Source(dataset, weight=3), "own": od.Source(dataset, weight=1, loss_weight=0.5)}
+    text = look(od.Mixture(sources)).text
+    assert "share of tokens" in text
+    assert "own 25 %0.5ShardDataset" in text
+    assert "web 75 %1ShardDataset" in text
+    outer = od.Mixture({"in": od.Source(od.Mixture(sources)), "out": od.Source(dataset)}, by="samples")
+    assert "in/web 38 %" in look(outer).text
+    staged = {name: od.Source(dataset) for name in sources}
+    stages = [(0, {"web": 1}), (1000, {"web": 1, "own": 1})]
+    assert "own 0 %from 1,000 tokens: 50 %" in look(od.Mixture(staged, stages=stages)).text
+
+
+def test_a_profile_shows_its_sentences(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = od.CostModel(llm=od.PhaseCost(linear=1), image=od.PhaseCost(linear=1))
+    profile = dataset.profile(cost=cost, ranks=(2, 4), batch_size=2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = look(profile).text
+    assert "Profile of 24 samples in 2 shards" in text
+    assert all(sentence in text for sentence in profile.summary)
+    assert "whole samples" in text
+    assert repr(profile) == f"Profile(24 samples in 2 shards, planned for 2, 4 ranks: {profile.summary[0]})"
 
 
 def test_a_plan_of_many_ranks_shows_percentiles(dataset: od.ShardDataset) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from webdataset import TarWriter
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.ranks.agreement import check_accounts
 
 
 def write_data(folder: Path) -> None:
@@ -72,11 +75,39 @@ def forgets_to_return(record: Any) -> None:
     record["txt"].strip()
 
 
+def media_elsewhere() -> None:
+    records = [{"image": f"{number}.jpg", "text": "some words"} for number in range(10)]
+    Path("named.jsonl").write_text("\n".join(map(json.dumps, records)))
+    len(od.ShardDataset("named.jsonl", media_root="data"))
+
+
+def no_steps() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the loader has no steps")
+        loader(batch_size=50, drop_last=True)
+
+
+def other_recipe_than_the_model_s() -> None:
+    from transformers import Qwen2VLConfig
+
+    loader(dataset(recipe=od.Recipe(audio=None)), collate_fn=od.hf.Inputs(Qwen2VLConfig()))
+
+
+def script_without_a_guard() -> None:
+    Path("script.py").write_text(
+        "import orchdata as od\n"
+        "list(od.DataLoader(list(range(9)), num_workers=1, multiprocessing_context='forkserver'))\n"
+    )
+    ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300)
+    raise RuntimeError(ended.stderr[ended.stderr.rindex("RuntimeError: ") + len("RuntimeError: ") :])
+
+
 # The message's first words -> the call.
 REFUSALS: dict[str, Callable[[], Any]] = {
     "no file matches": lambda: len(od.ShardDataset("nowhere/*.tar")),
     "no such shard": lambda: len(od.ShardDataset("nowhere/a.tar")),
     "photos is a folder without metadata.jsonl or metadata.csv": lambda: len(od.ShardDataset("photos")),
+    "data: media_root has none of the files": media_elsewhere,
     "notes.md: unknown kind of shard": lambda: len(od.ShardDataset("notes.md")),
     "DataLoader takes a data set, got the path": lambda: od.DataLoader("data/*.tar"),
     "recipe must be an od.Recipe": lambda: dataset(recipe=od.Recipe),
@@ -94,12 +125,16 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "a ShardDataset has its own order": lambda: loader(sampler=[2, 1, 0]),
     "collate_fn got the class Packed": lambda: loader(collate_fn=od.Packed),
     "collate_fn=default_collate takes tensors": lambda: loader(collate_fn=default_collate),
+    "qwen2_vl looks for image where the token": other_recipe_than_the_model_s,
     "collate_fn is a lambda": lambda: next(iter(loader(collate_fn=lambda samples: len(samples), num_workers=1))),
+    "a worker process runs the script": script_without_a_guard,
     "cost for a ShardDataset is an od.CostModel": lambda: loader(cost=len),
     "CostModel needs llm=...": lambda: od.CostModel(image=od.PhaseCost(linear=1)),
     "balance must be one of": lambda: loader(balance="best"),
+    "the loader has no steps": no_steps,
     "global_batch_tokens counts LLM tokens": lambda: od.DataLoader(Numbers(), global_batch_tokens=100),
     "accumulate=2 cuts steps of an od.ShardDataset": lambda: loader(Numbers(), accumulate=2),
+    "all ranks of a loader must plan the same steps": lambda: check_accounts({0: {"seed": 1}, 1: {"seed": 2}}),
     "data/a.tar: sample 'long' has 3000 llm positions": lambda: loader(balance=od.Balance(max_tokens=2048)),
     "Items is an IterableDataset, and this loader's samples are shared by 2 ranks": lambda: loader(Items(), dp=(0, 2)),
     "'DataLoader' object is not subscriptable": lambda: loader()[0],  # type: ignore[index]

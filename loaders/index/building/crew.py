@@ -58,7 +58,9 @@ class BuildProgress:
 
 def warn_of_retries(error: Exception, seconds: float) -> None:
     """Warn that reads are tried again."""
-    warnings.warn(f"{error}; trying again for up to {seconds:g} s of waiting in this build", stacklevel=2)
+    is_refused = isinstance(error, StorageError) and error.is_refused
+    how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
+    warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
 
 
 def in_parallel(

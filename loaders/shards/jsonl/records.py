@@ -136,7 +136,7 @@ class TabLines(TextLines):
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
-            self._names = _different(decode_utf8(self.at(self._start())).split("\t"))
+            self._names = _checked_names(decode_utf8(self.at(self._start())).split("\t"), ",;|")
         return _as_object(self._names, decode_utf8(data).split("\t"))
 
 
@@ -231,12 +231,23 @@ class Table(_JsonFile):
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
-            self._names = _different(_cells(self.at(self._start())))
+            self._names = _checked_names(_cells(self.at(self._start())), ";\t|")
         return _as_object(self._names, _cells(data))
 
 
-def _different(names: list[str]) -> list[str]:
-    """Return the names of columns. Raises DecodeError if two are equal."""
+def _checked_names(names: list[str], others: str) -> list[str]:
+    """Return the names of columns. Raises DecodeError if two are equal, or if one name has all of them.
+
+    Args:
+        others: what separates cells in other kinds of files.
+    """
+    separator = next((each for each in others if each in names[0]), "") if len(names) == 1 else ""
+    if separator:
+        again = f"write it again with commas: pandas.read_csv(path, sep={separator!r}).to_csv('new.csv', index=False)"
+        way_out = {",": "name the file .csv", "\t": "name the file .tsv"}.get(separator, again)
+        raise DecodeError(
+            f"the header line looks separated by {separator!r}, and a .csv has commas, a .tsv tabs: {way_out}"
+        )
     if len(set(names)) < len(names):
         raise DecodeError(f"two columns have the same name: {', '.join(names)[:200]}")
     return names

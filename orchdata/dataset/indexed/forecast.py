@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.slow import under_way_by_shard
@@ -16,6 +17,7 @@ from orchdata.progress import in_words
 SHORT_SECONDS: Final = 10.0
 """Of less time nothing is said."""
 _AFTER_SECONDS: Final = 2.0
+_STALLED_SECONDS: Final = 1.0
 _MOST_SIZES: Final = 1000
 
 
@@ -49,6 +51,7 @@ class Forecast:
         self._known = 0  # bytes of shards whose costs were kept
         self._all: float | None = None
         self._is_said = False
+        self._furthest = (0.0, 0.0)  # most bytes so far, and when they were seen first
 
     def shard_done(self, shard: BuildProgress) -> None:
         """Note a shard; for `progress` of `build_index`."""
@@ -66,7 +69,7 @@ class Forecast:
         if seconds is not None and seconds > SHORT_SECONDS:
             self._is_said = True
             sys.stderr.write(
-                f"indexing {len(self._urls):,} shards takes about {in_words(seconds)} more: {self._advice}\n"
+                f"indexing {counted(len(self._urls), 'shard')} takes about {in_words(seconds)} more: {self._advice}\n"
             )
             sys.stderr.flush()
 
@@ -75,6 +78,10 @@ class Forecast:
         begun = sum(fraction * self._size(url) for url, fraction in under_way_by_shard())
         if begun:
             self._begin()
+        if self._measured + begun > self._furthest[0]:
+            self._furthest = self._measured + begun, self._clock()
+        if begun and self._clock() - self._furthest[1] > _STALLED_SECONDS:
+            return None  # it waits for storage, for an unknown time
         if self._began is None or self._clock() - self._began < _AFTER_SECONDS or not self._measured + begun:
             return None
         if self._all is None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.index import digest
 from orchdata.notices import warn_once
@@ -52,7 +53,7 @@ def _compare(dataset: ShardDataset) -> None:
     if new:
         warn_once(
             f"new shards of {stored.name}",
-            f"{len(new):,} shard{'s' * (len(new) != 1)} (the first: {new[0]}) are not in generation "
+            f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in generation "
             f"{dataset.generation} of the index, and are not read: `{stored.command}` publishes the next generation, "
             "which the next job reads",
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
@@ -94,6 +95,20 @@ class Opened:
         with self.lock:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
+
+    def absent(self, number: int, left_out: Callable[[Index], NDArray[np.int64]]) -> IndexError:
+        """Return the error for a sample that does not exist; where none can be used, with the reason of the first.
+
+        Args:
+            left_out: returns the rows that filters and splits leave out.
+        """
+        assert self.index is not None and self.chosen is not None
+        count = len(self.chosen.first_rows)
+        text = f"sample {number} of {counted(count, 'sample')} does not exist"
+        bad = self.index.bad_rows()[:0] if count else np.setdiff1d(self.index.bad_rows(), left_out(self.index))
+        if len(bad):
+            text += f": none of {counted(len(bad), 'sample')} can be used; the first: {self.index.failure(int(bad[0]))}"
+        return IndexError(text)
 
     def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
         with self.lock:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import zstandard
 from PIL import Image
 
 import orchdata as od
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.index import Index
@@ -221,6 +222,36 @@ def test_cells_between_tabs(tmp_path: Path) -> None:
     index = build_index([str(path)], Recipe())
     assert index.num_rows == 3 and [index.key(row) for row in (0, 2)] == ["1", "3"]
     assert reasons(index) == {"1": ("json", "a row has 2 cells, the header line 3 names")}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "separator", "way_out"),
+    [
+        ("csv", ";", r"pandas.read_csv\(path, sep=';'\).to_csv\('new.csv', index=False\)$"),
+        ("csv", "\t", "name the file .tsv$"),
+        ("tsv", ",", "name the file .csv$"),
+        ("tsv", ";", "pandas.read_csv"),
+    ],
+)
+def test_cells_between_other_characters(tmp_path: Path, suffix: str, separator: str, way_out: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f"id{separator}text\n1{separator}one\n2{separator}two, three\n")
+    index = build_index([str(path)], Recipe())
+    assert len(index.bad_rows()) == 2
+    for _, reason in reasons(index).values():
+        assert re.search(f"the header line looks separated by {re.escape(repr(separator))}.*{way_out}", reason)
+        assert reason_kind(reason) == reason  # what to do stays
+
+
+def test_words_under_another_name_are_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text("id\ttranscript\n1\tone\n")
+    ((_, reason),) = reasons(build_index([str(path)], Recipe())).values()
+    assert (
+        "'transcript', which is not read: columns={'transcript': 'text'} renames it; known keys of records are"
+        in reason
+    )
+    assert "columns={'transcript': 'text'}" in reason_kind(reason)
 
 
 def test_an_object_over_several_lines_is_no_json_lines(tmp_path: Path) -> None:

@@ -77,6 +77,25 @@ def test_it_is_said_once_and_only_if_it_is_long(files: list[str], capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+def test_of_a_shard_that_waits_nothing_is_said(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    forecast = Forecast(files[:1], "some advice", clock=clock)
+    with here().at(files[0]):
+        here().fraction = 0.001
+        forecast.look()
+        for clock.now in (1.5, 2.0, 4.0):
+            forecast.look()
+    with here().at(files[0]):  # tried again, and no further than before
+        here().fraction = 0.001
+        clock.now = 4.5
+        forecast.look()
+        assert capsys.readouterr().err == ""
+        here().fraction = 0.2
+        clock.now = 5.0
+        forecast.look()
+    assert capsys.readouterr().err == "indexing 1 shard takes about 20 s more: some advice\n"
+
+
 def test_a_loader_says_how_to_make_it_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from map_dataset import Numbers
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -89,6 +90,18 @@ def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
     (folder / "images" / "0" / "3.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"0\.jsonl: sample '0-03', field 'image.0': '0/3.png' was changed"):
         dataset[3]
+
+
+def test_a_data_set_without_a_usable_sample_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    dataset = od.ShardDataset(path)
+    first = r"none of 2 samples can be used; the first: .*a.jsonl: sample '0', field 'json': .*'prompt'"
+    with pytest.raises(IndexError, match=f"sample 0 of 0 samples does not exist: {first}"):
+        dataset[0]
+    assert list(dataset) == []
+    with pytest.raises(IndexError, match="sample 0 of 0 samples does not exist$"):
+        dataset.filter("not bad")[0]
 
 
 def test_places_and_keys_of_other_types_are_refused_with_the_way_out(
@@ -365,13 +378,34 @@ def test_numbers_that_select_refuses(folder: Path, numbers: Any, error: type[Exc
         dataset_of(folder).select(numbers)
 
 
+class Processor:
+    """As those of transformers: its repr has thousands of characters."""
+
+    def apply_chat_template(self) -> None:
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        return "x" * 9999
+
+
+class Tokenizer(Processor):
+    special_tokens_map: Mapping[str, str] = {}
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: od.ShardDataset(3), "takes a path, a pattern or a list of these, got 3"),
         (lambda: od.ShardDataset([None]), "takes a path, a pattern or a list of these, got None"),
+        (
+            lambda: od.ShardDataset(Numbers(10**12)),  # type: ignore[arg-type]
+            "got a Numbers: od.DataLoader takes a data set of torch or Hugging Face itself",
+        ),
         (lambda: od.ShardDataset("a.txt", od.Recipe), "recipe must be an od.Recipe"),
         (lambda: od.ShardDataset("a.txt", od.TextPreprocessor()), r"recipe must be an od.Recipe, .*text=\.\.\."),
+        (lambda: od.ShardDataset("a.txt", Processor()), r"got a Processor: pass recipe=od.hf.recipe\(processor\)$"),
+        (lambda: od.ShardDataset("a.txt", Tokenizer()), r"got a Tokenizer: pass recipe=od.hf.recipe\(tokenizer\)$"),
+        (lambda: od.ShardDataset("a.txt", [0] * 9999), r"recipe must be an od.Recipe, .{,170}$"),
         (lambda: od.ShardDataset("a.txt").split("train", "a"), "split: fraction .* between 0 and 1, got 'a'"),
         (lambda: od.ShardDataset("a.txt").split("train", 0.5, seed="a"), "split: seed must be an integer, got 'a'"),
         (lambda: od.DataLoader(od.ShardDataset), "got the class ShardDataset: create one"),

@@ -17,13 +17,13 @@ from webdataset import TarWriter
 
 import orchdata as od
 from orchdata.cli.tables import profile_table
+from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
-from orchdata.profiling.chosen_totals import chosen_totals
 from orchdata.profiling.failures import count_reasons
 from orchdata.profiling.lengths import PERCENTILES
 from orchdata.profiling.make_profile import profile

@@ -14,21 +14,26 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import Totals, overflow_of, sum_totals
 
 
-def chosen_totals(index: Index, left_out: NDArray[np.int64]) -> Totals:
-    """Return totals of the samples that are not left out: bytes, loss_tokens, overflow, and for each modality samples,
-    parts and tokens.
+def chosen_totals(index: Index, left_out: NDArray[np.int64], *, until: float | None = None) -> Totals:
+    """Return totals of the samples that are not left out: samples (bad ones included), bad, bytes, llm_tokens,
+    loss_tokens, overflow, and for each modality samples, parts and tokens.
 
     Args:
         left_out: rows of whole samples, ascending, int64.
+        until: as for `stretches`.
     """
     if not len(left_out):
         return index.totals
     if isinstance(index, JoinedIndex):
         bounds = np.searchsorted(left_out, index.first_rows)
         parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
-        return sum_totals([chosen_totals(part, left_out[low:high] - first) for part, first, low, high in parts])
+        return sum_totals(
+            [chosen_totals(part, left_out[low:high] - first, until=until) for part, first, low, high in parts]
+        )
     columns = columns_of(index)
-    return sum_totals([_stretch_totals(index, columns, *stretch, left_out) for stretch in stretches(index)])
+    return sum_totals(
+        [_stretch_totals(index, columns, *stretch, left_out) for stretch in stretches(index, until=until)]
+    )
 
 
 def _stretch_totals(
@@ -52,7 +57,10 @@ def _stretch_totals(
             "tokens": int(of(f"{name}_tokens").sum()),
         }
     return {
+        "samples": int(np.count_nonzero(chosen)),
+        "bad": int(np.count_nonzero(of("bad"))),
         "bytes": int(of("bytes").sum()),
+        "llm_tokens": int(of("tokens").sum()),
         "loss_tokens": int(of("loss_tokens").sum()),
         "overflow": overflow_of(pieces[kept], cut_tokens[kept]),
         "modalities": modalities,
