@@ -59,6 +59,7 @@ from orchdata.profiling.ranks.cached import NodeCache
 from orchdata.profiling.ranks.layouts import padding_of_layouts
 from orchdata.profiling.ranks.planned import AnyOrder, StepSize, epoch_spec
 from orchdata.profiling.ranks.scales import MOST_REPEATS, make_scale
+from orchdata.profiling.recipes import dummy_tokens, is_of_processor
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
 _RANGE_SAMPLES = 1000
@@ -216,9 +217,11 @@ def profile(
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
     layouts = padding_of_layouts(
         index,
+        cost,
         balance,
         lambda costs, its: epoch_spec(costs, order_of(1), its, size, num_ranks=main.ranks, steps=steps),
         multiple_of=layout.multiple_of,
+        dummies=dummy_tokens(index, dataset) if layout.empty == "dummy" else None,
         length=length,
         longest=longest,
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
@@ -262,6 +265,7 @@ def profile(
         seed=seed,
         ranks_left_out=left_out,
         text_is_bytes=text_is_bytes(dataset),
+        is_of_processor=is_of_processor(dataset),
         sources=_sources(order_of(1)),
         failures=failure_examples(bad_samples),
         content=content,

@@ -154,6 +154,8 @@ class Profile:
         caps: None without `max_tokens`.
         text_is_bytes: LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer; False for an index alone,
             which does not know.
+        is_of_processor: a recipe is one of `od.hf.recipe`, so the model takes batches of `od.hf.Inputs`; False for an
+            index alone.
         ranks_left_out: default numbers of ranks that were not planned: their step would have more than 16 times the
             samples, or tokens, of the data.
         sources: sources of a mixture, by name; empty without a mixture.
@@ -187,6 +189,7 @@ class Profile:
     seed: int
     ranks_left_out: tuple[int, ...]
     text_is_bytes: bool
+    is_of_processor: bool
     sources: Mapping[str, SourceShare]
     failures: tuple[FailureExample, ...]
     content: Content

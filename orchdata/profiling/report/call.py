@@ -63,19 +63,22 @@ def call_of(profile: Profile) -> str:
 
 
 def _layout(profile: Profile) -> str:
-    multiple = "" if profile.multiple_of == 1 else f"multiple_of={profile.multiple_of}"
-    if profile.layout == "padded":
-        return f"od.Padded({multiple})"
-    length = "" if profile.length is None else f"length={profile.length}"
-    return f"od.Packed({', '.join(part for part in (multiple, length) if part)})"
+    options = ["padded=True"] if profile.layout == "padded" and profile.is_of_processor else []
+    options += [] if profile.multiple_of == 1 else [f"multiple_of={profile.multiple_of}"]
+    options += [] if profile.length is None else [f"length={profile.length}"]
+    if profile.is_of_processor:
+        return f"od.hf.Inputs({', '.join(['model.config', *options])})"
+    return f"od.{'Padded' if profile.layout == 'padded' else 'Packed'}({', '.join(options)})"
 
 
 def _reason_of_layout(profile: Profile) -> str:
     padding = {layout.layout: layout.padding for layout in profile.layouts}
     chosen = "one length" if profile.length is not None else profile.layout
-    return "padding of the LLM: " + ", ".join(
+    shares = "padding of the LLM: " + ", ".join(
         f"{name} {100 * share:.0f} %{' (this)' if name == chosen else ''}" for name, share in padding.items()
     )
+    names = "the recipe is of a Hugging Face processor, and its model takes batches with its own names"
+    return f"{names}; {shares}" if profile.is_of_processor else shares
 
 
 def _balance(profile: Profile) -> Argument:
