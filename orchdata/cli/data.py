@@ -163,7 +163,9 @@ def profile(
     multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
     group_size: Annotated[int, typer.Option(help="Ranks of a group, as those of a node.")] = 8,
-    streams: Annotated[int | None, typer.Option(help="Streams of the order; default: one a group.")] = None,
+    streams: Annotated[
+        int | None, typer.Option(help="Streams of the order; default: one a group in groups, else one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     cache_bytes: Annotated[
         str | None,

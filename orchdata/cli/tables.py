@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchdata.cli.output import human_bytes, overflow_words, plain_table
-from orchdata.profiling.report.summary import left_out_words
+from orchdata.profiling.report.summary import counted, left_out_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -21,11 +21,11 @@ MOST_REASONS = 5
 
 def profile_table(profile: Profile) -> RenderableType:
     """What the dataset holds, how large samples are, and what each number of ranks would see."""
-    bad = f"; left out: {profile.bad:,} bad samples" if profile.bad else ""
+    bad = f"; left out: {counted(profile.bad, 'bad sample')}" if profile.bad else ""
     bad += f"; {profile.unchosen:,} samples that are not chosen" if profile.unchosen else ""
-    bad += f"; {profile.failed_shards:,} shards cannot be read at all" if profile.failed_shards else ""
+    bad += f"; {counted(profile.failed_shards, 'shard')} cannot be read at all" if profile.failed_shards else ""
     header = (
-        f"{profile.samples:,} samples in {profile.shards:,} shards, {human_bytes(profile.bytes)}, "
+        f"{counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}, {human_bytes(profile.bytes)}, "
         f"{profile.loss_tokens:,} loss tokens{bad}"
     )
     reasons = [f"  {count:,} x {reason}" for reason, count in list(profile.bad_by_reason.items())[:MOST_REASONS]]
@@ -68,7 +68,8 @@ def _source_table(profile: Profile) -> Table:
 
 
 def _modality_table(profile: Profile) -> Table:
-    table = plain_table("\nWhat samples are made of", "modality", "share of samples", "samples", "parts", "LLM tokens")
+    title = f"\nWhat samples are made of{stored_words(profile)}"
+    table = plain_table(title, "modality", "share of samples", "samples", "parts", "LLM tokens")
     for name, modality in profile.modalities.items():
         share = f"{modality.share:.1%}"
         table.add_row(name, share, f"{modality.samples:,}", f"{modality.parts:,}", f"{modality.tokens:,}")
@@ -77,7 +78,8 @@ def _modality_table(profile: Profile) -> Table:
 
 def _phase_table(profile: Profile) -> Table:
     names = ("min", "p25", "p50", "p75", "p95", "p99", "max")
-    table = plain_table("\nPositions per sample, of those in the phase", "phase", "total", *names)
+    title = f"\nPositions per sample, of those in the phase{stored_words(profile)}"
+    table = plain_table(title, "phase", "total", *names)
     for name, phase in profile.phases.items():
         sizes = [f"{phase.percentiles[column]:,}" if phase.percentiles else "-" for column in names]
         table.add_row(name, f"{phase.positions:,}", *sizes)
@@ -190,9 +192,10 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(f"*: {' and '.join(unnamed)}: not balanced and not in the step: the cost model does not name them")
     if not profile.has_cost_model and len(profile.phases) > 1:
         notes.append("no cost model given (--cost): positions cost the same, a patch as much as an LLM token")
-    if any(scale.with_replacement for scale in profile.scales):
+    changes = [each.with_replacement for scale in profile.scales for each in scale.changes]
+    if any(scale.with_replacement for scale in profile.scales) or any(changes):
         notes.append(
-            f"r: the dataset ({profile.samples:,} samples) has less than this global batch, "
+            f"r: the dataset ({counted(profile.samples, 'sample')}) has less than this global batch, "
             "so samples were drawn with replacement"
         )
     notes += _locality_notes(profile)
@@ -278,7 +281,9 @@ def _changes_note(scale: Scale, micro_steps: float) -> str:
     for change in scale.changes:
         size = "batch_tokens" if change.change == "batch_size" and scale.batch_size is None else change.change
         what = f"{change.factor} x the {size}" if change.factor else f"no {size}"
-        changes.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
+        drawn = " r" if change.with_replacement else ""
+        at = f" at {change.microbatches:.1f} micro-steps" if capped else ""
+        changes.append(f"{what} {change.step:.2f}{drawn}{at}")
     if (tokens := scale.settings.get("tokens")) is not None:
         at = f" at {tokens.microbatches:.1f} micro-steps" if capped else ""
         changes.append(f"steps of as many tokens {1 / (1 - tokens.waiting):.2f}{at}")

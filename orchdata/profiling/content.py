@@ -27,7 +27,7 @@ _BINS: Final = 10
 _MOST_SHARDS: Final = 10
 _MOST_COMBINATIONS: Final = 12
 _LEAST_SAMPLES: Final = 20
-"""Shards with less samples are not called different: their shares are chance."""
+"""Shards with fewer samples are not called different: their shares are chance."""
 _LEAST_DIFFERENCE: Final = 0.1
 
 

@@ -30,7 +30,7 @@ from orchdata.dataset.shards import (
     oversize_rows,
     unchosen_rows,
 )
-from orchdata.dataset.views.chosen_totals import chosen_totals
+from orchdata.dataset.views.chosen_totals import chosen_totals, totals_of_sources
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
@@ -41,12 +41,13 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
-from orchdata.profiling.content import content_of
+from orchdata.profiling.content import Content, content_of
 from orchdata.profiling.failures import count_reasons, failure_examples, split_failures
 from orchdata.profiling.largest import measure_phases
 from orchdata.profiling.lengths import Lengths
 from orchdata.profiling.profile import (
     Caps,
+    EpochModality,
     Modality,
     Overflow,
     Phase,
@@ -59,6 +60,7 @@ from orchdata.profiling.ranks.cached import NodeCache
 from orchdata.profiling.ranks.layouts import padding_of_layouts
 from orchdata.profiling.ranks.planned import AnyOrder, StepSize, epoch_spec
 from orchdata.profiling.ranks.scales import MOST_REPEATS, make_scale
+from orchdata.profiling.recipes import dummy_tokens, is_of_processor
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
 _RANGE_SAMPLES = 1000
@@ -97,7 +99,8 @@ def profile(
         batch_size: samples per rank and step.
         batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
         group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
-        streams: streams of the order, as in `Shuffle(streams=...)`; None for one per group, so that each reads its own.
+        streams: streams of the order, as in `Shuffle(streams=...)`; None for one per group in groups and in a grid, so
+            that each reads its own, and one stream for all other settings.
         seed: seed of the order.
         steps: steps to plan per number of ranks to begin with, spread over an epoch, or over several if one has fewer.
             Locality is measured over as many in a row.
@@ -216,13 +219,18 @@ def profile(
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
     layouts = padding_of_layouts(
         index,
+        cost,
         balance,
-        lambda costs, its: epoch_spec(costs, order_of(1), its, size, num_ranks=main.ranks, steps=steps),
+        lambda costs, its: epoch_spec(
+            costs, order_of(main.global_streams), its, size, num_ranks=main.ranks, steps=steps
+        ),
         multiple_of=layout.multiple_of,
+        dummies=dummy_tokens(index, dataset) if layout.empty == "dummy" else None,
         length=length,
         longest=longest,
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
     )
+    sources = _sources(order_of(1))
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
@@ -262,7 +270,9 @@ def profile(
         seed=seed,
         ranks_left_out=left_out,
         text_is_bytes=text_is_bytes(dataset),
-        sources=_sources(order_of(1)),
+        is_of_processor=is_of_processor(dataset),
+        sources=sources,
+        epoch=_epoch(index, unchosen, sources, content),
         failures=failure_examples(bad_samples),
         content=content,
         largest=largest,
@@ -311,6 +321,34 @@ def _sources(order: AnyOrder) -> dict[str, SourceShare]:
             passes=samples / source.order.num_samples,
         )
         for source, (samples, tokens) in zip(order.sources, order.given(0), strict=True)
+    }
+
+
+def _epoch(
+    index: Index, unchosen: NDArray[np.int64], sources: Mapping[str, SourceShare], content: Content
+) -> dict[str, EpochModality]:
+    """Return what an epoch of a mixture delivers of each modality, if each source gives what its samples are made of.
+
+    Args:
+        unchosen: rows that filters and splits leave out.
+        content: of the stored samples.
+    """
+    if not isinstance(index, JoinedIndex) or not sources:
+        return {}
+    given, parts = list(sources.values()), content.sources
+    totals = [source["modalities"] for source in totals_of_sources(index, unchosen)]
+    samples, tokens = sum(source.samples for source in given), sum(source.tokens for source in given)
+    return {
+        name: EpochModality(
+            share=sum(
+                source.samples * of_source[name]["samples"] / max(1, part.samples)
+                for source, part, of_source in zip(given, parts, totals, strict=True)
+            )
+            / max(1, samples),
+            token_share=sum(source.tokens * part.shares[name] for source, part in zip(given, parts, strict=True))
+            / max(1, tokens),
+        )
+        for name in index.modalities
     }
 
 

@@ -137,6 +137,19 @@ class SourceShare:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EpochModality:
+    """What an epoch of a mixture delivers of a modality, by the weights of the sources.
+
+    Attributes:
+        share: share of the samples that have it.
+        token_share: share of the LLM tokens.
+    """
+
+    share: float
+    token_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """The content of a dataset, and its cost on N ranks.
 
@@ -156,9 +169,13 @@ class Profile:
         caps: None without `max_tokens`.
         text_is_bytes: LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer; False for an index alone,
             which does not know.
+        is_of_processor: a recipe is one of `od.hf.recipe`, so the model takes batches of `od.hf.Inputs`; False for an
+            index alone.
         ranks_left_out: default numbers of ranks that were not planned: their step would have more than 16 times the
             samples, or tokens, of the data.
         sources: sources of a mixture, by name; empty without a mixture.
+        epoch: modality -> what the first epoch of a mixture delivers; empty without a mixture. `modalities`, `phases`,
+            `content` and `largest` are of the stored samples, each once.
         failures: examples of bad samples, at most three for each of the ten most frequent reasons.
         content: what samples are made of.
         largest: of the samples that are not dropped, those that cost the most, at most ten.
@@ -189,7 +206,9 @@ class Profile:
     seed: int
     ranks_left_out: tuple[int, ...]
     text_is_bytes: bool
+    is_of_processor: bool
     sources: Mapping[str, SourceShare]
+    epoch: Mapping[str, EpochModality]
     failures: tuple[FailureExample, ...]
     content: Content
     largest: tuple[LargestSample, ...]

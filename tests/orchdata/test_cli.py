@@ -199,7 +199,7 @@ def test_profile_of_chosen_samples_is_that_of_them_alone(tmp_path: Path) -> None
 
 def test_profile_table_says_what_a_person_must_know(mixed: Path) -> None:
     out = run("profile", mixed, "--ranks", "1,4", "--batch-size", "2").stdout
-    for words in ("2 samples in 1 shards", "1 bad", "llm", "speedup", "drawn with replacement", "p99"):
+    for words in ("2 samples in 1 shard,", "1 bad", "llm", "speedup", "drawn with replacement", "p99"):
         assert words in out
 
 

@@ -25,15 +25,18 @@ def chosen_totals(index: Index, left_out: NDArray[np.int64], *, until: float | N
     if not len(left_out):
         return index.totals
     if isinstance(index, JoinedIndex):
-        bounds = np.searchsorted(left_out, index.first_rows)
-        parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
-        return sum_totals(
-            [chosen_totals(part, left_out[low:high] - first, until=until) for part, first, low, high in parts]
-        )
+        return sum_totals(totals_of_sources(index, left_out, until=until))
     columns = columns_of(index)
     return sum_totals(
         [_stretch_totals(index, columns, *stretch, left_out) for stretch in stretches(index, until=until)]
     )
+
+
+def totals_of_sources(index: JoinedIndex, left_out: NDArray[np.int64], *, until: float | None = None) -> list[Totals]:
+    """Return the same of each source whose index is joined."""
+    bounds = np.searchsorted(left_out, index.first_rows)
+    parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
+    return [chosen_totals(part, left_out[low:high] - first, until=until) for part, first, low, high in parts]
 
 
 def _stretch_totals(

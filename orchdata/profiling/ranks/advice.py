@@ -68,6 +68,7 @@ class Change:
         factor: None for no cap.
         step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
         steps: number of steps that were planned.
+        with_replacement: the dataset has less than such a step, so samples were drawn with replacement.
         waiting, waiting_error, samples, tokens, microbatches: as in `Setting`.
         is_better: ranks wait less than in the balanced step, by at least three standard errors of the difference.
     """
@@ -76,6 +77,7 @@ class Change:
     factor: int | None
     step: float
     steps: int
+    with_replacement: bool
     waiting: float
     waiting_error: float | None
     samples: float
@@ -155,6 +157,7 @@ def try_changes(
                 factor=factor,
                 step=result.step,
                 steps=len(result.steps),
+                with_replacement=other.order is not order,
                 waiting=result.waiting,
                 waiting_error=result.waiting_error,
                 samples=result.mean_samples,

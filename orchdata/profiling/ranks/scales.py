@@ -32,6 +32,8 @@ from orchdata.profiling.ranks.planned import (
 from orchdata.profiling.ranks.settings import LlmAlone, Setting, SettingName, make_settings
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+_NEAR: Final = ("grouped", "grid")
+"""Scopes in which samples stay near the group that reads their stream: with one stream a group, each reads its own."""
 MOST_REPEATS: Final = 16
 """A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
 
@@ -112,7 +114,9 @@ class Scale:
             the step fills them, or lengths vary.
         with_replacement: the dataset has less than a global batch, so samples were drawn with replacement.
         group_size, groups: ranks of a group, such as those of a node, and the number of groups.
-        streams: streams of the order, as in `od.Shuffle(streams=...)`.
+        streams: streams of the order in groups and in a grid, as in `od.Shuffle(streams=...)`. Locality of every scope
+            is measured with these.
+        global_streams: streams of the order of the other settings: one, unless a number was given for all.
         locality_steps: consecutive steps, in the middle of the epoch, over which locality is measured.
         phases: every phase of the dataset; those that the cost model does not name are not balanced.
         step: the whole step, over the phases of the cost model.
@@ -141,6 +145,7 @@ class Scale:
     group_size: int
     groups: int
     streams: int
+    global_streams: int
     locality_steps: int
     phases: Mapping[str, PhaseImbalance]
     step: PhaseImbalance
@@ -175,51 +180,63 @@ def make_scale(
         source: costs of an index.
         counts: its LLM tokens, as steps measure them.
         order_of: number of streams -> the order.
-        streams: streams of the order; None for one per group.
+        streams: streams of the order; None for one per group in groups and in a grid, and one for all other settings.
         cache: of each node; None without object storage.
     """
-    # The order, and the steps: spread for balance, consecutive for locality.
+    # The orders, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
-    streams = groups if streams is None else streams
+    global_streams = streams or 1
+    streams = streams or groups
     order = order_of(streams)
+    global_order = order if global_streams == streams else order_of(global_streams)
     size = StepSize.of(ranks, batch_size, batch_tokens, counts)
     most = max(steps, most_steps)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
     with_replacement = base.order is not order
-    base = with_known_steps(base)
+    base = global_base = with_known_steps(base)
+    if global_order is not order:
+        global_base = epoch_spec(source, global_order, balance, size, num_ranks=ranks, steps=most)
+        with_replacement = global_base.order is not global_order
+        global_base = with_known_steps(global_base)
     # Plan every scope in both assignments, and by LLM tokens alone.
     limited = balance.equal_count or balance.max_samples is not None
     scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
-    specs = {scope: _scoped(base, scope, "joint", group_size) for scope in scopes}
-    tried: dict[_Tried, PlanSpec] = {("joint", scope): spec for scope, spec in specs.items()}
-    tried |= {
-        ("per_phase", scope): _scoped(base, scope, "per_phase", group_size) for scope in scopes if scope != "none"
-    }
+    tried: dict[_Tried, PlanSpec] = {}
+    for scope in scopes:
+        of_scope = base if scope in _NEAR else global_base
+        tried["joint", scope] = _scoped(of_scope, scope, "joint", group_size)
+        if scope != "none":
+            tried["per_phase", scope] = _scoped(of_scope, scope, "per_phase", group_size)
     if len(source.balanced) > 1:
-        tried["llm", "global"] = replace(specs["global"], costs=LlmAlone.of(source))
-    planned, spread = plan_enough(tried, source.balanced, steps, most)
+        tried["llm", "global"] = replace(tried["joint", "global"], costs=LlmAlone.of(source))
+    near = {key: spec for key, spec in tried.items() if key[1] in _NEAR and base is not global_base}
+    others = {key: spec for key, spec in tried.items() if key not in near}
+    planned, spread = plan_enough(others, source.balanced, steps, most)
+    if near:
+        planned |= plan_enough(near, source.balanced, steps, most)[0]
     joint = {scope: planned["joint", scope] for scope in scopes}
     apart: dict[Scope, PlannedSteps] = {scope: planned["per_phase", scope] for scope in scopes if scope != "none"}
     # Steps of as many tokens, and the steps in a row that show which group reads what.
-    mean = max(1, sums_of(order, counts).of_epoch(0) // order.length(0))
+    mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
     in_tokens = None
     if size.counts is None and balance.max_samples is None and not balance.equal_count:
         spec = epoch_spec(
             source,
-            order,
-            specs["global"].balance,
+            global_order,
+            tried["joint", "global"].balance,
             StepSize(size.amount * mean, counts),
             num_ranks=ranks,
             steps=most,
         )
         in_tokens = plan_enough({"tokens": spec}, source.balanced, steps, most)[0]["tokens"]
     run = _steps_in_a_row(base, steps)
-    locality = {scope: _locality(spec, run, source, group_size) for scope, spec in specs.items()}
+    locality = _localities(base, scopes, run, source, group_size)
     of_one_stream = locality
     if streams != 1:
-        one = with_known_steps(epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most))
-        scoped = {scope: _scoped(one, scope, "joint", group_size) for scope in scopes}
-        of_one_stream = {scope: _locality(spec, run, source, group_size) for scope, spec in scoped.items()}
+        one = global_base
+        if global_streams != 1:
+            one = with_known_steps(epoch_spec(source, order_of(1), balance, size, num_ranks=ranks, steps=most))
+        of_one_stream = _localities(one, scopes, run, source, group_size)
     unbalanced, balanced = joint["none"], joint["global"]
     return Scale(
         ranks=ranks,
@@ -237,6 +254,7 @@ def make_scale(
         group_size=group_size,
         groups=groups,
         streams=streams,
+        global_streams=global_streams,
         locality_steps=len(run),
         phases={
             phase: PhaseImbalance(
@@ -263,13 +281,17 @@ def make_scale(
                 apart.get(scope),
                 locality[scope],
                 of_one_stream[scope],
-                cache and cache.reads(specs[scope].balance, ranks=ranks, group_size=group_size, streams=streams),
+                cache
+                and cache.reads(tried["joint", scope].balance, ranks=ranks, group_size=group_size, streams=streams),
             )
             for scope in scopes
         },
-        settings=make_settings(_by_setting(planned, in_tokens)),
-        advice={phase: phase_advice(phase, source.index, specs["none"], spread, balanced) for phase in source.balanced},
-        changes=try_changes(specs["global"], order, size, mean, balanced, steps, most),
+        settings=make_settings(_by_setting(planned, in_tokens), of_other_steps=_NEAR if near else ()),
+        advice={
+            phase: phase_advice(phase, source.index, tried["joint", "none"], spread, balanced)
+            for phase in source.balanced
+        },
+        changes=try_changes(tried["joint", "global"], global_order, size, mean, balanced, steps, most),
     )
 
 
@@ -346,6 +368,12 @@ def _assignment_profile(planned: PlannedSteps, unbalanced: PlannedSteps) -> Assi
         microbatches=planned.mean_microbatches,
         fill=planned.fill,
     )
+
+
+def _localities(
+    spec: PlanSpec, scopes: Sequence[Scope], run: Sequence[int], source: IndexCosts, group_size: int
+) -> dict[Scope, _Locality]:
+    return {scope: _locality(_scoped(spec, scope, "joint", group_size), run, source, group_size) for scope in scopes}
 
 
 def _locality(spec: PlanSpec, run: Sequence[int], source: IndexCosts, group_size: int) -> _Locality:

@@ -5,7 +5,7 @@ PlannedSteps by setting --waiting, paired differences--> Setting
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal, get_args
 
@@ -63,14 +63,24 @@ def is_better(one: PlannedSteps, other: PlannedSteps, *, paired: bool) -> bool:
     return error is not None and other.waiting - one.waiting > max(CLEAR * error, 1e-9)
 
 
-def make_settings(planned: Mapping[SettingName, PlannedSteps]) -> dict[SettingName, Setting]:
-    """Return the settings; all but "tokens" are planned over the same steps."""
+def make_settings(
+    planned: Mapping[SettingName, PlannedSteps], *, of_other_steps: Collection[SettingName] = ()
+) -> dict[SettingName, Setting]:
+    """Return the settings.
+
+    Args:
+        of_other_steps: settings that are planned over the same steps as each other, and over others than the rest.
+            "tokens" has steps of its own.
+    """
+
+    def steps_of(name: SettingName) -> str:
+        return "tokens" if name == "tokens" else "other" if name in of_other_steps else "same"
 
     def better_than(name: SettingName) -> tuple[SettingName, ...]:
         return tuple(
             other
             for other in planned
-            if other != name and is_better(planned[name], planned[other], paired="tokens" not in (name, other))
+            if other != name and is_better(planned[name], planned[other], paired=steps_of(name) == steps_of(other))
         )
 
     return {

@@ -31,11 +31,7 @@ def arguments_of_call(profile: Profile) -> list[Argument]:
     else:
         step = f"{scale.batch_tokens:,} LLM tokens for each of {scale.ranks:,} ranks"
         arguments.append(Argument(source=f"global_batch_tokens={scale.global_batch_tokens}", reason=step))
-    if scale.streams == 1:
-        arguments.append(Argument(source="shuffle=True", reason="one stream over all shards, as planned here"))
-    else:
-        near = "each group of ranks reads its own" if scale.streams == scale.groups else "as planned here"
-        arguments.append(Argument(source=f"shuffle=od.Shuffle(streams={scale.streams})", reason=f"streams: {near}"))
+    arguments.append(_shuffle(profile))
     if scale.global_batch_size is not None and scale.global_batch_size > profile.samples:
         few = f"{profile.samples:,} samples are fewer than a step: take a smaller batch, or fewer ranks"
         arguments.append(Argument(source="drop_last=False", reason=few))
@@ -62,25 +58,42 @@ def call_of(profile: Profile) -> str:
     return "\n".join(["loader = od.DataLoader(", *lines, ")"])
 
 
+def _recommended(profile: Profile) -> SettingName:
+    return recommended(profile.main_scale) if profile.has_cost_model else "joint"
+
+
+def _shuffle(profile: Profile) -> Argument:
+    scale, is_grouped = profile.main_scale, _recommended(profile) == "grouped"
+    streams = scale.streams if is_grouped else scale.global_streams
+    if streams == 1:
+        return Argument(source="shuffle=True", reason="one stream over all shards, as planned here")
+    each_its_own = is_grouped and streams == scale.groups
+    reason = "streams: each group of ranks reads its own" if each_its_own else "streams: as planned here"
+    return Argument(source=f"shuffle=od.Shuffle(streams={streams})", reason=reason)
+
+
 def _layout(profile: Profile) -> str:
-    multiple = "" if profile.multiple_of == 1 else f"multiple_of={profile.multiple_of}"
-    if profile.layout == "padded":
-        return f"od.Padded({multiple})"
-    length = "" if profile.length is None else f"length={profile.length}"
-    return f"od.Packed({', '.join(part for part in (multiple, length) if part)})"
+    options = ["padded=True"] if profile.layout == "padded" and profile.is_of_processor else []
+    options += [] if profile.multiple_of == 1 else [f"multiple_of={profile.multiple_of}"]
+    options += [] if profile.length is None else [f"length={profile.length}"]
+    if profile.is_of_processor:
+        return f"od.hf.Inputs({', '.join(['model.config', *options])})"
+    return f"od.{'Padded' if profile.layout == 'padded' else 'Packed'}({', '.join(options)})"
 
 
 def _reason_of_layout(profile: Profile) -> str:
     padding = {layout.layout: layout.padding for layout in profile.layouts}
     chosen = "one length" if profile.length is not None else profile.layout
-    return "padding of the LLM: " + ", ".join(
+    shares = "padding of the LLM: " + ", ".join(
         f"{name} {100 * share:.0f} %{' (this)' if name == chosen else ''}" for name, share in padding.items()
     )
+    names = "the recipe is of a Hugging Face processor, and its model takes batches with its own names"
+    return f"{names}; {shares}" if profile.is_of_processor else shares
 
 
 def _balance(profile: Profile) -> Argument:
     scale = profile.main_scale
-    best = recommended(scale) if profile.has_cost_model else "joint"
+    best = _recommended(profile)
     given = dict(profile.balance)
     near = f"{scale.scopes['grouped'].groups_per_shard:.1f} groups read a shard" if "grouped" in scale.scopes else ""
     reasons: dict[SettingName, str] = {

@@ -25,7 +25,7 @@ from orchdata.profiling.report.call import arguments_of_call, call_of
 from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.plots import LABELS, draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.report.style import STYLE
-from orchdata.profiling.report.summary import Finding, findings, left_out_words, step_words
+from orchdata.profiling.report.summary import Finding, counted, findings, left_out_words, step_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.content import UnlikePart
@@ -65,7 +65,8 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
     """
     names = _shard_names(profile, views)
     holds = (
-        f"This page holds data: keys of samples, reasons of failures, and {len(views)} samples. Mind who gets it."
+        f"This page holds data: keys of samples, reasons of failures, and {counted(len(views), 'sample')}. Mind who "
+        "gets it."
         if named
         else "This page holds no text, picture, key or error text of a sample."
     )
@@ -73,8 +74,9 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         "<h1>What this data set costs to train on</h1>",
         f'<p class="note">{escape(holds)}</p>',
         paragraph(
-            f"{profile.samples:,} samples in {profile.shards:,} shards, {profile.loss_tokens:,} loss tokens, "
-            f"{number(profile.bytes)} bytes. Sizes of media and tokens are those of the recipe that was given."
+            f"{counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}, "
+            f"{counted(profile.loss_tokens, 'loss token')}, {number(profile.bytes)} bytes. Sizes of media and tokens "
+            "are those of the recipe that was given."
         ),
         paragraph(_BYTES) if profile.text_is_bytes else "",
         _summary(profile, names, named=named),
@@ -153,7 +155,7 @@ def _content(profile: Profile) -> str:
     if len(joint.modalities) == 2:
         caption += f" (first) and in {joint.modalities[1]} (second). A larger square is more samples"
     return section(
-        "What samples are made of",
+        f"What samples are made of{stored_words(profile)}",
         modalities,
         combinations,
         f'<div class="plots">{figure(draw_shares("shares", joint), caption + ".", _joint_table(profile))}</div>',
@@ -196,7 +198,7 @@ def _lengths(profile: Profile) -> str:
             )
             below = folded("as a table", _bins(phase.bins, phase.percentiles, "positions"))
             drawn.append(figure(svg, f"Phase {name}: positions that it computes of a sample.", below))
-    return section("How long samples are", f'<div class="plots">{"".join(drawn)}</div>')
+    return section(f"How long samples are{stored_words(profile)}", f'<div class="plots">{"".join(drawn)}</div>')
 
 
 def _bins(bins: Sequence[int], percentiles: Mapping[str, int], unit: str) -> str:
@@ -211,8 +213,10 @@ def _scales(profile: Profile) -> str:
     unit = "by your cost model" if profile.has_cost_model else "in positions, not time"
     caption = (
         f"Cost of a step over a perfectly even one, {unit}, against the number of ranks. Bars show one standard error "
-        "over steps. Hollow: the data set has less samples than a step, so they were drawn with replacement."
+        "over steps."
     )
+    if any(scale.with_replacement for scale in scales):
+        caption += " Hollow: the data set has fewer samples than a step, so they were drawn with replacement."
     shares = "waiting" if profile.has_cost_model else "unevenness"
     rows = [
         (
@@ -339,7 +343,7 @@ def _unlike(profile: Profile, names: ShardNames) -> str:
         ]
     else:
         parts.append(paragraph("No shard of at least 20 samples differs much from the whole."))
-    return section("Sources and shards that differ", *parts)
+    return section(f"Sources and shards that differ{stored_words(profile)}", *parts)
 
 
 def _sources(sources: Mapping[str, SourceShare]) -> list[str]:
@@ -432,7 +436,7 @@ def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
         "Drawn at random, in the order of the data. Text that is trained is underlined. Lines in a picture lie between "
         "its tokens."
     )
-    return section(f"{len(views)} samples", paragraph(text), f'<div class="samples">{shown_samples}</div>')
+    return section(counted(len(views), "sample"), paragraph(text), f'<div class="samples">{shown_samples}</div>')
 
 
 def _call(profile: Profile) -> str:

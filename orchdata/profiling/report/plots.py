@@ -135,7 +135,7 @@ def draw_lengths(
                 line = axes.axvline(value, color=_OF["--ink"], linestyle=dashes, linewidth=1.2, label=label)
                 drawn.titled(line, f"{label}: {value:,} {unit}")
         axes.set_ylim(0, top * 1.05)
-        axes.yaxis.set_major_formatter(_short)
+        _count_axis(axes)
         axes.set_xlabel(unit)
         axes.set_ylabel("samples")
         _legend(axes, 3)
@@ -150,7 +150,7 @@ def draw_shares(name: str, joint: JointShares) -> str:
             for place, (count,) in enumerate(joint.samples):
                 (patch,) = axes.bar((place + 0.5) / bins, count, width=0.09, color=_OF["--s0"])
                 drawn.titled(patch, f"{100 * place // bins} to {100 * (place + 1) // bins} %: {count:,} samples")
-            axes.yaxis.set_major_formatter(_short)
+            _count_axis(axes)
             axes.set_ylabel("samples")
         else:
             from matplotlib.patches import Rectangle
@@ -233,6 +233,14 @@ def _legend(axes: Axes, columns: int) -> None:
 def _plain_axis(axes: Axes) -> None:
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(_short)
+
+
+def _count_axis(axes: Axes) -> None:
+    """Label whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.yaxis.set_major_formatter(_short)
 
 
 def _short(value: float, _: object = None) -> str:

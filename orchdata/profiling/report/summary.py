@@ -106,11 +106,11 @@ def step_words(scale: Scale) -> str:
     """Return the size of a step in words."""
     if scale.batch_size is not None:
         return (
-            f"{_counted(scale.ranks, 'rank')} x {_counted(scale.batch_size, 'sample')} "
+            f"{counted(scale.ranks, 'rank')} x {counted(scale.batch_size, 'sample')} "
             f"({number(scale.settings['none'].tokens)} LLM tokens a step)"
         )
     return (
-        f"{_counted(scale.ranks, 'rank')} x {scale.batch_tokens:,} LLM tokens "
+        f"{counted(scale.ranks, 'rank')} x {scale.batch_tokens:,} LLM tokens "
         f"({number(scale.settings['none'].samples)} samples a step)"
     )
 
@@ -135,7 +135,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
     found = [
         _finding(
             f"At {size}, ranks wait {{}} of the step without balancing{where}, by your cost model "
-            f"({_counted(scale.steps, 'step')} planned{drawn}).",
+            f"({counted(scale.steps, 'step')} planned{drawn}).",
             "none",
             none,
             added["none"],
@@ -196,11 +196,15 @@ def _of_groups(scale: Scale, added: float) -> Finding:
 
 def _of_larger_batch(change: Change, scale: Scale, added: float) -> Finding:
     low, high = _bounds(change, added)
+    drawn = ""
+    if change.with_replacement:
+        drawn = ", of samples drawn with replacement: the data set has less than one such step"
     return Finding(
         text=f"A global batch {change.factor} times as large ({number(change.samples)} samples, "
         f"{number(change.tokens)} LLM tokens a step, in place of {number(scale.settings['joint'].samples)} and "
         f"{number(scale.settings['joint'].tokens)}), with whole samples balanced over all ranks, brings it to "
-        f"{_share(change, added)} ({_counted(change.steps, 'step')} planned). It changes what a step learns from.",
+        f"{_share(change, added)} ({counted(change.steps, 'step')} planned{drawn}). It changes what a "
+        "step learns from.",
         low=low,
         high=high,
     )
@@ -223,24 +227,33 @@ def _of_no_help(profile: Profile, none: Setting) -> Finding:
     )
 
 
+def stored_words(profile: Profile) -> str:
+    """Return what figures of samples are of, if an epoch delivers other shares: for the end of a heading."""
+    return " (of the stored samples, each once)" if profile.sources else ""
+
+
 def _of_content(profile: Profile) -> list[Finding]:
-    said = []
     total = sum(modality.tokens for modality in profile.modalities.values()) or 1
-    for name, modality in profile.modalities.items():
-        if name != "text" and modality.samples:
-            said.append(
-                f"{percent(modality.share)} of the samples have {name}, which gives {percent(modality.tokens / total)} "
-                "of the LLM tokens"
-            )
+    shares = {name: (modality.share, modality.tokens / total) for name, modality in profile.modalities.items()}
+    if profile.epoch:
+        shares = {name: (modality.share, modality.token_share) for name, modality in profile.epoch.items()}
+    said = [
+        f"{percent(of_samples)} of the samples have {name}, which gives {percent(of_tokens)} of the LLM tokens"
+        for name, (of_samples, of_tokens) in shares.items()
+        if name != "text" and of_samples
+    ]
+    if said and profile.epoch:
+        said[0] = f"Over an epoch of the mixture, {said[0]}"
     found = [Finding(text="; ".join(said) + ".")] if said else []
     if profile.bad:
-        found.append(Finding(text=f"{_counted(profile.bad, 'sample')} cannot be used; see the reasons below."))
+        found.append(Finding(text=f"{counted(profile.bad, 'sample')} cannot be used; see the reasons below."))
     if profile.failed_shards:
-        found.append(Finding(text=f"{_counted(profile.failed_shards, 'shard')} cannot be read at all."))
+        found.append(Finding(text=f"{counted(profile.failed_shards, 'shard')} cannot be read at all."))
     return found
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words: 1 rank, 1,024 ranks."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 

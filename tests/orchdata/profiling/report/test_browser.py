@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 700, 1440])
 def test_people_can_read_it(browser: Any, report: Path, width: int, scheme: str) -> None:
     show(browser, report, width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -57,6 +58,24 @@ def test_it_prints(browser: Any, report: Path) -> None:
     assert not [text for text in texts if text[2] < 4.5]
     assert [text for text in texts if text[0] == "percentile"]  # tables that are folded on the screen
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+def test_it_prints_on_few_pages(browser: Any, report: Path) -> None:
+    """Sections break where a page ends, two histograms stand side by side, and no word of a heading is cut."""
+    show(browser, report, 718, "light")  # A4 without its margins
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+    style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    assert browser.execute_script(style, "section", "breakInside") == "auto"
+    for heading in ("h2", "h3", "thead"):
+        assert browser.execute_script(style, heading, "breakAfter") == "avoid"
+    assert browser.execute_script(style, "th", "overflowWrap") == "normal"
+    tops = "return [...document.querySelectorAll('figure')].slice(1, 3).map(each => each.getBoundingClientRect().top)"
+    first, second = browser.execute_script(tops)
+    assert first == second
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    pages = re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed["data"]))
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    assert 3 < len(pages) <= 9
 
 
 def test_the_checks_can_fail(browser: Any, tmp_path: Path) -> None:

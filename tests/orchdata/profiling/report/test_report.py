@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.bench.indexed_shards import IndexedShards
 from orchdata.cli import app
-from orchdata.loaders.html.words import plain, shown
+from orchdata.loaders.html.words import percent, plain, shown
 from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.page import POLICY
+from orchdata.profiling.report.plots import draw_lengths
 from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
@@ -108,6 +111,16 @@ def test_the_page_has_the_figures_of_the_profile(dataset: od.ShardDataset, tmp_p
     assert len(html.encode()) < 1_000_000
     pictures = [value for tag, attributes in page.tags if tag == "img" and (value := attributes["src"])]
     assert pictures
+    assert not [scale for scale in profile.scales if scale.with_replacement]
+    assert "Hollow" not in page.text
+
+
+@pytest.mark.parametrize("most", [1, 3, 9, 12, 250])
+def test_axes_of_samples_are_labelled_with_whole_numbers_evenly_spaced(most: int) -> None:
+    drawing = draw_lengths("lengths", [0] * 10 + [1, most], {"p50": 2048}, None, "LLM tokens", 0)
+    labels = [int(label) for label in re.findall(r">(\d+)</text>", drawing)]
+    assert len(labels) > 1
+    assert len(set(np.diff(labels))) == 1, labels
 
 
 def test_strings_of_the_data_stay_text(tmp_path: Path) -> None:
@@ -155,6 +168,34 @@ def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path
     assert [source.name for source in profile.content.sources] == ["<u>one", "two"]
     assert "<u>one" in page.text
     assert sum(source.samples for source in profile.content.sources) == profile.samples
+    assert "What samples are made of (of the stored samples, each once)" in page.text
+
+
+@pytest.mark.parametrize("by", ["tokens", "samples"])
+def test_the_sentence_of_a_mixture_is_of_what_an_epoch_delivers(
+    by: Literal["tokens", "samples"], tmp_path: Path
+) -> None:
+    """A source of sound has a tenth of the samples, and most of the weight."""
+    sound = [{"__key__": str(n), "wav": audio(0.5 + n % 3), "txt": b"hm"} for n in range(10)]
+    text = [{"__key__": str(n), "txt": b"x" * (40 + n % 7)} for n in range(90)]
+    sources = {
+        name: od.Source(od.ShardDataset(write_shard(tmp_path / f"{name}.tar", samples), recipe=RECIPE), weight=weight)
+        for name, samples, weight in (("sound", sound, 0.8), ("text", text, 0.2))
+    }
+    mixture = od.Mixture(sources, by=by, stop="repeat", **{f"epoch_{by}": 4000 if by == "tokens" else 400})  # type: ignore[arg-type]
+    profile = mixture.profile(ranks=(1,), batch_size=4)
+    with_audio = samples = of_audio = tokens = 0
+    for batch in od.DataLoader(mixture, batch_size=4, shuffle=True, num_threads=0):
+        samples += len(batch.sample_ids)
+        with_audio += sum("sound" in shard for shard, _ in batch.sample_ids)
+        lengths = batch.llm.lengths[: len(batch.sample_ids)]
+        tokens += int(lengths.sum())
+        of_audio += 0 if "audio" in batch.llm.dummies else batch.audio.num_tokens
+    assert profile.modalities["audio"].share == 0.1
+    assert profile.epoch["audio"].token_share == pytest.approx(of_audio / tokens, abs=0.01)
+    assert profile.epoch["audio"].share == pytest.approx(with_audio / samples, abs=0.01)
+    said = f"Over an epoch of the mixture, {percent(profile.epoch['audio'].share)} of the samples have audio"
+    assert [sentence for sentence in profile.summary if sentence.startswith(said)]
 
 
 @pytest.mark.slow
@@ -239,6 +280,8 @@ def test_text_alone_and_a_single_sample_have_a_page(tmp_path: Path) -> None:
     Page(html).check_safe()
     assert profile.content.joint.modalities == ("text",)
     assert "one" in html
+    assert "1 sample in 1 shard, " in html
+    assert "Hollow" in html  # a step has more samples than the data
 
 
 LLM = od.CostModel(llm=od.PhaseCost(1.0))

@@ -1,0 +1,123 @@
+"""The call of a report is one that runs on the data that were profiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import RECIPE, jpeg, write_shard
+
+import orchdata as od
+
+
+def texts(folder: Path, recipe: od.Recipe, count: int = 8) -> od.ShardDataset:
+    samples = [{"__key__": str(number), "txt": b"one two three " * (1 + number)} for number in range(count)]
+    return od.ShardDataset(write_shard(folder / "texts.tar", samples), recipe=recipe)
+
+
+def made(call: str, dataset: od.ShardDataset | od.Mixture, **names: Any) -> od.DataLoader:
+    source = re.sub(r"#.*", "", call.removeprefix("loader = ")).replace("seed=0", "seed=0, num_threads=0")
+    loader = eval(source, {"od": od, "dataset": dataset, **names})
+    assert isinstance(loader, od.DataLoader)
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "expected"),
+    [
+        ("llama", od.Packed(), "od.hf.Inputs(model.config)"),
+        ("llama", od.Padded(multiple_of=8), "od.hf.Inputs(model.config, padded=True, multiple_of=8)"),
+        ("llama", od.Packed(length=256), "od.hf.Inputs(model.config, length=256)"),
+        ("llava", od.Packed(), "od.hf.Inputs(model.config)"),
+    ],
+)
+def test_the_call_for_a_processor_feeds_its_model(
+    tmp_path: Path, name: str, layout: od.Packed | od.Padded, expected: str
+) -> None:
+    pytest.importorskip("transformers")
+    from hf_families.families import FAMILIES
+
+    processor, model = FAMILIES[name].build()
+    dataset = texts(tmp_path, od.hf.recipe(processor))
+    profile = dataset.profile(ranks=(1,), batch_size=4, layout=layout)
+    assert f"collate_fn={expected},  # the recipe is of a Hugging Face processor" in profile.call
+    assert json.loads(json.dumps(profile.to_dict()))["is_of_processor"]
+    batch = next(iter(made(profile.call, dataset, model=model)))
+    assert bool(model(**batch.model_inputs()).loss.isfinite())
+
+
+def test_a_source_of_a_processor_makes_the_mixture_one_of_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from hf_families.families import FAMILIES
+
+    dataset = texts(tmp_path, od.hf.recipe(FAMILIES["llama"].build()[0]))
+    mixture = od.Mixture({"one": od.Source(dataset, weight=1), "two": od.Source(dataset, weight=1)})
+    assert "collate_fn=od.hf.Inputs(model.config)," in mixture.profile(ranks=(1,), batch_size=4).call
+
+
+def test_the_call_for_another_recipe_is_packed(tmp_path: Path) -> None:
+    samples = [{"__key__": str(number), "jpg": jpeg(40, 40), "txt": b"one"} for number in range(8)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    profile = dataset.profile(ranks=(1,), batch_size=4)
+    assert not profile.is_of_processor
+    assert "collate_fn=od.Packed(),  # padding of the LLM" in profile.call
+
+
+def sharded(folder: Path, shards: int, samples: int = 64) -> od.ShardDataset:
+    """Shards in which samples become longer and longer."""
+    paths = []
+    for shard in range(shards):
+        its = [
+            {"__key__": f"{shard}-{n}", "txt": b"x" * (20 + 300 * shard // shards + 7 * n % 40)} for n in range(samples)
+        ]
+        paths.append(write_shard(folder / f"{shard}.tar", its))
+    return od.ShardDataset(paths, recipe=RECIPE)
+
+
+LLM = od.CostModel(llm=od.PhaseCost(1.0))
+
+
+def test_over_all_ranks_the_call_has_one_stream(tmp_path: Path) -> None:
+    profile = sharded(tmp_path, 1).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4)
+    assert profile.main_scale.groups == profile.main_scale.streams == 2
+    assert "shuffle=True,  # one stream over all shards, as planned here" in profile.call
+    assert "od.Shuffle" not in profile.call
+    given = sharded(tmp_path, 1).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4, streams=4)
+    assert "shuffle=od.Shuffle(streams=4),  # streams: as planned here" in given.call
+
+
+def test_in_groups_the_call_has_a_stream_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = sharded(tmp_path, 2).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4)
+    monkeypatch.setattr("orchdata.profiling.report.call.recommended", lambda _: "grouped")
+    assert "balance=od.Balance(scope='grouped', group_size=4)" in profile.call
+    assert "shuffle=od.Shuffle(streams=2),  # streams: each group of ranks reads its own" in profile.call
+
+
+def test_settings_are_planned_with_the_streams_of_their_call(tmp_path: Path) -> None:
+    """With a stream for each group, one group has the short samples and the other the long ones."""
+    dataset = sharded(tmp_path, 4)
+    options = {"cost": LLM, "ranks": (8,), "batch_size": 4, "group_size": 4}
+    (scale,) = dataset.profile(**options).scales  # type: ignore[arg-type]
+    (one,) = dataset.profile(**options, streams=1).scales  # type: ignore[arg-type]
+    (two,) = dataset.profile(**options, streams=2).scales  # type: ignore[arg-type]
+    assert (scale.streams, scale.global_streams) == (2, 1)
+    for name in ("none", "joint"):
+        assert scale.settings[name].waiting == one.settings[name].waiting
+    for name in ("grouped", "grid"):
+        assert scale.settings[name].waiting == two.settings[name].waiting
+    assert two.settings["none"].waiting > 1.2 * one.settings["none"].waiting
+    assert scale.scopes["grouped"].groups_per_shard == two.scopes["grouped"].groups_per_shard
+
+
+def test_a_larger_batch_than_the_data_says_so(tmp_path: Path) -> None:
+    """Of 60 samples, 16 and 32 are a step, and 64 are not."""
+    samples = [{"__key__": str(n), "txt": b"x" * (10 + (300 if n % 5 == 0 else n % 11))} for n in range(60)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    profile = dataset.profile(cost=LLM, ranks=(8,), batch_size=2)
+    larger = [(change.factor, change.with_replacement) for change in profile.main_scale.changes]
+    assert larger == [(2, False), (4, True)]
+    (sentence,) = [each for each in profile.summary if "A global batch 4 times as large (64 samples" in each]
+    assert "of samples drawn with replacement: the data set has less than one such step" in sentence
