@@ -29,6 +29,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def these(count: int, noun: str) -> str:
+    """Return a number of things that are there in words: "this shard", "these 2,000 shards"."""
+    return f"this {noun}" if count == 1 else f"these {counted(count, noun)}"
+
+
 def _amount(text: str, units: Mapping[str, int], name: str, otherwise: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:

@@ -182,7 +182,9 @@ class Index:
         return self.num_samples
 
     def __repr__(self) -> str:
-        return f"Index({str(self.path)!r}: {self.num_samples} samples in {len(self.shards)} shards)"
+        return (
+            f"Index({str(self.path)!r}: {counted(self.num_samples, 'sample')} in {counted(len(self.shards), 'shard')})"
+        )
 
     def __reduce__(self) -> tuple[Callable[[Path], Index], tuple[Path]]:
         return _opened_again, (self.path,)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 
+from orchdata.loaders.amounts import counted
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ def print_index(report: dict[str, Any]) -> None:
     """Print what `index` found."""
     size = human_bytes(report["totals"]["bytes"])
     typer.echo(
-        f"{report['samples']:,} samples in {report['shards']:,} shards, {size}; "
-        f"{report['scanned']:,} shards scanned in {report['seconds']:.1f} s"
+        f"{counted(report['samples'], 'sample')} in {counted(report['shards'], 'shard')}, {size}; "
+        f"{counted(report['scanned'], 'shard')} scanned in {report['seconds']:.1f} s"
     )
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
@@ -166,7 +167,8 @@ def ignored_words(ignored: Mapping[str, int]) -> str:
 
 def print_verified(report: dict[str, Any]) -> None:
     """Print what `verify` found."""
-    typer.echo(f"{report['samples']:,} good samples in {report['shards']:,} shards, in {report['seconds']:.1f} s")
+    samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
+    typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
     _print_bad(report)
     if report["quarantine"] is not None:
         typer.echo(f"quarantine: {report['quarantine']}")

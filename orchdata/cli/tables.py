@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchdata.cli.output import human_bytes, overflow_words, plain_table
-from orchdata.profiling.report.summary import counted, left_out_words, stored_words
+from orchdata.loaders.amounts import counted
+from orchdata.profiling.report.summary import left_out_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile

@@ -86,7 +86,7 @@ def test_columns_of_the_users_are_not_read_to_be_shown(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.tar", samples)
     od.ShardDataset(path, recipe=RECIPE).index()
     chosen = od.ShardDataset(path, recipe=RECIPE, index_fields=("score",)).filter("score > 1")
-    assert "The chosen ones cannot be counted: the index of these 1 shards lacks index_fields" in look(chosen).text
+    assert "The chosen ones cannot be counted: the index of this shard lacks index_fields" in look(chosen).text
     assert len(chosen) == 2
     assert "2 of 4 samples" in look(chosen).text
     assert "2 of 4 samples" in look(copy.copy(chosen).filter("bytes > 0")).text  # kept columns are opened

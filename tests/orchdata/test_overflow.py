@@ -561,7 +561,7 @@ def test_commands_say_what_was_cut(tmp_path: Path) -> None:
         patch.syspath_prepend(str(tmp_path))
         for name, line in expected.items():
             indexed = runner.invoke(app, ["index", path, "--recipe", f"cut_recipes:{name}"])
-            assert f"{len(TEXTS)} samples in 1 shards" in indexed.output
+            assert f"{len(TEXTS)} samples in 1 shard" in indexed.output
             assert line in indexed.output
             assert (
                 line in runner.invoke(app, ["profile", path, "--recipe", f"cut_recipes:{name}", "--ranks", "2"]).output

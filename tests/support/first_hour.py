@@ -238,7 +238,7 @@ EXCEPTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "DataError": ("its words are under 'prompt', which is not read", words_under_another_name),
     "ShardError": ("cannot be opened", replaced_shard),
     "StaleIndexError": ("when it was indexed", longer_shard),
-    "MissingIndexError": ("no index for these 1 shards under this recipe", lambda: loader(dp=(0, 2))),
+    "MissingIndexError": ("no index for this shard under this recipe", lambda: loader(dp=(0, 2))),
     "DamagedIndexError": ("its bytes are not those that its manifest names", damaged_index),
     "StorageError": ("cannot be opened: No such file or directory", lost_mount),
     "PackageError": ("the package 'soundfile'", missing_package),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders.amounts import these
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import MissingIndexError, ShardError, StaleIndexError
 from orchdata.loaders.index.facts import load_facts
@@ -79,7 +80,7 @@ def open_fields(
     if fields is not None:
         return fields
     if not may_build:
-        raise MissingIndexError(f"the index of these {len(index.shards)} shards lacks index_fields={tuple(names)}")
+        raise MissingIndexError(f"the index of {these(len(index.shards), 'shard')} lacks index_fields={tuple(names)}")
     cache.make(FOLDER)
     reader = _Reader(index, names, recipe, by_identity(containers), cache, force, files)
     with closing(reader.claims):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from orchdata.dataset.indexed.forecast import Forecast
 from orchdata.dataset.indexed.nodes import Apart
 from orchdata.dataset.indexed.other_place import moved_index
+from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first.build import build_first_index, open_first
@@ -52,7 +53,7 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
     `ShardDataset.index`; raises as it does.
     """
     urls, recipe, reading, first = wanted.urls, wanted.recipe, wanted.reading, wanted.first
-    problem = f"no index for these {len(urls)} shards under this recipe"
+    problem = f"no index for {these(len(urls), 'shard')} under this recipe"
     is_full = first is None
     try:
         index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
@@ -69,10 +70,10 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
                 return index
             wanted = wanted._replace(reading=reading)
     except DamagedIndexError as error:
-        problem = f"the index of these {len(urls)} shards is damaged ({error.path}: {error.reason})"
+        problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
     if not rebuild:
         if is_outdated(urls, recipe, reading=reading):
-            problem = f"the index of these {len(urls)} shards has an earlier format"
+            problem = f"the index of {these(len(urls), 'shard')} has an earlier format"
         if num_ranks > 1 and rank is None:
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
     if first is not None and not is_full:
@@ -139,7 +140,7 @@ def has_changed(
         warn_user(f"{first[0]}{others} changed since the index was built: measured again")
     if unsure and warns:
         warn_user(
-            f"{unsure} shards have the same size as when they were indexed, but another time of change, like "
-            "copies. Each is compared when it is opened; `orchdata index` compares all of them now"
+            f"{counted(unsure, 'shard')} of the same size as when indexed, but with another time of change, like "
+            "copies: each is compared when it is opened; `orchdata index` compares all of them now"
         )
     return bool(number)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from orchdata.dataset.indexed.first import is_partial
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -147,7 +148,9 @@ def _warn_of_endings(index: Index, counts: Mapping[str, int]) -> None:
 
 def _warn_of_names(index: Index, names: Sequence[_UnreadName]) -> None:
     """Warn once about paths and addresses of media that no rule reads: the model would get the text alone."""
-    found = ", ".join(f"{one.field!r} ({_samples(one.samples)}, such as {one.example!r})" for one in names[:_SHOWN])
+    found = ", ".join(
+        f"{one.field!r} ({counted(one.samples, 'sample')}, such as {one.example!r})" for one in names[:_SHOWN]
+    )
     # What reads them depends on the names, and on what has them.
     ways = []
     if any(one.is_address for one in names):
@@ -165,10 +168,6 @@ def _warn_of_names(index: Index, names: Sequence[_UnreadName]) -> None:
         f"{', ...' if len(names) > _SHOWN else ''}. {'. '.join(ways)}. To train on the text alone, leave these fields "
         "out in Recipe(record=...): docs/layouts.md#media-that-are-not-read",
     )
-
-
-def _samples(count: int) -> str:
-    return f"{count:,} sample{'s' if count > 1 else ''}"
 
 
 def _opens_paths(index: Index) -> bool:

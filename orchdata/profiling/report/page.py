@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.html.drawing import check_plots
 from orchdata.loaders.html.elements import bar, figure, folded, paragraph, section, table
 from orchdata.loaders.html.words import number, percent, shown
@@ -25,7 +26,7 @@ from orchdata.profiling.report.call import arguments_of_call, call_of
 from orchdata.profiling.report.names import ShardNames
 from orchdata.profiling.report.plots import LABELS, draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.report.style import STYLE
-from orchdata.profiling.report.summary import Finding, counted, findings, left_out_words, step_words, stored_words
+from orchdata.profiling.report.summary import Finding, findings, left_out_words, step_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.content import UnlikePart

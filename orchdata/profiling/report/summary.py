@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.html.words import number, percent
 from orchdata.profiling.ranks.planned import CLEAR
 from orchdata.profiling.ranks.scales import MOST_REPEATS
@@ -250,11 +251,6 @@ def _of_content(profile: Profile) -> list[Finding]:
     if profile.failed_shards:
         found.append(Finding(text=f"{counted(profile.failed_shards, 'shard')} cannot be read at all."))
     return found
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things in words: 1 rank, 1,024 ranks."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _where(setting: Setting) -> str:

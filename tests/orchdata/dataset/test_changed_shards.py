@@ -74,7 +74,7 @@ def test_copies_beyond_the_compared_ones_are_reported(shards: list[str], monkeyp
         os.utime(shard)
     index = od.ShardDataset(shards, RECIPE).index(check=False)
     assert find_changes(index.shards, limits=Limits(), cache=CacheFolder()) == ([], 1)
-    with pytest.warns(UserWarning, match="1 shards have the same size .* compared when it is opened"):
+    with pytest.warns(UserWarning, match="1 shard of the same size .* compared when it is opened"):
         loader(shards)
 
 
