@@ -21,7 +21,7 @@ from orchdata.loaders.shards.jsonl.records import Record, records_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import Repeating
-from orchdata.loaders.text.conversation import parse_json
+from orchdata.loaders.text.conversation import parse_json, unread_words
 
 _KEYS: Final = ("__key__", "id")
 _JSON_FIELD: Final = "json"
@@ -123,6 +123,10 @@ class RecordReader:
             made: the record as it is read.
         """
         return names_in(made) if self._function is not None or may_name_media(data) else None
+
+    def unread_words(self, made: Any) -> tuple[str, ...]:
+        """Return the keys with words that no rule reads; a function of the user's leaves them out on purpose."""
+        return unread_words(made) if self._function is None else ()
 
     def key(self, value: Any) -> str | None:
         """Return the key that a record gives itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -52,8 +52,9 @@ class _UnreadName(NamedTuple):
 
 def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
     """Warn once about text, media and names of media that are not read."""
-    _warn_of_text(index)
-    for one, each in whole_parts(dataset, index):
+    parts = whole_parts(dataset, index)
+    _warn_of_text(index, {field for one, _ in parts for field in one.recipe.text.fields})
+    for one, each in parts:
         unread = _unread_media(one, each)
         names = _unread_names(one, each)
         if unread:
@@ -66,13 +67,17 @@ def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) 
             _warn_of_unused_root(one, each)
 
 
-def _warn_of_text(index: Index | JoinedIndex) -> None:
-    """Warn once about text that no rule reads: the model would not learn it."""
+def _warn_of_text(index: Index | JoinedIndex, read: Collection[str]) -> None:
+    """Warn once about text that no rule reads: the model would not learn it.
+
+    Args:
+        read: names that recipes read in records, besides those of all records.
+    """
     names_media = {field for fields in index.totals.get(UNREAD, {}).values() for field in fields}
     ignored = {
         name: count
         for name, count in index.totals["ignored_fields"].items()
-        if _is_unread_text(name) and name.removesuffix(WORDS_SUFFIX) not in names_media
+        if _is_unread_text(name) and name not in read and name.removesuffix(WORDS_SUFFIX) not in names_media
     }
     if ignored:
         names = ", ".join(f"{name.removesuffix(WORDS_SUFFIX)!r} ({count:,})" for name, count in [*ignored.items()][:5])

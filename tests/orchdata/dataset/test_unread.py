@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,27 @@ def test_images_under_a_recipe_without_images_are_one_warning(pictures: str, rec
 
 def test_what_is_read_is_no_warning(pictures: str) -> None:
     assert warned(pictures, RECIPE) == []
+
+
+def records(folder: Path, *rows: dict[str, Any], **options: Any) -> od.ShardDataset:
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = od.Recipe(text=od.TextPreprocessor(**options))
+    return od.ShardDataset(str(folder / "a.jsonl"), recipe=recipe)
+
+
+def test_words_of_records_next_to_their_text_are_one_warning(tmp_path: Path) -> None:
+    """As `question` where columns= makes the answer the text."""
+    rows = [{"text": "four", "question": "what is 2 + 2?"}, {"caption": "five", "question": "and 2 + 3?"}]
+    (message,) = warned_of(records(tmp_path, *rows))
+    assert "text that is not read, and that the model does not learn: 'question' (2)" in message
+
+
+def test_words_of_records_that_are_read_are_no_warning(tmp_path: Path) -> None:
+    alpaca = {"instruction": "Add.", "output": "4", "text": "### Instruction: Add.\n### Response: 4"}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    chat = {"messages": turns, "text": "hi ho", "answer": "ho ho"}
+    assert warned_of(records(tmp_path, alpaca, chat, {"text": "abc", "title": "b", "question_id": "q1"})) == []
+    assert warned_of(records(tmp_path, {"text": "abc", "question": "why?"}, fields=("question",))) == []
 
 
 def test_data_without_a_token_to_learn_are_one_warning(tmp_path: Path) -> None:
