@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, UNDECODED
 from orchdata.loaders.storage.shared.values import COUNT
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.media_words import record_keys
@@ -20,18 +20,12 @@ from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.words import names_words
 
 _CLASSES: Final = {**BUILTINS, **ON_REQUEST}
-_UNDECODED: Final = {
-    "image": "heic heif hif jxl jxr tga psd dng exr",
-    "audio": "m4a m4b aac wma opus weba amr ac3 ape mka",
-    "video": "mpe ogm vob mxf",
-}
-"""Endings of files that no class decodes."""
 _MEAN_OTHERS: Final = frozenset(("au", "snd", "mts"))
 """Endings that strings often have for another reason, as domains of Australia and modules of TypeScript do."""
 _ENDINGS: Final = {
     ending: name
     for name, kind in reversed(_CLASSES.items())  # a GIF is an image first
-    for ending in (*kind.fields, *_UNDECODED[name].split())
+    for ending in (*kind.fields, *UNDECODED[name].split())
     if "." not in ending and ending not in _MEAN_OTHERS
 }
 _RECORD_KEYS: Final = record_keys(_CLASSES)

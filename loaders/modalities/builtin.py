@@ -19,6 +19,15 @@ STRETCHED: Final = MappingProxyType[str, Callable[[Header], float]]({"audio": Au
 ON_REQUEST: Final = MappingProxyType[str, type[Modality]]({"video": VideoFiles})
 """Name -> class of modalities that a recipe must name: facts store no header, but records may name their files."""
 
+UNDECODED: Final = MappingProxyType[str, str](
+    {
+        "image": "heic heif hif jxl jxr tga psd dng exr",
+        "audio": "m4a m4b aac wma opus weba amr ac3 ape mka",
+        "video": "mpe ogm vob mxf",
+    }
+)
+"""Name -> endings of files that its class does not decode."""
+
 KINDS: Final = ("text", *BUILTINS)
 """Kinds of members in the facts of a shard; the index is the code."""
 

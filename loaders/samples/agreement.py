@@ -151,9 +151,15 @@ def _check_foreign(names: Sequence[str], segments: Iterable[Segment], where: str
                     raise FieldError(
                         where,
                         f"{shown(found[0])} is not a placeholder of this recipe, and the model would read it as text: "
-                        f"write {recipe.slots[name].mark} for it, in the data or by Recipe(record=...), or leave it "
-                        "out: without a placeholder, media come first",
+                        f"{_way_to_read(name, found[0], recipe)}, or leave it out: without a placeholder, media come "
+                        "first",
                     )
+
+
+def _way_to_read(name: str, mark: str, recipe: Recipe) -> str:
+    written = f"write {recipe.slots[name].mark} for it, in the data or by Recipe(record=...)"
+    is_numbered = any(map(str.isdigit, mark))
+    return written if is_numbered or name not in BUILTINS else f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
 
 
 @lru_cache

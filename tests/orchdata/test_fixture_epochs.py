@@ -95,6 +95,15 @@ def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
         delivered[path.name] = count
     assert delivered["image1.tar"] == 4
     assert delivered["compressed.tar"] == 3  # 0001.txt.gz to 0003.txt.gz
-    assert delivered["demo-dataset-images-bytes.parquet"] == 3
+    assert delivered["demo-dataset-images-bytes.parquet"] == 0  # the texts have placeholders of another tool
     assert delivered["demo-dataset.parquet"] == 6
     assert delivered["mpdata.tar"] == delivered["tendata.tar"] == 0  # msgpack and tensors: nothing a recipe reads
+
+
+def test_placeholders_of_another_tool_are_read_where_the_recipe_names_them(fixtures_dir: Path) -> None:
+    (path,) = matching(fixtures_dir, "multimodal/**/demo-dataset-images-bytes.parquet")
+    with pytest.raises(IndexError, match=r"TextPreprocessor\(image_placeholder='<__dj__image>'\) reads it"):
+        od.ShardDataset(path)[0]
+    recipe = od.Recipe(text=od.TextPreprocessor(image_placeholder="<__dj__image>"))
+    kinds = [type(part).__name__ for part in od.ShardDataset(path, recipe=recipe)[0].parts]
+    assert len(od.ShardDataset(path, recipe=recipe)) == 3 and kinds == ["MediaPart", "TextPart"]

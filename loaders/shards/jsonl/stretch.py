@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from orchdata.loaders.modalities.builtin import STRETCHED
+
 _BEGINS: Final = re.compile(
-    r"(?P<of>(?:seg|segment|clip|audio|utt|utterance|sub|speech)_?)?(?P<word>start|begin)"
+    rf"(?P<of>(?:seg|segment|clip|{'|'.join(STRETCHED)}|utt|utterance|sub|speech)_?)?(?P<word>start|begin)"
     r"(?P<unit>_?(?:time|at|s|sec|secs|seconds|ms)(?:_?(?:s|sec|secs|seconds|ms))?)?",
     re.IGNORECASE,
 )

@@ -429,7 +429,7 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
 
 
 def test_a_parquet_column_of_chats_may_have_any_name(tmp_path: Path):
-    columns = {"image_note": ["a", "b"], "dialog": [[ASK, ANSWER], [ASK, ANSWER]], "filename": ["x.jpg", "y.jpg"]}
+    columns = {"image_note": ["a", "b"], "dialog": [[ASK, ANSWER], [ASK, ANSWER]], "filename": ["x.txt", "y.txt"]}
     pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
     dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
     (batch,) = od.DataLoader(dataset, batch_size=2, num_threads=0)

@@ -96,7 +96,7 @@ def test_a_name_that_no_rule_reads_is_one_warning(tmp_path: Path, name: str) -> 
 
 HONEST: dict[str, dict[str, Any]] = {
     "prose": {"text": "Look at a.jpg", "description": "Here you see the picture that I named cat.jpg"},
-    "words": {"question": "b.jpg", "captions": ["a.jpg", "b.jpg"]},
+    "words": {"captions": ["a.jpg", "b.jpg"]},
     "id": {"id": "000123.jpg"},
     "chat": {"messages": [{"role": "user", "content": "a.jpg"}, {"role": "assistant", "content": "b.jpg"}]},
     "COCO": {"image": "a.jpg", "file_name": "a.jpg", "coco_url": "http://a.org/a.jpg", "id": "a.jpg"},
