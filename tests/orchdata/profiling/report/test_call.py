@@ -81,11 +81,12 @@ LLM = od.CostModel(llm=od.PhaseCost(1.0))
 
 
 def test_over_all_ranks_the_call_has_one_stream(tmp_path: Path) -> None:
-    profile = sharded(tmp_path, 1).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4)
+    dataset = sharded(tmp_path, 1)
+    profile = dataset.profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4)
     assert profile.main_scale.groups == profile.main_scale.streams == 2
     assert "shuffle=True,  # one stream over all shards, as planned here" in profile.call
     assert "od.Shuffle" not in profile.call
-    given = sharded(tmp_path, 1).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4, streams=4)
+    given = dataset.profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4, streams=4)
     assert "shuffle=od.Shuffle(streams=4),  # streams: as planned here" in given.call
 
 
