@@ -8,6 +8,7 @@ from benchmarks.pauses import PausesBench, run
 from orchdata.loaders.text.fast_tokenizer import FastTokenizer
 
 
+@pytest.mark.slow
 def test_pauses_of_all_lanes_are_measured() -> None:
     pytest.importorskip("tokenizers")
     encode = FastTokenizer.encode

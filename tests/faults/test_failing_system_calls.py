@@ -257,7 +257,7 @@ def test_some_points_of_every_walk(
         truth = truth_of(worker, name, keys)
         points = every_point(truth.answer["trace"], name)
         there += len(points)
-        found += [truth.trouble(points[n - 1]) for n in spread(len(points), 4 + number % 3)]
+        found += [truth.trouble(points[n - 1]) for n in spread(len(points), 2 + number % 2)]
     record_property("points", len(found))
     assert there >= LEAST_POINTS  # of `test_every_point_of_a_walk`, all together
     report(found)

@@ -130,6 +130,7 @@ def test_bench_plan() -> None:
         plan.run(plan.PlanBench(ranks=4, samples_per_rank=8, samples=31))
 
 
+@pytest.mark.slow
 def test_bench_index() -> None:
     config = index.IndexBench(samples=12, words=10, small_shards=3, repeats=2)
     found = by_name(make_report("orchdata bench index", config, index.run(config)))

@@ -42,6 +42,7 @@ def dataset(s3_server: S3Server, bucket: str, group: int) -> od.ShardDataset:
     return od.ShardDataset(f"s3://{bucket}/group-{group}/*.parquet", storage_options=s3_server.options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_memory")
 def test_large_row_groups_are_warned_of_and_small_ones_are_not(s3_server: S3Server, new_bucket: Any) -> None:
     bucket = new_bucket()

@@ -90,6 +90,7 @@ def loader(data: Any, **options: Any) -> od.DataLoader[Any]:
     return od.DataLoader(data, **defaults | options)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_shards_is_that_of_threads_and_batches_are_writable(tmp_path: Path) -> None:
     shards = omni_shards(tmp_path, shards=2, samples=12)
     dataset = od.ShardDataset(shards, RECIPE)
