@@ -86,21 +86,20 @@ def _way_out(field: str, more: Sequence[str]) -> str:
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
-def check_one_sample(members: Sequence[Member], uses: Uses, recipe: Recipe) -> None:
+def check_one_sample(members: Sequence[Member], uses: Uses) -> None:
     """Raise FieldError if several media each have a text of their own name: these are samples whose names have dots.
 
-    Numbers are no such names: parts of a sample and their texts may be numbered. Nor are texts that the recipe names.
+    Numbers are no such names: parts of a sample and their texts may be numbered.
     """
-    texts = {_name_of(members[index]) for index in uses.plain if stem(members[index].field) not in recipe.text.fields}
+    texts = {_name_of(members[index]) for index in uses.plain}
     media = {_name_of(members[index]): members[index].field for part in uses.media.values() for index in part}
     fields = [field for name, field in media.items() if name in texts and name and not name.isdecimal()]
     if len(fields) > 1:
-        named = ", ".join(map(shown, (f"{_name_of(members[index])}.txt" for index in uses.plain[:2])))
         raise FieldError(
             fields[0],
             f"{', '.join(map(shown, fields[:3]))} each have a text of their own under one key, which ends at the first "
             "dot of a file's name: if these are several samples, rename the files so that their names have no other "
-            f"dot; if they are one, name its texts: TextPreprocessor(fields=({named}))",
+            "dot; if they are one, number them: 0.jpg, 0.txt, 1.jpg, 1.txt",
         )
 
 

@@ -206,7 +206,7 @@ def _segments(
         return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
     if len(uses.plain) > 1:
-        check_one_sample(members, uses, recipe)
+        check_one_sample(members, uses)
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)

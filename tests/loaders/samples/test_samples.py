@@ -173,7 +173,11 @@ def test_qwen_content_lists_say_themselves_where_media_go():
             "30.15.jpg",
             "'30.15.jpg', '31.00.jpg' each have a text of their own under one key",
         ),
-        ({"jpg_a": None, "txt_a": "a", "jpg_b": None, "txt_b": "b"}, "a.jpg", "TextPreprocessor(fields=('a.txt', "),
+        (
+            {"jpg_a": None, "txt_a": "a", "jpg_b": None, "txt_b": "b"},
+            "a.jpg",
+            "number them: 0.jpg, 0.txt, 1.jpg, 1.txt",
+        ),
     ],
 )
 def test_bad_samples_name_field_and_reason(fields, field, reason):
