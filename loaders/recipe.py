@@ -399,7 +399,7 @@ class Recipe:
         }
         text = {name: value for name, value in self.text.describe().items() if name not in ("max_tokens", "overflow")}
         record = None if self.record is None else self.record.id
-        return _digest([media, text, record])
+        return _digest([media, text, record, *self.keep])  # a sample without a text is good if its words are kept
 
 
 def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,19 @@ from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import Member, Uses, stem
+from orchdata.loaders.samples.members import Member, Uses, named_modality, stem
 from orchdata.loaders.samples.values import json_or_text, text_of
-from orchdata.loaders.text.chat_keys import check_record, says, shown
-from orchdata.loaders.text.conversation import Document, named_in, why_unread
+from orchdata.loaders.text.chat_keys import check_record, has_strings, kind_of, says, says_nothing, shown
+from orchdata.loaders.text.conversation import Document, is_whole, named_in, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.media_words import NOT_DECODED
+from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn
-from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
+from orchdata.loaders.text.words import WORDS_SUFFIX
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
@@ -43,34 +46,52 @@ def check_context(
 
 def check_unread(
     documents: Mapping[int, Document],
+    used: Collection[int],
     uses: Uses,
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> None:
-    """Raise FieldError if a sample without text has words in members that are not read."""
-    for index, document in documents.items():
-        reason = why_unread(document.rest)
+    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept.
+
+    Args:
+        used: members that its text is from.
+    """
+    for index in uses.json:
+        document = documents[index]
+        record = json_or_text(members[index], texts[index], recipe)
+        if isinstance(record, dict):
+            read = document.text if index in used else None
+            record = {key: value for key, value in record.items() if key.lower() not in recipe.keep and value != read}
+        if index in uses.kept or (document.is_chat and not (isinstance(record, dict) and {*record} & {*CHAT_KEYS})):
+            continue  # turns alone
+        reason = why_unread(record, recipe.rules, is_chat=document.is_chat)
         if reason is not None:
             said = f"{NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {RENAMED}, and {OWN_LAYOUT}"
             raise FieldError(members[index].field, said)
-    json = {*uses.json}
+    json = {*uses.json, *used}
     for index in uses.chat_context:
         if index not in json and says(json_or_text(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
-    unread = [members[index].field for index in uses.other_text if _has_words(members[index], texts[index], recipe)]
+    others = [index for index in uses.other_text if index not in json and index not in uses.kept]
+    unread = [members[index].field for index in others if _has_words(members[index], texts[index], recipe)]
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
-        raise FieldError(field, f"has the sample's only words and is not read: {_way_out(unread[0], more)}")
+        kept = tuple(stem(name) for name in (field, *more))
+        raise FieldError(
+            field,
+            f"has the sample's only words and is not read: {_way_out(unread[0], more)}; Recipe(keep={kept!r}) delivers "
+            "what is not to be learned",
+        )
 
 
 def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
     """Whether an unread field contains words. Default text fields do not count: the recipe left them out on purpose."""
     name = stem(member.field)
-    if name.endswith(WORDS_SUFFIX):
-        return says(json_or_text(member, payload, recipe))
-    if name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name):
+    if name.removesuffix(WORDS_SUFFIX) in HARMLESS or name.rpartition(".")[2] in TEXT_FIELDS:
         return False
+    if name.endswith(WORDS_SUFFIX):
+        return has_strings(json_or_text(member, payload, recipe))
     return says(text_of(member, payload, recipe))
 
 
@@ -83,7 +104,24 @@ def _way_out(field: str, more: Sequence[str]) -> str:
         )
     if field.endswith(WORDS_SUFFIX):
         return f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
+    if not is_whole(field):
+        return f"{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
+
+
+def check_unfit(
+    unfit: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> None:
+    """Raise FieldError for a column with the name of a text or chat, whose values are of another type."""
+    for index in unfit:
+        value = json_or_text(members[index], texts[index], recipe)
+        if value is False or not says_nothing(value):
+            name = members[index].field.removesuffix(WORDS_SUFFIX)
+            raise FieldError(
+                name,
+                f"{kind_of(value)}, not a text: write the column as strings or turns, or rename it with columns=, or "
+                f"{OWN_LAYOUT}",
+            )
 
 
 def check_one_sample(members: Sequence[Member], uses: Uses) -> None:
@@ -177,7 +215,7 @@ def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recip
             raise FieldError(
                 modality,
                 f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample holds "
-                f"{count or 'none'}",
+                f"{count or 'none'}{'' if count else f'; files are read, not their decoded content: {NOT_DECODED}'}",
             )
 
 
@@ -186,8 +224,8 @@ def check_named_columns(
 ) -> None:
     """Check columns of paths: media are the row's own cells, and no path is opened."""
     for index in named:
-        name = members[index].field.lower().removesuffix(WORDS_SUFFIX)
-        value = {name: json_or_text(members[index], texts[index], recipe)}
+        modality = named_modality(members[index].field, recipe)
+        value = {modality: json_or_text(members[index], texts[index], recipe)}
         check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.samples.agreement import (
     NO_RECORD,
     OWN_LAYOUT,
@@ -18,6 +19,7 @@ from orchdata.loaders.samples.agreement import (
     check_named,
     check_named_columns,
     check_one_sample,
+    check_unfit,
     check_unread,
     unplaced,
 )
@@ -45,9 +47,10 @@ from orchdata.loaders.text.conversation import (
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import Chat, is_record
+from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
 from orchdata.loaders.text.rendering.render import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
+from orchdata.loaders.text.words import WORDS_SUFFIX
 
 __all__ = [
     "Composition",
@@ -78,9 +81,9 @@ def compose(
 ) -> list[Span]:
     """Return the spans of a sample in order.
 
-    A conversation in JSON goes before plain text, plain text before a JSON "text" or "caption"; other JSON is
-    metadata. Media fill their placeholders in field order, numbered fields by number. Media of a modality without any
-    placeholder come first, in the recipe's order.
+    A conversation in JSON goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill
+    their placeholders in field order, numbered fields by number. Media of a modality without any placeholder come
+    first, in the recipe's order.
 
     Args:
         texts: payloads of `text_members`.
@@ -186,6 +189,9 @@ def _segments(
     """Return the members that the sample's text is from (none: no text), its segments, and whether it is a chat."""
     if uses.media_paths:
         check_named_columns(uses.media_paths, members, texts, recipe)
+    if uses.unfit:
+        no_chats = [index for index in uses.unfit if members[index].field.partition(".")[0] in CHAT_KEYS]
+        check_unfit(no_chats, members, texts, recipe)
     # A conversation: in fields of the sample together, or in one of its members.
     documents: dict[int, Document] = {}
     used, document = _record_of_fields(uses, members, texts, recipe)
@@ -196,8 +202,12 @@ def _segments(
         chat = _conversation(documents, members)
         if chat is not None:
             used, document = [chat], documents[chat]
+    segments: list[Segment]
     if document is not None and document.is_chat:
-        return *_chat_segments(document, used, uses, members, texts, recipe), True
+        used, segments = _chat_segments(document, used, uses, members, texts, recipe)
+        if not _learns(segments):
+            check_unread(documents, used, uses, members, texts, recipe)
+        return used, segments, True
     # A prompt with its completion.
     if document is None:
         completions = [index for index, each in documents.items() if each.completion is not None]
@@ -207,13 +217,22 @@ def _segments(
     # Plain text, or the text in a JSON record.
     if len(uses.plain) > 1:
         check_one_sample(members, uses)
+    check_unfit(uses.unfit, members, texts, recipe)
+    for each in documents.values():
+        missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
+        check_named(missing, members, recipe, exactly=False)
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
-    if not chosen:
-        check_unread(documents, uses, members, texts, recipe)
     where = members[chosen[0][0]].field if chosen else "*"
-    return [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe), False
+    used, segments = [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe)
+    if not _learns(segments):
+        check_unread(documents, used, uses, members, texts, recipe)
+    return used, segments, False
+
+
+def _learns(segments: Sequence[Segment]) -> bool:
+    return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
 
 
 def _made_segments(
@@ -234,10 +253,13 @@ def _made_segments(
     check_named(document.named, members, recipe, exactly=False)
     if document.completion is not None:
         return uses, _completion_segments(document.completion, recipe), False
-    if document.text is None:
-        reason = why_unread(document.rest) or "it has neither a text nor a chat"
-        raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return uses, _text_segments([document.text], "*", recipe), False
+    segments = _text_segments([document.text or ""], "*", recipe)
+    if document.text is None or not _learns(segments):
+        left = {key: item for key, item in made.record.items() if key != ADDED_FIELDS and item != document.text}
+        reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
+        if reason:
+            raise FieldError("*", f"{NO_RECORD}: {reason}")
+    return uses, segments, False
 
 
 def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
@@ -316,6 +338,12 @@ def _record_of_fields(
     names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
     if not is_record(names):
         return [], None
+    check_unfit(
+        [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}],
+        members,
+        texts,
+        recipe,
+    )
     record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)

@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from orchdata.loaders.field_names import is_kept_as, leading_number, without_leading_number
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.field_names import NUMBER, is_kept_as, leading_number, without_leading_number
+from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
+from orchdata.loaders.shards.fields import classify, listed_modality
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _MOST_KNOWN: Final = 4096
@@ -52,7 +54,8 @@ class Uses(NamedTuple):
             shard; it may be in `json` or `plain` too.
         other_text: text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have
             any name. Under a jinja template, text under all names.
-        media_paths: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
+        media_paths: text that names media by path, or cannot be media: columns `image`, `audios`, `jpg` without bytes.
+        unfit: columns with the name of a text, before that of `plain`, or of a chat, that are no strings or turns.
         kept: members that go with the sample, by their names.
         records: JSON, of which keys go with the sample: `Recipe.keep` has names that no member has.
         made: members of the record that a function of the user's makes, if it may add kept fields.
@@ -65,6 +68,7 @@ class Uses(NamedTuple):
     chat_context: tuple[int, ...]
     other_text: tuple[int, ...]
     media_paths: tuple[int, ...]
+    unfit: tuple[int, ...]
     kept: tuple[int, ...]
     records: tuple[int, ...]
     made: tuple[int, ...]
@@ -91,9 +95,12 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     json = sorted(index for index in texts if is_json[index])
     rest = [index for index in texts if not is_json[index]]
     plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
-    records = recipe.rules.words.records
     is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that form a chat go before text
-    is_path = {index: names[index][0].lower().removesuffix(WORDS_SUFFIX) in records for index in texts}
+    is_path = {index: named_modality(names[index][0], recipe) is not None for index in texts}
+    words = {index: NUMBER.sub("", names[index][0].removesuffix(WORDS_SUFFIX)) for index in rest}
+    no_chats = [index for index in rest if words[index] in CHAT_KEYS and names[index][0] not in CHAT_KEYS]
+    first = _preferred([(index, _name(name)) for index, name in words.items()], recipe.text.fields)
+    unfit = tuple(dict.fromkeys((*no_chats, *(index for index in first if index not in plain))))
     media_paths = tuple(index for index in sorted(texts) if is_path[index])
     chat_context = tuple(i for i in sorted(texts) if not is_path[i] and is_chat_context(stem(names[i][0])))
     other_text = () if json or (plain and not is_rendered) else tuple(index for index in texts if not is_path[index])
@@ -104,11 +111,22 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         chat_context=chat_context,
         other_text=other_text,
         media_paths=media_paths,
+        unfit=unfit,
         kept=_kept(names, recipe),
         records=_records(names, recipe),
         made=_records_made(names, recipe),
-        texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths})),
+        texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths, *unfit})),
     )
+
+
+def named_modality(field: str, recipe: Recipe) -> str | None:
+    """Return the modality that a text names by its field, or cannot be; None for a field of another name."""
+    name = field.lower().removesuffix(WORDS_SUFFIX)
+    kind = classify(name)[0]
+    if kind not in (TEXT, OTHER):
+        return KINDS[kind]
+    named = recipe.rules.words.records.get(name)
+    return named if named is not None or name == field.lower() else listed_modality(name)
 
 
 def is_made(members: Sequence[Member], recipe: Recipe) -> bool:
@@ -126,7 +144,7 @@ def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
     kept, records = _kept(names, recipe), _records(names, recipe)
     made = tuple(texts) if recipe.keep else ()
-    return Uses((), (), _media(names, recipe), (), (), (), kept, records, made, tuple(texts))
+    return Uses((), (), _media(names, recipe), (), (), (), (), kept, records, made, tuple(texts))
 
 
 def _kept(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:

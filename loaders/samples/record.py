@@ -20,7 +20,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import Media, made_record
 from orchdata.loaders.samples.members import Member, Uses, is_label
 from orchdata.loaders.samples.values import check_text, is_cell_without_content, is_json, json_value, text_of
-from orchdata.loaders.text.chat_keys import says
+from orchdata.loaders.text.chat_keys import kind_of, says_nothing
 from orchdata.loaders.text.conversation import CONTENT_KEYS
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX
@@ -182,10 +182,11 @@ class _References:
             elif key in words.records and all(map(_is_nothing, items)):
                 _without_media(value, f"[{key!r}]")
                 self._is_none = True
-            elif key in words.records and any(isinstance(item, dict) for item in items):
-                raise DecodeError(f"Recipe.record: {key!r} has a dict: return the references to media that it gets")
-            elif key in words.records and (wrong := [item for item in items if isinstance(item, int | float)]):
-                raise DecodeError(f"Recipe.record: {key!r} has {wrong[0]!r}: return references to media there, or none")
+            elif key in words.records and (wrong := [item for item in items if not isinstance(item, str)]):
+                raise DecodeError(
+                    f"Recipe.record: {key!r} has {kind_of(wrong[0])}: return the references to media that it gets, or "
+                    "none"
+                )
             elif key in CHAT_KEYS and isinstance(value, list):
                 left[key] = [self._turn(turn, in_turns, f"{key}[{number}]") for number, turn in enumerate(value)]
             else:
@@ -260,7 +261,7 @@ class _References:
 
 def _is_nothing(value: Any) -> bool:
     """Return whether a value in place of media is null, blank or false, which name nothing."""
-    return value is None or value is False or (isinstance(value, str | dict | list) and not says(value))
+    return not isinstance(value, Media) and says_nothing(value)
 
 
 def _without_media(value: Any, where: str) -> Any:

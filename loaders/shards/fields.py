@@ -6,14 +6,17 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
+from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, OTHER, TEXT
+from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 
 RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES, OWN_TEXT, OWN_JSON = range(9)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
 row of CSV, named by a record (in another file, or encoded in the record), or as bytes or text that a container of the
 user's returns."""
 
-TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
+TEXT_SUFFIXES = frozenset((*TEXT_FIELDS, *PAIR_KEYS, "response", "question", "answer", "json", "jsn", "jsonl"))
 
 _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
     suffix: code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) for suffix in kind.fields
@@ -23,6 +26,22 @@ _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _LONG_NAME = 256
+
+
+_MEDIA_KEYS = record_keys((*BUILTINS, *ON_REQUEST))
+
+
+def listed_modality(name: str) -> str | None:
+    """Return the modality of a column of lists or structs with this whole name, as `pixels`; None for none."""
+    return next((modality for modality, kind in BUILTINS.items() if name.lower() in kind.column_words), None)
+
+
+def names_content(name: str) -> bool:
+    """Return whether a sample's text, chat or media are read from fields of this name."""
+    name = name.lower()
+    kind = classify(name)[0]
+    is_text = name in (*CHAT_KEYS, *PAIR_KEYS) or name.rpartition(".")[2] in TEXT_FIELDS
+    return is_text or name in _MEDIA_KEYS or kind not in (TEXT, OTHER)
 
 
 class ColumnRules(NamedTuple):

@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.text.jinja import Work
 from orchdata.loaders.text.template import Turn
 
@@ -61,6 +62,34 @@ def says(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() not in _BLANK
     return isinstance(value, (dict, list)) and any(True for _ in phrases(value))
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a JSON value is null, false, blank, or lists and dicts of nothing else: `datasets` fills structs."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif not (item is None or item is False or (isinstance(item, str) and not says(item))):
+            return False
+    return True
+
+
+def has_strings(value: Any) -> bool:
+    """Whether a JSON value has strings that say something, but those under harmless names."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(each for key, each in item.items() if key not in HARMLESS)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, str) and says(item):
+            return True
+    return False
 
 
 def phrases(value: Any) -> Iterator[str]:
@@ -202,6 +231,15 @@ def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequenc
     for key in context:
         if key not in settled and not (_is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
             _check_said("the conversation", key, record[key], said)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words, for an error: "a dict", "the int 5", "NaN"."""
+    if value != value:
+        return "NaN"
+    if isinstance(value, int | float):
+        return f"the {type(value).__name__} {value}"[:80]
+    return f"a {type(value).__name__}"
 
 
 def shown(name: str) -> str:

@@ -2,8 +2,8 @@
 
 It reads a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation".
 A turn is {"role", "content"} (OpenAI, Qwen; content is a string or a list of {"type": "text" | "image" | "audio", ...})
-or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Otherwise it reads a dict's "text" or
-"caption".
+or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Otherwise it reads a dict's text, under
+the first of the recipe's names of texts that says something.
 
 Content that belongs to a conversation and would be lost is an error, see `chat_keys`.
 """
@@ -18,16 +18,42 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import WAY_OUT, Repeating, check_item, check_record, check_turn, says, shown
+from orchdata.loaders.harmless_names import HARMLESS
+from orchdata.loaders.text.chat_keys import (
+    WAY_OUT,
+    Repeating,
+    check_item,
+    check_record,
+    check_turn,
+    has_strings,
+    is_chat_context,
+    kind_of,
+    says,
+    says_nothing,
+    shown,
+)
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import MediaWords
-from orchdata.loaders.text.messages import CHAT_KEYS, SPEAKERS, Chat, chat_of_record, chat_of_turns, completion_of
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    PAIRS,
+    SPEAKERS,
+    Chat,
+    chat_of_record,
+    chat_of_turns,
+    completion_of,
+)
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
-from orchdata.loaders.text.words import key_of_words, names_words
+from orchdata.loaders.text.words import names_words
 
-_TEXT_KEYS: Final = ("text", "caption")
-_READ_KEYS: Final = (*CHAT_KEYS, *_TEXT_KEYS)
+_READ_KEYS: Final = (*CHAT_KEYS, *TEXT_FIELDS)
+_HALVES: Final = frozenset("prompt completion response question answer instruction output query".split())
+"""Words of names of which one alone is never a text."""
+_MOST_KEYS: Final = 4
+"""Keys with strings that are not read in an error."""
+_FILE_NAMES: Final = ("file_name", "file_names")
+_ARRAY: Final = "a sample is one of them, and a file that is an array of samples ends in .json"
 _ROLE_KEYS: Final = ("role", "from")
 CONTENT_KEYS: Final = ("content", "value")
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
@@ -70,13 +96,12 @@ class Rules(NamedTuple):
 
     template: ChatTemplate | JinjaTemplate
     words: MediaWords
-    text_keys: tuple[str, ...] = _TEXT_KEYS
+    text_keys: tuple[str, ...] = TEXT_FIELDS
 
     @classmethod
     def of(cls, template: ChatTemplate | JinjaTemplate, words: MediaWords, fields: Sequence[str]) -> Rules:
-        """Return the rules of a recipe. Its text fields that are not the default ones are keys of records too."""
-        own = () if tuple(fields) == TEXT_FIELDS else tuple(name for name in fields if name not in _TEXT_KEYS)
-        return cls(template, words, (*own, *_TEXT_KEYS))
+        """Return the rules of a recipe. Its text fields go before the default ones."""
+        return cls(template, words, tuple(dict.fromkeys((*fields, *TEXT_FIELDS))))
 
 
 def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = False) -> Document:
@@ -106,7 +131,7 @@ def unread_words(record: Any) -> tuple[str, ...]:
     others = _keys_of_words(tuple(record)) if isinstance(record, dict) else ()
     if not others or completion_of(record) is not None:
         return ()
-    text = "\n".join(value for key in _TEXT_KEYS if isinstance(value := record.get(key), str))
+    text = "\n".join(value for key in TEXT_FIELDS if isinstance(value := record.get(key), str))
     if not text.strip():
         return ()
     return tuple(key for key in others if isinstance(value := record[key], str) and value.strip() not in text)
@@ -116,7 +141,7 @@ def unread_words(record: Any) -> tuple[str, ...]:
 def _keys_of_words(keys: tuple[str, ...]) -> tuple[str, ...]:
     """Return the keys of words of a record besides its text; none of a conversation."""
     is_chat = not {*keys}.isdisjoint(CHAT_KEYS)
-    return () if is_chat else tuple(key for key in keys if key not in _TEXT_KEYS and names_words(key))
+    return () if is_chat else tuple(key for key in keys if key not in TEXT_FIELDS and names_words(key))
 
 
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
@@ -159,11 +184,13 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         raise DecodeError("a key comes twice in the record")
     document: Document | None = None
     for key in CHAT_KEYS:
-        if key in value and isinstance(turns := value[key], list) and turns:
+        if isinstance(turns := value.get(key), list) and turns:
             chat = _chat(turns, rules)
             if document is not None and (document.turns, document.chat) != (chat.turns, chat.chat):
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
             document = chat
+        elif not isinstance(turns, list) and not says_nothing(turns):
+            raise DecodeError(_wrong(key, turns))
     if isinstance(rules.template, JinjaTemplate):
         rendered = _rendered_record(value, document, rules.template, rules.words)
         if rendered is not None:
@@ -171,10 +198,33 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     elif document is not None:
         check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
         return document._replace(named=named_in(value, rules.words))
-    texts = [text for key in rules.text_keys if isinstance(text := value.get(key), str)]
-    if not texts or _video_in(value) not in (None, *rules.words.records):
-        return Document(rest=value)
-    return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value, rules.words))
+    text = _text_in(value, rules.text_keys)
+    if text is None or _video_in(value) not in (None, *rules.words.records):
+        return Document(rest=value, named=named_in(value, rules.words))
+    return Document(text=text, named=named_in(value, rules.words))
+
+
+def _text_in(record: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return the text under the first name that says something, a blank one if none does; None for no string."""
+    blank: str | None = None
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, str):
+            if value.strip():
+                return value
+            blank = value if blank is None else blank
+        elif value is False or not says_nothing(value):
+            return None
+    return blank
+
+
+def _wrong(key: str, value: Any) -> str:
+    """Return the error of a value that cannot be what its key names."""
+    wanted = "a list of turns" if key in CHAT_KEYS else "a string"
+    return (
+        f"{key!r} is {kind_of(value)}, not {wanted}: write it as one in the data, or by Recipe(record=...), or leave "
+        "the sample out"
+    )
 
 
 def document_of_fields(record: dict[str, Any], rules: Rules) -> Document | None:
@@ -214,57 +264,62 @@ def _video_in(value: Mapping[str, Any]) -> str | None:
     return next((key for key in _VIDEO_KEYS if says(value.get(key))), None)
 
 
-def why_unread(rest: Any) -> str | None:
-    """Return why a value that is neither a conversation nor a text is more than metadata, or None."""
-    if isinstance(rest, dict):
-        return _unread(rest)
-    if isinstance(rest, list):
-        return _unread_list(rest)
-    return "a bare string, not a record" if says(rest) else None
+def why_unread(value: Any, rules: Rules, *, is_chat: bool = False) -> str | None:
+    """Return why a JSON value without a text to learn has strings that no rule reads, or None.
+
+    Args:
+        is_chat: whether its turns are read.
+    """
+    if not isinstance(value, dict):
+        what = "a bare string, not a record" if isinstance(value, str) else f"a list of records or strings: {_ARRAY}"
+        return what if has_strings(value) else None
+    reason = None if is_chat else _why_no_text(value, rules)
+    if reason is not None:
+        return reason
+    read = (*rules.words.records, *(key for key in value if is_chat and (key in CHAT_KEYS or is_chat_context(key))))
+    left = [key for key in value if key not in HARMLESS and key not in read and not key.endswith(_FILE_NAMES)]
+    left = [key for key in left if not says_nothing(value[key])]
+    keys = [key for key in left if has_strings(value[key])]
+    if not keys:
+        return None
+    if len(left) == 1 and isinstance(value[keys[0]], str) and is_whole(keys[0]):
+        way_out = f"columns={{{shown(keys[0])}: 'text'}} renames it; known keys of records are "
+        way_out += ", ".join((*CHAT_KEYS, *rules.text_keys))
+    else:
+        way_out = "write what is to be learned as a chat, a list of turns under messages, or as prompt and completion"
+    names = ", ".join(map(shown, keys[:_MOST_KEYS]))
+    kept = f"Recipe(keep=({names},)) delivers what is not to be learned"
+    return f"its words are under {names}, which no rule reads: {way_out}; {kept}"
 
 
-def _unread(record: Mapping[str, Any]) -> str | None:
-    """Return why a record without a conversation or text is more than metadata, or None."""
+def _why_no_text(record: Mapping[str, Any], rules: Rules) -> str | None:
+    """Return why a record has the name of a text or chat, and neither."""
     video = _video_in(record)
-    if video is not None and any(isinstance(record.get(key), str) for key in _TEXT_KEYS):
+    if video is not None and any(isinstance(record.get(key), str) for key in rules.text_keys):
         return f"it names a video under {video!r}, which is not read: {WAY_OUT}"
-    for key in _READ_KEYS:
+    for key in (*CHAT_KEYS, *rules.text_keys):
         value = record.get(key)
         if key in CHAT_KEYS and value == []:
             return "the conversation has no turns"
-        if says(value):
-            wanted = "a list of turns" if key in CHAT_KEYS else "a string"
-            return f"{key!r} is a {type(value).__name__}, not {wanted}"
+        if value is False or not (isinstance(value, str) or says_nothing(value)):
+            return _wrong(key, value)
     if says(record.get("role")) and says(record.get("content")):
         return "role and content are no turn"
-    for key, value in record.items():
-        if not says(value):
-            continue
-        if key in ("prompt", "completion") and completion_of(record) is not None:
-            return "prompt and completion are read under a model's own template, ChatTemplate.from_jinja"
-        if names_words(key):
-            return (
-                f"its words are under {shown(key)}, which is not read: columns={{{shown(key)}: 'text'}} renames it; "
-                f"known keys of records are {', '.join(_READ_KEYS)}"
-            )
-        if isinstance(value, list) and any(map(_is_turn, value)):
-            return f"its turns are under {shown(key)}, which is not read; known are {', '.join(CHAT_KEYS)}"
-        if isinstance(value, list) and _unread_records(value):
-            return f"its words are in the records under {shown(key)}, which are not read"
+    # A prompt and its answer, which only a model's own template reads, and as strings.
+    for pair in PAIRS:
+        if not any(says_nothing(record.get(key)) for key in pair):
+            wrong = next((key for key in pair if not isinstance(record[key], str)), None)
+            if wrong is not None:
+                return _wrong(wrong, record[wrong])
+            return f"{' and '.join(pair)} are read under a model's own template, ChatTemplate.from_jinja"
     return None
 
 
-def _unread_list(value: list[Any]) -> str | None:
-    """Return why a list without a turn is more than metadata, or None."""
-    if _unread_records(value):
-        return "a list of records: a sample is one of them, and a file that is an array of samples ends in .json"
-    return (
-        "a list of bare strings, not a record" if any(isinstance(item, str) and says(item) for item in value) else None
+def is_whole(name: str) -> bool:
+    """Whether the words under a name may be all that is learned, unlike a question or an answer."""
+    return names_words(name) and _HALVES.isdisjoint(
+        word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower())
     )
-
-
-def _unread_records(value: list[Any]) -> bool:
-    return any(isinstance(item, dict) and says(item) and key_of_words(item) is not None for item in value)
 
 
 def split_placeholders(text: str, words: MediaWords, placed: Collection[str] = ()) -> Content:
@@ -468,9 +523,7 @@ def named_in(record: Mapping[str, Any], words: MediaWords) -> dict[str, list[str
         return named
     for key, modality in words.records.items():
         value = record.get(key)
-        if isinstance(value, (list, str)):
-            value = value if isinstance(value, list) else [value]
-            names = [name if isinstance(name, str) else type(name).__name__ for name in value if says(name)]
-            if names:
-                named[modality] = names
+        names = [each for each in (value if isinstance(value, list) else [value]) if not says_nothing(each)]
+        if names:
+            named[modality] = [name if isinstance(name, str) else kind_of(name) for name in names]
     return named

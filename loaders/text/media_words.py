@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
+
+NOT_DECODED: Final = "`datasets` keeps it with Image(decode=False) and Audio(decode=False)"
 
 
 class MediaWords(NamedTuple):

@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import Repeating, check_whole, is_chat_context, says, shown, trains
+from orchdata.loaders.text.chat_keys import (
+    Repeating,
+    check_whole,
+    is_chat_context,
+    kind_of,
+    says,
+    says_nothing,
+    shown,
+    trains,
+)
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
@@ -36,6 +45,9 @@ _SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instructi
 _CONTEXT: Final = (*_SYSTEM, "tools", "documents", "chat_template_kwargs")
 _ALPACA: Final = ("instruction", "output")
 _PAIR: Final = ("prompt", "completion")
+PAIRS: Final = (_PAIR, _ALPACA)
+"""Keys of a prompt and of what is learned after it."""
+PAIR_KEYS: Final = (*_PAIR, *_ALPACA, "input")
 _VIDEO: Final = ("video", "video_url", "input_video")
 _SAYS: Final = ("tool_calls", "function_call", *REASONING)
 """Keys with which a turn without content says something."""
@@ -205,9 +217,10 @@ def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat:
-    asked = "\n".join(
-        text for key in ("instruction", "input") if says(text := value.get(key)) and isinstance(text, str)
-    )
+    given = value.get("input")
+    if not (isinstance(given, str) or says_nothing(given)):
+        raise DecodeError(f"'input' is {kind_of(given)}, not a string")
+    asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
     turns = [asked, value["output"]]
     history = value.get("history")
     if says(history):
@@ -309,6 +322,12 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
         if says(item.get("text")):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
         return Placeholder(words.items[kind])
+    known = [name for name in words.slots if isinstance(kind, str) and kind.endswith((f"_{name}", f"_{name}_url"))]
+    if known and kind not in _VIDEO:
+        raise DecodeError(
+            f"{where} has an item of type {shown(kind)}, which is not read: write it as {{'type': {known[0]!r}, "
+            f"{known[0]!r}: ...}}"
+        )
     if isinstance(kind, str) and kind in _VIDEO:
         raise DecodeError(f"{where} has an item of type {kind!r}, and videos are not read: leave such samples out")
     # An item of text; other items go to the template unchanged.

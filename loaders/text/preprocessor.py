@@ -208,8 +208,8 @@ class TextPreprocessor:
             raise TypeError("encode_all needs a fast tokenizer")
         strings, added = [text for text, _ in texts], [each for _, each in texts]
         return [
-            self._failed(each) if isinstance(each, Exception) else each
-            for each in self.tokenizer.encode_batch(strings, add_special_tokens=added)
+            self._failed(each, text) if isinstance(each, Exception) else each
+            for text, each in zip(strings, self.tokenizer.encode_batch(strings, add_special_tokens=added), strict=True)
         ]
 
     def count_all(self, texts: Sequence[tuple[str, bool]], without: Collection[int]) -> list[int | None]:
@@ -223,9 +223,13 @@ class TextPreprocessor:
         strings, added = [text for text, _ in texts], [each for _, each in texts]
         return self.tokenizer.count_batch(strings, add_special_tokens=added, without=frozenset(without))
 
-    def _failed(self, error: Exception) -> DecodeError:
+    def _failed(self, error: Exception, text: str) -> DecodeError:
         """Return the error of a text that the tokenizer fails for. Raises as `pass_trouble`."""
         pass_trouble(error)
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:
+            return _not_unicode(problem)
         failed = DecodeError(f"tokenizer {self.id!r} failed: {error!r}")
         failed.__cause__ = error
         return failed
@@ -240,7 +244,7 @@ class TextPreprocessor:
             try:
                 return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             except UnicodeEncodeError as error:
-                raise DecodeError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from None
+                raise _not_unicode(error) from None
         try:
             if self.thread_safe or self.whole:
                 return _checked_ids(self.tokenizer(text), self.id)
@@ -249,8 +253,7 @@ class TextPreprocessor:
         except DecodeError:
             raise
         except Exception as error:
-            pass_trouble(error)
-            raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
+            raise self._failed(error, text) from error
 
     def decode(self, token_ids: NDArray[np.int32]) -> str | None:
         """The text of token ids, for people to read; None if the tokenizer cannot decode.
@@ -306,6 +309,10 @@ def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
 _OWN_FIELDS: Final = frozenset(each.name for each in dataclass_fields(TextPreprocessor))
 _SPECIAL: Final = "bos_token eos_token image_token audio_token image_start image_end audio_start audio_end"
 _SPECIAL_IDS: Final = tuple(f"{name}_id" for name in _SPECIAL.split())
+
+
+def _not_unicode(error: UnicodeEncodeError) -> DecodeError:
+    return DecodeError(f"the text is not valid Unicode: {error.reason} at character {error.start}")
 
 
 def decode_utf8(payload: bytes | memoryview) -> str:

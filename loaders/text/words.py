@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 WORDS_SUFFIX: Final = ".words"
 """After the name of a Parquet column of lists or structs with words: JSON that is no chat, and is only inspected."""
@@ -18,7 +17,6 @@ _LAST: Final = frozenset(
     (*_NOUNS.split(), *(noun + "s" for noun in _NOUNS.split()), "txt", "queries", "chosen", "rejected")
 )
 _OF_LABELS: Final = frozenset("label class category id file path url type mime".split())
-_PAIR: Final = ("user", "assistant")
 _KEY_CHARACTERS: Final = 64
 
 
@@ -29,9 +27,3 @@ def names_words(key: str) -> bool:
     if parts[1:] and parts[-1] in ("list", "raw"):
         parts.pop()
     return bool(parts) and parts[-1] in _LAST and not (parts[1:] and parts[0] in _OF_LABELS)
-
-
-def key_of_words(record: Mapping[str, Any]) -> str | None:
-    """Return the first key of a record that names words, or a key of the pair of The Cauldron's turns."""
-    first = next((key for key, value in record.items() if value is not None and names_words(key)), None)
-    return _PAIR[1] if first is None and all(isinstance(record.get(key), str) for key in _PAIR) else first

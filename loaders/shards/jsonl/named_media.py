@@ -19,8 +19,8 @@ from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTH
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.shards.jsonl.stretch import Stretch, check_offset, stretch_of
-from orchdata.loaders.text.chat_keys import Repeating, says, shown
-from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.chat_keys import Repeating, kind_of, says_nothing, shown
+from orchdata.loaders.text.media_words import NOT_DECODED, record_keys
 
 _CLASSES: Final = {**BUILTINS, **ON_REQUEST}
 _CODES: Final = {name: KINDS.index(name) if name in KINDS else OTHER for name in ("text", *_CLASSES)}
@@ -187,7 +187,7 @@ def _check_once(value: dict[str, Any]) -> None:
 def _list_of(value: Any) -> list[Any]:
     """Return a name or a list of names as a list, without empty values such as None; numbers stay, as wrong names."""
     listed = value if isinstance(value, list) else [value]
-    return [name for name in listed if says(name) or (isinstance(name, int | float) and name is not False)]
+    return [name for name in listed if not says_nothing(name)]
 
 
 def _add_files(value: Mapping[str, Any], by_key: dict[str, list[Any]]) -> None:
@@ -219,9 +219,16 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
                 kind = item.get("type")
                 kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
                 if isinstance(kind, str) and kind in _ITEM_TYPES:
-                    key = next((key for key in (kind, *_ITEM_NAMES) if item.get(key) is not None), kind)
-                    for name in _names_of_item(_ITEM_TYPES[kind], item, item.get(key)):
+                    for name in _names_of_item(_ITEM_TYPES[kind], item, _named_by(item, kind)):
                         yield _ITEM_TYPES[kind], name
+
+
+def _named_by(item: Mapping[str, Any], kind: str) -> Any:
+    """Return what an item of media names: {"type": "audio", "audio_url": ...}, or Anthropic's {"source": {...}}."""
+    words = (word for word, modality in _ITEM_TYPES.items() if modality == _ITEM_TYPES[kind])
+    named = next((item[key] for key in (kind, *words, *_ITEM_NAMES) if item.get(key) is not None), None)
+    source = item.get("source")
+    return source if named is None and isinstance(source, dict) else named
 
 
 def _names_of_item(modality: str, item: Mapping[str, Any], value: Any) -> list[Any]:
@@ -258,8 +265,10 @@ def _media(modality: str, number: int, value: Any) -> NamedMedia:
         encoded = key in ("bytes", "data")
         value = value[key] if key is not None else value
     if not isinstance(value, str):
-        what = f"the {type(value).__name__} {value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
-        return NamedMedia(field, kind, error=f"{what[:80]}, not a path, a data: URL or base64")
+        error = f"{kind_of(value)}, not a path, a data: URL or base64"
+        if isinstance(value, dict | list):
+            error += f": store the file, not its decoded content ({NOT_DECODED})"
+        return NamedMedia(field, kind, error=error)
     if value[:5].lower() == "data:":
         match = _DATA_URL.match(value)
         if match is None:

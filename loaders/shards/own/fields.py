@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,19 +14,26 @@ import numpy as np
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
-from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, OWN_JSON, OWN_TEXT, classify, classify_renamed, printable
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.shards.fields import (
+    GZIP,
+    OWN_BYTES,
+    OWN_JSON,
+    OWN_TEXT,
+    classify,
+    classify_renamed,
+    names_content,
+    printable,
+)
 from orchdata.loaders.shards.own.shard import ByteRange
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
 from orchdata.loaders.shards.tar import gunzip
-from orchdata.loaders.text.chat_keys import is_chat_context
-from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.chat_keys import has_strings, is_chat_context
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 _RECORDS = ("json", "jsn", "jsonl")
-_NAMES_MEDIA = record_keys(BUILTINS)
 _RESERVED = ("__key__", "__url__")
 _ALLOWED = (
     "bytes (of an array: as numpy.save writes them, for a modality of yours), str, od.ByteRange, lists of bytes, None, "
@@ -86,6 +93,8 @@ def _cells(name: str, stored: str, value: Any, limits: Limits, *, all_values: bo
     if value is None or (isinstance(value, float | np.floating) and np.isnan(value)):
         if all_values:
             yield Cell(name + NULL, TEXT, OWN_TEXT, b"")
+        elif value is not None and names_content(name):
+            raise FieldError(name, "NaN, and the name says text or media: return None if the sample has none")
     elif isinstance(value, Bytes | ByteRange):
         yield _bytes_cell(name, name, stored, value, limits)
     elif isinstance(value, list | tuple) and value and all(isinstance(item, Bytes | ByteRange) for item in value):
@@ -122,7 +131,7 @@ def _kind_of_json(name: str, value: Any, *, all_values: bool) -> tuple[int, str]
         raise FieldError(
             name, f"a {type(value).__name__}, and the name says media: return bytes, od.ByteRange, or a list of these"
         )
-    if all_values or (is_nested and (names_words(name) or lowered in _NAMES_MEDIA or _has_words(value))):
+    if all_values or names_content(name) or names_words(name) or (is_nested and has_strings(value)):
         return TEXT, name + WORDS_SUFFIX
     return OTHER, name
 
@@ -133,14 +142,6 @@ def _is_chat(name: str, value: Any) -> bool:
     turns = value if isinstance(value, list | tuple) else ()
     return bool(turns) and all(
         isinstance(turn, Mapping) and any(keys <= turn.keys() for keys in _TURNS) for turn in turns
-    )
-
-
-def _has_words(value: Any) -> bool:
-    """Return whether a dict, or the dicts of a list, have keys that name words."""
-    items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-    return any(
-        isinstance(item, Mapping) and any(isinstance(key, str) and names_words(key) for key in item) for item in items
     )
 
 

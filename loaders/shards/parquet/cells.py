@@ -15,21 +15,22 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.field_names import EMPTY, NULL, VALUE, is_kept_as
+from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
-from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 _WORDS = {code: kind.column_words for code, kind in enumerate(BUILTINS.values(), TEXT + 1)} | {
     TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),
 }
 _FEATURES = {f'"{kind.hf_feature}"': code for code, kind in enumerate(BUILTINS.values(), TEXT + 1)}
-_NAMED = record_keys(BUILTINS)
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 _CHATS = ("messages", "conversations")
+_KEYS = ("__key__", "__url__", "id")
 _JSON_FORMS = frozenset(("chat", "words", "value"))
 _SUFFIXES = {"words": WORDS_SUFFIX, "value": VALUE}
 
@@ -44,8 +45,9 @@ class Column:
 
     Attributes:
         name: of the column.
-        form: "text", "chat", "words" (lists and structs with text that are not a chat, as JSON), "value" (anything, as
-            JSON, that is only kept), "label" (the number of a class), "binary" or "struct" (bytes and path).
+        form: "text", "chat", "words" (lists and structs with text that are not a chat, and other types under the name
+            of a text, chat or media, as JSON), "value" (anything, as JSON, that is only kept), "label" (the number of a
+            class), "binary" or "struct" (bytes and path), "turns" (media inside of a chat).
         listed: whether cells are lists; each item is a field `name.0`, `name.1`, ...
         kind: its modality, or OTHER if it depends on the first bytes of each cell.
         labels: names of the classes.
@@ -84,6 +86,8 @@ class Column:
         excess = self.excess(scalar, limits)
         if excess is not None:
             raise ValueError(excess)
+        if self.form == "turns":
+            return dict(enumerate(self.media(scalar))).get(number)
         if not self.listed:
             return self.cell(scalar)
         if not scalar.is_valid or number >= len(scalar.values):
@@ -112,6 +116,10 @@ class Column:
         if path:
             raise PathOnly(f"contains a path, not bytes: {path!r}; embed the bytes when writing the file")
         return None
+
+    def media(self, scalar: pa.Scalar) -> list[bytes]:
+        """Return the bytes inside of the turns of a chat, in their order."""
+        return _bytes_in(scalar.as_py()) if self.form in ("chat", "turns") and _has_bytes(scalar.type) else []
 
     def _label(self, number: int) -> bytes | None:
         """Return the name of a class; None for -1, which means "no class" in `datasets`."""
@@ -266,10 +274,13 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
                 used.append(Column(field.name, "value", False, OTHER, labels))
         return used, [], key
     ignored: list[str] = []
+    has_text = any(names_content(field.name) and declared_kind(field.name, None) == TEXT for field in schema)
     for field in schema:
         column = None
-        if field.name not in ("__key__", "__url__", "id"):
+        if field.name not in _KEYS:
             column = _plan_column(field.name, field.type, features.get(field.name))
+            if column is None and not has_text and field.name not in HARMLESS and has_strings(field.type):
+                column = Column(field.name, "words", False, TEXT)  # perhaps the only words of its rows
         if rules.all and field.name not in ("__key__", "__url__"):
             column = _with_nulls(column, field.name, field.type)
         if column is None and any(is_kept_as(field.name, name) for name in rules.kept):
@@ -314,13 +325,15 @@ def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     name, _, number = field.rpartition(".")
     item = int(number) if number.isdecimal() and len(number) < 10 else -1
     column = by_name.get(name)
+    if column is not None and column.form == "chat":
+        column = replace(column, form="turns", listed=True, kind=OTHER)
     return (column, item) if column is not None and column.listed and item >= 0 else None
 
 
 def is_text_field(columns: Columns, field: str) -> bool:
     """Return whether the column of a field has text: strings, names of classes, or lists and structs as JSON."""
     found = column_of(columns, field)
-    return found is not None and found[0].form not in ("binary", "struct")
+    return found is not None and found[0].form not in ("binary", "struct", "turns")
 
 
 def is_json_field(columns: Columns, field: str) -> bool:
@@ -355,9 +368,31 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
             return Column(name, "struct", listed, declared_kind(name, feature))
     if (listed or pa.types.is_struct(type_)) and is_chat_context(name):  # tools of a chat: read to see if they are used
         return Column(name, "chat", False, TEXT)
-    if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
+    is_nested = listed or pa.types.is_struct(type_)
+    if _holds_words(name, type_) or names_words(name) or names_content(name) or (is_nested and listed_modality(name)):
         return Column(name, "words", False, TEXT)
     return None
+
+
+def has_strings(type_: pa.DataType) -> bool:
+    """Return whether values are strings, or lists or structs that contain strings at some depth."""
+    if _is_list(type_):
+        return has_strings(type_.value_type)
+    return is_text(type_) or (pa.types.is_struct(type_) and any(has_strings(field.type) for field in type_))
+
+
+def _has_bytes(type_: pa.DataType) -> bool:
+    if _is_list(type_):
+        return _has_bytes(type_.value_type)
+    return _is_binary(type_) or (pa.types.is_struct(type_) and any(_has_bytes(field.type) for field in type_))
+
+
+def _bytes_in(value: object) -> list[bytes]:
+    """Return all bytes in a value of lists and structs, in their order."""
+    if isinstance(value, bytes):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [each for item in items for each in _bytes_in(item)]
 
 
 def _holds_text(type_: pa.DataType) -> bool:
@@ -383,7 +418,9 @@ def declared_kind(name: str, feature: object) -> int:
         if feature_name in declared:
             return code
     kind, _ = classify(name.lower())
-    if kind != OTHER:
+    if name in CHAT_KEYS:
+        return TEXT
+    if kind != OTHER and name not in ("input", "output"):  # which may be media
         return kind
     words = set(re.split(r"[^a-z]+", name.lower()))
     return next((kind for kind, kind_words in _WORDS.items() if words & kind_words), OTHER)

@@ -28,6 +28,8 @@ _READ_ROWS = 1 << 16
 _BATCH_BYTES = 64 << 20
 _DICTIONARY_SLACK = 2
 _FREE_ROWS = 1 << 16
+_SIGNATURE_BYTES = 28
+"""Of a plain footer of an encrypted file, after its content. Every call for a column would end the process."""
 INDEX_BYTES_OF_A_ROW = 200
 """About the memory that a row takes while the index is built."""
 
@@ -57,6 +59,7 @@ class ParquetReader:
             self._parquet = pq.ParquetFile(
                 source, pre_buffer=False, buffer_size=_STREAM_BYTES, page_checksum_verification=True
             )
+            self._footer_bytes = int.from_bytes(file.read(file.size - 8, 4), "little")
         metadata = self._metadata = self._parquet.metadata
         self.schema: pa.Schema = renamed(self._parquet.schema_arrow, rules)
         stored = set(self._parquet.schema_arrow.names)
@@ -81,6 +84,10 @@ class ParquetReader:
         limits, rows, group_rows = self._limits, self.promised_rows, int(self.starts[-1])
         if rows != group_rows:
             raise Refused(f"the footer counts {rows} rows, its row groups {group_rows}")
+        if self._footer_bytes - self._metadata.serialized_size == _SIGNATURE_BYTES:
+            raise Refused(
+                "it is encrypted, with a plain footer, and no keys are given to the library: decrypt it first"
+            )
         if rows == 0:
             raise Refused("no samples: the file has no rows")
         if rows > limits.shard_rows:

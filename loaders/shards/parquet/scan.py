@@ -28,7 +28,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, text_bytes
+from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, sniff, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.shards.parquet.unread import RowReader, count_unread
 from orchdata.loaders.slow import here
@@ -158,6 +158,11 @@ class _Scan:
             return
         for field, item in _items(column, scalar):
             self._add_cell(number, key, field, column, item)
+        for at, data in enumerate(column.media(scalar)):
+            kind, error, header = sniff(data), self._limits.size_error(len(data), is_text=False), NO_HEADER
+            if error is None and kind != OTHER:
+                header, error = self._header(kind, data, key, column.name)
+            self._append(number, key, f"{column.name}.{at}", kind, len(data), error, header)
 
     def _add_cell(self, number: int, key: str, field: str, column: Column, scalar: pa.Scalar) -> None:
         error: str | None = None
