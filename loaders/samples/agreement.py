@@ -13,7 +13,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, named_modality, stem
 from orchdata.loaders.samples.values import json_or_text, text_of
-from orchdata.loaders.text.chat_keys import check_record, has_strings, kind_of, says, says_nothing, shown
+from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, says, shown
 from orchdata.loaders.text.conversation import Document, is_whole, named_in, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import NOT_DECODED
@@ -115,7 +115,7 @@ def check_unfit(
     """Raise FieldError for a column with the name of a text or chat, whose values are of another type."""
     for index in unfit:
         value = json_or_text(members[index], texts[index], recipe)
-        if value is False or not says_nothing(value):
+        if is_wrong(value):
             name = members[index].field.removesuffix(WORDS_SUFFIX)
             raise FieldError(
                 name,

@@ -338,12 +338,8 @@ def _record_of_fields(
     names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
     if not is_record(names):
         return [], None
-    check_unfit(
-        [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}],
-        members,
-        texts,
-        recipe,
-    )
+    unfit = [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}]
+    check_unfit(unfit, members, texts, recipe)
     record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)

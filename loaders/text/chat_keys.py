@@ -66,44 +66,35 @@ def says(value: Any) -> bool:
 
 def says_nothing(value: Any) -> bool:
     """Whether a JSON value is null, false, blank, or lists and dicts of nothing else: `datasets` fills structs."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
-        elif not (item is None or item is False or (isinstance(item, str) and not says(item))):
-            return False
-    return True
+    return all(leaf is None or leaf is False or (isinstance(leaf, str) and not says(leaf)) for leaf in _leaves(value))
+
+
+def is_wrong(value: Any) -> bool:
+    """Whether a JSON value that is no string says something where a text is read."""
+    return value is False or not says_nothing(value)
 
 
 def has_strings(value: Any) -> bool:
     """Whether a JSON value has strings that say something, but those under harmless names."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            pending.extend(each for key, each in item.items() if key not in HARMLESS)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif isinstance(item, str) and says(item):
-            return True
-    return False
+    return any(isinstance(leaf, str) and says(leaf) for leaf in _leaves(value, HARMLESS))
 
 
 def phrases(value: Any) -> Iterator[str]:
     """Yield the strings in a JSON value that say something, without keys."""
+    return (leaf.strip() for leaf in _leaves(value) if isinstance(leaf, str) and leaf.strip().lower() not in _BLANK)
+
+
+def _leaves(value: Any, without: Collection[str] = ()) -> Iterator[Any]:
+    """Yield the values in a JSON value that are no lists and dicts, but those under some keys."""
     pending = [value]  # no recursion: the depth depends on the data
     while pending:
         item = pending.pop()
-        if isinstance(item, str):
-            if item.strip().lower() not in _BLANK:
-                yield item.strip()
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, list):
+        if isinstance(item, dict):
+            pending.extend(each for key, each in item.items() if key not in without)
+        elif isinstance(item, list | tuple):
             pending.extend(item)
+        else:
+            yield item
 
 
 class Spoken:

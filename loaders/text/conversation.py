@@ -27,6 +27,7 @@ from orchdata.loaders.text.chat_keys import (
     check_turn,
     has_strings,
     is_chat_context,
+    is_wrong,
     kind_of,
     says,
     says_nothing,
@@ -184,12 +185,14 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         raise DecodeError("a key comes twice in the record")
     document: Document | None = None
     for key in CHAT_KEYS:
-        if isinstance(turns := value.get(key), list) and turns:
+        if (turns := value.get(key)) is None:
+            continue
+        if isinstance(turns, list) and turns:
             chat = _chat(turns, rules)
             if document is not None and (document.turns, document.chat) != (chat.turns, chat.chat):
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
             document = chat
-        elif not isinstance(turns, list) and not says_nothing(turns):
+        elif not isinstance(turns, list) and is_wrong(turns):
             raise DecodeError(_wrong(key, turns))
     if isinstance(rules.template, JinjaTemplate):
         rendered = _rendered_record(value, document, rules.template, rules.words)
@@ -209,11 +212,11 @@ def _text_in(record: Mapping[str, Any], names: Collection[str]) -> str | None:
     blank: str | None = None
     for name in names:
         value = record.get(name)
+        if isinstance(value, str) and value.strip():
+            return value
         if isinstance(value, str):
-            if value.strip():
-                return value
             blank = value if blank is None else blank
-        elif value is False or not says_nothing(value):
+        elif value is not None and is_wrong(value):
             return None
     return blank
 
@@ -301,7 +304,7 @@ def _why_no_text(record: Mapping[str, Any], rules: Rules) -> str | None:
         value = record.get(key)
         if key in CHAT_KEYS and value == []:
             return "the conversation has no turns"
-        if value is False or not (isinstance(value, str) or says_nothing(value)):
+        if not isinstance(value, str) and is_wrong(value):
             return _wrong(key, value)
     if says(record.get("role")) and says(record.get("content")):
         return "role and content are no turn"

@@ -119,7 +119,7 @@ class Column:
 
     def media(self, scalar: pa.Scalar) -> list[bytes]:
         """Return the bytes inside of the turns of a chat, in their order."""
-        return _bytes_in(scalar.as_py()) if self.form in ("chat", "turns") and _has_bytes(scalar.type) else []
+        return _bytes_in(scalar.as_py()) if self.form in ("chat", "turns") and _holds(scalar.type, _is_binary) else []
 
     def _label(self, number: int) -> bytes | None:
         """Return the name of a class; None for -1, which means "no class" in `datasets`."""
@@ -279,7 +279,7 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
         column = None
         if field.name not in _KEYS:
             column = _plan_column(field.name, field.type, features.get(field.name))
-            if column is None and not has_text and field.name not in HARMLESS and has_strings(field.type):
+            if column is None and not has_text and field.name not in HARMLESS and _holds(field.type, is_text):
                 column = Column(field.name, "words", False, TEXT)  # perhaps the only words of its rows
         if rules.all and field.name not in ("__key__", "__url__"):
             column = _with_nulls(column, field.name, field.type)
@@ -369,22 +369,17 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
     if (listed or pa.types.is_struct(type_)) and is_chat_context(name):  # tools of a chat: read to see if they are used
         return Column(name, "chat", False, TEXT)
     is_nested = listed or pa.types.is_struct(type_)
-    if _holds_words(name, type_) or names_words(name) or names_content(name) or (is_nested and listed_modality(name)):
+    is_named = names_words(name) and (not is_nested or _holds(type_, is_text))
+    if is_named or _holds_words(name, type_) or names_content(name) or (is_nested and listed_modality(name)):
         return Column(name, "words", False, TEXT)
     return None
 
 
-def has_strings(type_: pa.DataType) -> bool:
-    """Return whether values are strings, or lists or structs that contain strings at some depth."""
+def _holds(type_: pa.DataType, is_leaf: Callable[[pa.DataType], bool]) -> bool:
+    """Return whether a type is such a leaf, or a list or struct that contains one at some depth."""
     if _is_list(type_):
-        return has_strings(type_.value_type)
-    return is_text(type_) or (pa.types.is_struct(type_) and any(has_strings(field.type) for field in type_))
-
-
-def _has_bytes(type_: pa.DataType) -> bool:
-    if _is_list(type_):
-        return _has_bytes(type_.value_type)
-    return _is_binary(type_) or (pa.types.is_struct(type_) and any(_has_bytes(field.type) for field in type_))
+        return _holds(type_.value_type, is_leaf)
+    return is_leaf(type_) or (pa.types.is_struct(type_) and any(_holds(field.type, is_leaf) for field in type_))
 
 
 def _bytes_in(value: object) -> list[bytes]:
@@ -405,7 +400,7 @@ def _holds_words(name: str, type_: pa.DataType) -> bool:
     while _is_list(type_):
         type_ = type_.value_type
     if not pa.types.is_struct(type_):
-        return is_text(type_) and names_words(name)
+        return False
     texts = {type_.field(i).name for i in range(type_.num_fields) if is_text(type_.field(i).type)}
     named = (name, *_field_names(type_)) if texts else _field_names(type_)
     return any(map(names_words, named)) or {"user", "assistant"} <= texts

@@ -61,6 +61,16 @@ def test_lists_under_names_of_texts_and_paths_are_no_text_of_the_sample() -> Non
     assert read({"meta.json": captions}) == {"meta.json": ("text", b'["a", "b"]')}
 
 
+def test_a_value_of_another_type_under_a_name_that_is_read_is_judged() -> None:
+    assert read({"text": 5, "audio": {"array": [0.1]}, "img": 5}) == {
+        "text.words": ("text", b"5"),
+        "audio.words": ("text", b'{"array": [0.1]}'),
+        "img": ("other", b"5"),
+    }
+    with pytest.raises(FieldError, match="NaN, and the name says text or media"):
+        read({"text": float("nan")})
+
+
 def test_renamed_fields_keep_the_kind_of_their_suffix() -> None:
     assert read({"txt": b"words"}, txt="note") == {"note": ("text", b"words")}
     assert read({"blob": b"x"}, blob="jpg") == {"jpg": ("image", b"x")}

@@ -42,7 +42,15 @@ def write(path: Path, texts: Sequence[str] = ("one", "two", "three"), **options:
 
 
 def write_aborting(path: Path) -> Path:
-    """A file with an encrypted text column, and a reader without keys: the C++ library ends the process."""
+    """An encrypted file without the signature by which it is known to be one: the C++ library ends the process."""
+    data = write_encrypted(path).read_bytes()
+    size = int.from_bytes(data[-8:-4], "little") - 28
+    path.write_bytes(data[:-36] + size.to_bytes(4, "little") + b"PAR1")
+    return path
+
+
+def write_encrypted(path: Path) -> Path:
+    """A file with an encrypted text column, and a plain footer."""
 
     class Keys(pe.KmsClient):  # type: ignore[misc]
         def __init__(self, _: object) -> None:
@@ -132,6 +140,12 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     assert sum(len(batch.sample_ids) for batch in loader) == 6
     assert loader.stats()["failures"]["count"] == 2
     assert children() == []
+
+
+def test_an_encrypted_file_with_a_plain_footer_is_called_so(tmp_path: Path) -> None:
+    assert errors(write(tmp_path / "plain.parquet")) == []
+    (reason,) = errors(write_encrypted(tmp_path / "a.parquet"))
+    assert reason.startswith("it is encrypted, with a plain footer")
 
 
 def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

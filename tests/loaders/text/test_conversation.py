@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,20 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from shard_factory import png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.text.conversation import read_document
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 IMAGE, AUDIO = 1, 2
+PIXELS = png(56, 56)
 
 TEXT_RULES = TextPreprocessor(template=ChatTemplate(prefix="[{role}]", suffix=";"))
 RECIPE = Recipe(text=TEXT_RULES)
@@ -246,6 +251,86 @@ def test_words_that_are_not_read_are_refused_where_the_sample_has_no_others(valu
 )
 def test_metadata_next_to_an_image_passes(value):
     assert measured(images=1, json=json.dumps(value).encode()).llm_tokens == 4  # 56 x 56 at patch 14, merged 2 x 2
+
+
+def is_bad(folder: Path, container: str, row: dict[str, Any], recipe: Recipe = Recipe()) -> bool:  # noqa: B008
+    path = folder / f"a.{container}"
+    if container == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    elif container == "tar":
+        write_shard(path, [{"__key__": "0", "json": json.dumps(row).encode()}])
+    else:
+        path.write_text(json.dumps(row))
+    return len(build_index([str(path)], recipe, force=True).bad_rows()) == 1
+
+
+@pytest.mark.parametrize("container", ["jsonl", "tar", "parquet"])
+def test_a_value_under_the_name_of_media_is_read_or_its_sample_is_bad(tmp_path: Path, container: str):
+    for value in (5, 1.5, True, float("nan"), [[1, 2]], {"array": [0.1], "sampling_rate": 16_000}):
+        assert is_bad(tmp_path, container, {"audio": value, "text": "words"}), value
+        assert not is_bad(tmp_path, container, {"sound_level": value, "text": "words"}), value
+    for value in (None, "", [], False, {"bytes": None, "path": None}):
+        assert not is_bad(tmp_path, container, {"audio": value, "text": "words"}), value
+
+
+@pytest.mark.parametrize("container", ["jsonl", "tar", "parquet"])
+def test_a_value_under_the_name_of_a_text_or_chat_is_read_or_its_sample_is_bad(tmp_path: Path, container: str):
+    for value in (5, True, False, float("nan"), ["a"], {"a": "b"}):
+        assert is_bad(tmp_path, container, {"text": value, "caption": "words"}), value
+        assert not is_bad(tmp_path, container, {"text": "words", "caption": value}), value  # which gives way
+        assert is_bad(tmp_path, container, {"messages": value, "text": "words"}), value
+    for value in (None, "", []):
+        assert not is_bad(tmp_path, container, {"text": value, "messages": [ASK, ANSWER]}), value
+
+
+@pytest.mark.parametrize("container", ["jsonl", "parquet"])
+def test_texts_have_the_same_names_everywhere(tmp_path: Path, container: str):
+    for name in ("txt", "text", "caption", "transcript", "transcription", "sentence"):
+        assert not is_bad(tmp_path, container, {name: "words"})
+    for name in ("prompt", "response", "question", "answer", "instruction"):
+        assert is_bad(tmp_path, container, {name: "words"})
+
+
+@pytest.mark.parametrize("container", ["jsonl", "tar", "parquet"])
+def test_strings_of_a_sample_without_a_text_are_kept_or_an_error(tmp_path: Path, container: str):
+    for value in ("B", ["a"], [{"q": "a"}]):
+        row = {"image": PIXELS} if container == "parquet" else {"messages": [ASK]}
+        assert is_bad(tmp_path, container, {**row, "reply": value}), value
+        assert not is_bad(tmp_path, container, {**row, "reply": value}, Recipe(keep=("reply",))), value
+        assert not is_bad(tmp_path, container, {**row, "license": "MIT", "score": 4})
+
+
+@pytest.mark.parametrize(
+    ("record", "advised"),
+    [
+        ({"utterance": "a"}, True),
+        ({"utterance": "a", "label": 4}, False),
+        ({"instruction": "a"}, False),
+        ({"instruction": "a", "output": ["b"]}, False),
+        ({"question": "a", "answer": 4}, False),
+    ],
+)
+def test_a_key_is_renamed_only_if_that_makes_the_sample_whole(record: dict[str, Any], advised: bool):
+    with pytest.raises(FieldError) as caught:
+        measured(json=record)
+    assert ("': 'text'}" in caught.value.reason) == advised
+
+
+def test_images_inside_of_the_turns_of_a_column_are_read(tmp_path: Path):
+    items = [{"type": "image", "image": {"bytes": PIXELS, "path": None}}, {"type": "text", "text": "What?"}]
+    turns = [{"role": "user", "content": items}, {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}]
+    assert not is_bad(tmp_path, "parquet", {"messages": turns})
+    (batch,) = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0)
+    assert "image of 4 tokens" in repr(batch)
+    items[0]["image"] = {"bytes": None, "path": "a.png"}
+    assert is_bad(tmp_path, "parquet", {"messages": turns})
+
+
+@pytest.mark.parametrize("item", [{"audio_url": "a.wav"}, {"source": {"type": "base64", "data": "UklGRg=="}}])
+def test_an_item_names_its_media_under_any_of_their_words(item: dict[str, Any]):
+    value = {"messages": [{"role": "user", "content": [{"type": "audio", **item}]}, ANSWER]}
+    (media,) = media_of(value, file_names=False)
+    assert media.path == item.get("audio_url") and media.error is None
 
 
 def test_a_number_of_more_digits_than_python_reads_is_metadata():
