@@ -73,7 +73,8 @@ def check_unread(
     for index in uses.chat_context:
         if index not in json and says(json_or_text(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
-    others = [index for index in uses.other_text if index not in json and index not in uses.kept]
+    spare = [index for index in uses.spare if index in texts]
+    others = [index for index in (*uses.other_text, *spare) if index not in json and index not in uses.kept]
     unread = [members[index].field for index in others if _has_words(members[index], texts[index], recipe)]
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)

@@ -65,11 +65,15 @@ __all__ = [
 ]
 
 _SHOWN_KEYS = 8
+_MARK_BYTES = 16
+"""A text of more bytes is no placeholder alone."""
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Indices of the members with bytes that `compose` needs: JSON, the preferred plain text, the context of a chat."""
-    return list(uses_of(members, recipe).texts)
+    uses = uses_of(members, recipe)
+    is_short = uses.spare and sum(members[index].size for index in uses.plain) <= _MARK_BYTES
+    return sorted({*uses.texts, *uses.spare}) if is_short else list(uses.texts)
 
 
 def compose(

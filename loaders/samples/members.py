@@ -54,6 +54,7 @@ class Uses(NamedTuple):
             shard; it may be in `json` or `plain` too.
         other_text: text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have
             any name. Under a jinja template, text under all names.
+        spare: text under other names than `plain`, needed only if that is blank or a placeholder alone.
         media_paths: text that names media by path, or cannot be media: columns `image`, `audios`, `jpg` without bytes.
         unfit: columns with the name of a text, before that of `plain`, or of a chat, that are no strings or turns.
         kept: members that go with the sample, by their names.
@@ -67,6 +68,7 @@ class Uses(NamedTuple):
     media: Mapping[str, tuple[int, ...]]
     chat_context: tuple[int, ...]
     other_text: tuple[int, ...]
+    spare: tuple[int, ...]
     media_paths: tuple[int, ...]
     unfit: tuple[int, ...]
     kept: tuple[int, ...]
@@ -110,6 +112,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         media=_media(names, recipe),
         chat_context=chat_context,
         other_text=other_text,
+        spare=() if json or other_text else tuple(index for index in rest if not is_path[index] and index not in plain),
         media_paths=media_paths,
         unfit=unfit,
         kept=_kept(names, recipe),
@@ -144,7 +147,7 @@ def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
     kept, records = _kept(names, recipe), _records(names, recipe)
     made = tuple(texts) if recipe.keep else ()
-    return Uses((), (), _media(names, recipe), (), (), (), (), kept, records, made, tuple(texts))
+    return Uses((), (), _media(names, recipe), (), (), (), (), (), kept, records, made, tuple(texts))
 
 
 def _kept(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:

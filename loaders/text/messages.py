@@ -322,8 +322,8 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
         if says(item.get("text")):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
         return Placeholder(words.items[kind])
-    known = [name for name in words.slots if isinstance(kind, str) and kind.endswith((f"_{name}", f"_{name}_url"))]
-    if known and kind not in _VIDEO:
+    known = [name for name in words.slots if str(kind).endswith((f"_{name}", f"_{name}_url"))]
+    if known and isinstance(kind, str) and kind not in _VIDEO:
         raise DecodeError(
             f"{where} has an item of type {shown(kind)}, which is not read: write it as {{'type': {known[0]!r}, "
             f"{known[0]!r}: ...}}"

@@ -298,6 +298,7 @@ def test_strings_of_a_sample_without_a_text_are_kept_or_an_error(tmp_path: Path,
         assert is_bad(tmp_path, container, {**row, "reply": value}), value
         assert not is_bad(tmp_path, container, {**row, "reply": value}, Recipe(keep=("reply",))), value
         assert not is_bad(tmp_path, container, {**row, "license": "MIT", "score": 4})
+    assert is_bad(tmp_path, "parquet", {"image": PIXELS, "text": "<image>", "reply": "B"})
 
 
 @pytest.mark.parametrize(
