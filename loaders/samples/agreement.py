@@ -225,7 +225,7 @@ def check_named_columns(
 ) -> None:
     """Check columns of paths: media are the row's own cells, and no path is opened."""
     for index in named:
-        modality = named_modality(members[index].field, recipe)
+        modality = named_modality(members[index].field, recipe) or ""
         value = {modality: json_or_text(members[index], texts[index], recipe)}
         check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
 

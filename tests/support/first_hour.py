@@ -235,7 +235,7 @@ def failing_loader() -> None:
 # Exception -> words that its section has, and a call that raises it with these words.
 EXCEPTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "OrchdataError": ("", words_under_another_name),
-    "DataError": ("its words are under 'prompt', which is not read", words_under_another_name),
+    "DataError": ("its words are under 'prompt', which no rule reads", words_under_another_name),
     "ShardError": ("cannot be opened", replaced_shard),
     "StaleIndexError": ("when it was indexed", longer_shard),
     "MissingIndexError": ("no index for this shard under this recipe", lambda: loader(dp=(0, 2))),
