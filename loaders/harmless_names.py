@@ -6,7 +6,7 @@ from typing import Final
 
 HARMLESS: Final = frozenset(
     (
-        *("id", "_id", "uid", "uuid", "idx", "index", "key", "__key__", "sample_id", "image_id", "question_id"),
+        *("id", "_id", "uid", "uuid", "idx", "index", "key", "__key__", "sample_id", "question_id"),
         *("url", "__url__", "__index_level_0__", "width", "height", "original_width", "original_height", "exif"),
         *("sha256", "sha1", "md5", "hash", "status", "error_message", "license", "source", "split"),
         *("dataset", "dataset_name", "subset", "timestamp", "created_at", "date", "version", "author"),

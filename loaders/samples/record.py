@@ -183,10 +183,9 @@ class _References:
                 _without_media(value, f"[{key!r}]")
                 self._is_none = True
             elif key in words.records and (wrong := [item for item in items if not isinstance(item, str)]):
-                raise DecodeError(
-                    f"Recipe.record: {key!r} has {kind_of(wrong[0])}: return the references to media that it gets, or "
-                    "none"
-                )
+                _without_media(value, f"[{key!r}]")
+                what = kind_of(wrong[0]) if isinstance(wrong[0], dict | list) else repr(wrong[0])
+                raise DecodeError(f"Recipe.record: {key!r} has {what}: return references to media there, or none")
             elif key in CHAT_KEYS and isinstance(value, list):
                 left[key] = [self._turn(turn, in_turns, f"{key}[{number}]") for number, turn in enumerate(value)]
             else:

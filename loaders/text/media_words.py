@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 
-NOT_DECODED: Final = "`datasets` keeps it with Image(decode=False) and Audio(decode=False)"
+NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"
 
 
 class MediaWords(NamedTuple):

@@ -433,7 +433,7 @@ def test_kept_and_indexed_fields_have_the_types_that_a_container_gives(tmp_path:
 def test_lists_of_texts_are_not_trained_as_json(tmp_path: Path) -> None:
     path = tmp_path / "a.list"
     path.write_text(json.dumps([("k", {"caption": ["a cat", "a dog"]})]))
-    with pytest.raises(od.DataError, match="field 'caption': has the sample's only words and is not read"):
+    with pytest.raises(od.DataError, match="field 'caption': a list, not a text"):
         od.DataLoader(od.ShardDataset(path, containers=[Lists()]), batch_size=1)
 
 

@@ -42,6 +42,7 @@ loaders: storage
 loaders: html
 loaders: claims
 loaders: kept
+loaders: harmless_names
 loaders: text modalities
 loaders: field_names media_names
 loaders: recipe

@@ -39,7 +39,7 @@ def test_one_percent_of_what_the_index_lists_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(od.TooManyFailures) as raised:
         made(records(tmp_path / "b.jsonl", 98, 2))
     for part in (
-        "2 of 100 samples cannot be used, the policy allows 1 (1 %): 2 x no usable field",
+        "2 of 100 samples cannot be used, the policy allows 1 (1 %): 2 x '...' is the int N, not a string",
         "b.jsonl: sample '98'",
         "quarantine=",
         'od.ErrorPolicy("skip", max_failures=Fraction(2, 100))',
