@@ -26,7 +26,7 @@ FIELDS_FORMAT = 1
 """Layout of files with the user's own columns of a shard, and of a data set."""
 
 RULES: Final = {
-    "tar": 10,
+    "tar": 11,
     "parquet": 10,
     "arrow": 10,
     "records": 11,
@@ -34,8 +34,8 @@ RULES: Final = {
     "image": 10,
     "audio": 10,
     "video": 10,
-    "text": 11,
-    "chats": 11,
+    "text": 12,
+    "chats": 12,
     "counts": 10,
 }
 """How samples are judged, by topic: a topic is increased by each change after which the same shard, under the same

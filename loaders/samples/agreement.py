@@ -21,6 +21,11 @@ from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
+SEVERAL_TEXTS: Final = (
+    "; a key ends at the first dot of a file's name: if they are several samples, rename the files without further dots"
+)
+LAST_DOT: Final = ', or pass ShardDataset(key="last_dot")'
+"""Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""
 OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
@@ -86,25 +91,15 @@ def _way_out(field: str, more: Sequence[str]) -> str:
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
-def check_one_sample(members: Sequence[Member], uses: Uses) -> None:
-    """Raise FieldError if several media each have a text of their own name: these are samples whose names have dots.
-
-    Numbers are no such names: parts of a sample and their texts may be numbered.
-    """
-    texts = {_name_of(members[index]) for index in uses.plain}
-    media = {_name_of(members[index]): members[index].field for part in uses.media.values() for index in part}
-    fields = [field for name, field in media.items() if name in texts and name and not name.isdecimal()]
-    if len(fields) > 1:
+def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
+    """Raise FieldError for several texts of one name: one of them is the sample's, or they are of several samples."""
+    if len(texts) > 1:
+        fields = [members[index].field for index in texts]
         raise FieldError(
-            fields[0],
-            f"{', '.join(map(shown, fields[:3]))} each have a text of their own under one key, which ends at the first "
-            "dot of a file's name: if these are several samples, rename the files so that their names have no other "
-            "dot; if they are one, number them: 0.jpg, 0.txt, 1.jpg, 1.txt",
+            fields[1],
+            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: TextPreprocessor(fields=("
+            f"{shown(fields[0].removesuffix('.gz'))},)) chooses one, and Recipe(record=...) reads all{SEVERAL_TEXTS}",
         )
-
-
-def _name_of(member: Member) -> str:
-    return member.field.rpartition(".")[0]
 
 
 def unplaced(

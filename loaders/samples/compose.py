@@ -13,11 +13,12 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.agreement import (
     NO_RECORD,
     OWN_LAYOUT,
+    SEVERAL_TEXTS,
     check_context,
     check_media_order,
     check_named,
     check_named_columns,
-    check_one_sample,
+    check_one_text,
     check_unread,
     unplaced,
 )
@@ -205,15 +206,15 @@ def _segments(
     if document is not None and document.completion is not None:
         return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
-    if len(uses.plain) > 1:
-        check_one_sample(members, uses)
+    check_one_text(members, uses.plain)
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
         check_unread(documents, uses, members, texts, recipe)
-    where = members[chosen[0][0]].field if chosen else "*"
-    return [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe), False
+        return [], [], False
+    used, text = chosen[0]
+    return [used], _text_segments(text, members[used].field, recipe), False
 
 
 def _made_segments(
@@ -237,7 +238,7 @@ def _made_segments(
     if document.text is None:
         reason = why_unread(document.rest) or "it has neither a text nor a chat"
         raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return uses, _text_segments([document.text], "*", recipe), False
+    return uses, _text_segments(document.text, "*", recipe), False
 
 
 def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
@@ -245,15 +246,15 @@ def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Se
     return [part for text, loss in stretches for part in _split(text, loss, recipe)]
 
 
-def _text_segments(texts: Sequence[str], where: str, recipe: Recipe) -> list[Segment]:
+def _text_segments(text: str, where: str, recipe: Recipe) -> list[Segment]:
     """Return the segments of plain text. Raises FieldError if the model reads pairs of texts."""
     template = recipe.rules.template
-    if texts and isinstance(template, JinjaTemplate) and template.pairs:
+    if isinstance(template, JinjaTemplate) and template.pairs:
         raise FieldError(
             where,
             'plain text, and the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
         )
-    return [part for text in texts for part in _split(text, True, recipe)]
+    return _split(text, True, recipe)
 
 
 def _chat_segments(
@@ -313,9 +314,12 @@ def _record_of_fields(
     """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
     if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
         return [], None
-    names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
+    indices = {*uses.other_text, *uses.chat_context}
+    names = {stem(members[index].field): index for index in sorted(indices)}
     if not is_record(names):
         return [], None
+    if len(names) < len(indices):
+        check_one_text(members, sorted(indices))
     record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)
@@ -330,7 +334,9 @@ def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) 
     for other in chats[1:]:
         mine, theirs = documents[chats[0]], documents[other]
         if (mine.turns, mine.chat) != (theirs.turns, theirs.chat):
-            raise FieldError(members[other].field, f"a second conversation, besides that of {members[chats[0]].field}")
+            raise FieldError(
+                members[other].field, f"a second conversation, besides that of {members[chats[0]].field}{SEVERAL_TEXTS}"
+            )
     return chats[0] if chats else None
 
 
@@ -339,7 +345,9 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
     chosen = [(index, document.text) for index, document in documents.items() if document.text is not None]
     for index, text in chosen[1:]:
         if text != chosen[0][1]:
-            raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
+            raise FieldError(
+                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}{SEVERAL_TEXTS}"
+            )
     for index, _ in chosen[:1]:
         check_named(documents[index].named, members, recipe, exactly=False)
     return chosen[:1]

@@ -30,6 +30,8 @@ from orchdata.cli.options import (
 from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from orchdata.balancers import CostModel
@@ -78,7 +80,9 @@ def show(
             "dp=(rank, ranks).",
         ),
     ] = None,
-    key: Annotated[str | None, typer.Option(help="The sample of this key.")] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="The sample of this key; last_dot: where keys end, ShardDataset(key=).")
+    ] = None,
     shard: Annotated[str | None, typer.Option(help="With --key: in the shard of this url, or name.")] = None,
     step: Annotated[int | None, typer.Option(help="What a rank gets in this step of a run.")] = None,
     epoch: Annotated[int, typer.Option(help="With --step: of this epoch.")] = 0,
@@ -138,10 +142,11 @@ def show(
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
+        rule, wanted = _rule_and_key(key)
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store)
+            given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, rule)
             dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
@@ -150,7 +155,7 @@ def show(
             dataset, index = made.dataset, shards.index
         passes: list[Pass] = []
         if step is None:
-            rows = _rows(index, unchosen_rows(dataset, index), key, shard)
+            rows = _rows(index, unchosen_rows(dataset, index), wanted, shard)
             sources = source_names(dataset, index, rows)
             groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
@@ -180,9 +185,10 @@ def _check_together(context: typer.Context) -> None:
     """Raises ValueError for options that mean nothing together."""
     options = context.params
     given = [name for name in _OF_A_RUN if _is_given(context, name)]
-    if options["key"] is not None and options["step"] is not None:
+    _, key = _rule_and_key(options["key"])
+    if key is not None and options["step"] is not None:
         raise ValueError("give --key, or --step, not both")
-    if options["shard"] is not None and options["key"] is None:
+    if options["shard"] is not None and key is None:
         raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
     if options["loader"] is not None:
         surplus = [_flag(name) for name in given if name not in _WITH_A_LOADER]
@@ -254,6 +260,14 @@ def _made(name: str, rank: int, ranks: int) -> DataLoader:
     if loader.steps().num_ranks != ranks:
         raise ValueError(f"{called}, gave a DataLoader of {loader.steps().num_ranks} ranks: hand it what it is given")
     return loader
+
+
+def _rule_and_key(given: Sequence[str] | None) -> tuple[str, str | None]:
+    """Return `ShardDataset(key=)` and the key of the sample to show. Raises ValueError for two keys."""
+    keys = [key for key in given or () if key != "last_dot"]
+    if len(keys) > 1:
+        raise ValueError("--key shows one sample: give one key")
+    return "last_dot" if len(keys) < len(given or ()) else "", next(iter(keys), None)
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
