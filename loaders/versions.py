@@ -27,9 +27,9 @@ FIELDS_FORMAT = 1
 
 RULES: Final = {
     "tar": 11,
-    "parquet": 10,
-    "arrow": 10,
-    "records": 11,
+    "parquet": 11,
+    "arrow": 11,
+    "records": 12,
     "containers": 10,
     "image": 10,
     "audio": 10,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.field_names import bare_name
+from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
+from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import Member, Uses, stem
+from orchdata.loaders.samples.members import Member, Uses, stem, uses_of
 from orchdata.loaders.samples.values import json_or_text, text_of
+from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, says, shown
-from orchdata.loaders.text.conversation import Document, named_in, why_unread
+from orchdata.loaders.text.conversation import Document, named_in, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn
@@ -100,6 +104,77 @@ def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
             f"{', '.join(map(shown, fields[:3]))} are texts of one sample: TextPreprocessor(fields=("
             f"{shown(fields[0].removesuffix('.gz'))},)) chooses one, and Recipe(record=...) reads all{SEVERAL_TEXTS}",
         )
+
+
+def edges_of(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Return the indices of columns, and of fields of containers, that may name a stretch of the sample's clip."""
+    if not any(_has_length(name, recipe) for name, media in uses_of(members, recipe).media.items() if media):
+        return []
+    return [index for index, member in enumerate(members) if is_edge(bare_name(member.field), or_length=True)]
+
+
+def check_whole(
+    parts: Iterable[tuple[str, int]],
+    items: Mapping[int, Mapping[str, Any]],
+    record: Mapping[str, Any] | None,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> None:
+    """Raise FieldError for a clip that is longer than the stretch of it that an item, a record or the row names.
+
+    Args:
+        parts: modality and member of each.
+        items: member -> what an item of a turn says about it.
+        record: made by the user's function; None: the sample's own fields say it.
+    """
+    media: dict[str, list[int]] = {}
+    for name, index in parts:
+        media.setdefault(name, []).append(index)
+    has_clips = any(_has_length(name, recipe) for name in media)
+    records = ([*_records(members, texts)] if record is None else [record]) if has_clips else []
+    for name, indices in media.items():
+        modality, others = recipe.modalities[name], media.keys() - {name}
+        keys = [key for key, its_modality in recipe.rules.words.records.items() if its_modality == name]
+        for number, index in enumerate(indices):
+            member = members[index]
+            seconds = modality.seconds(member.header[: modality.num_facts] or (0,) * 5)
+            reasons = [why_not_whole(items.get(index, {}), seconds, others, strict=True)]
+            for value in records if seconds < math.inf else ():
+                named = next(
+                    (each if isinstance(each, list) else [each] for key in keys if (each := value.get(key))), []
+                )
+                if number < len(named) and isinstance(named[number], dict):
+                    reasons.append(why_not_whole(named[number], seconds))
+                # A list of frames is what it is.
+                is_file = not any(
+                    isinstance(each, list) or (isinstance(each, dict) and "frames" in each) for each in named
+                )
+                if len(indices) == 1 and is_file and not member.field.endswith("frames.json"):
+                    reasons.append(why_not_whole(value, seconds, others))
+            for reason in filter(None, reasons):
+                raise FieldError(member.field, reason)
+
+
+def _records(members: Sequence[Member], texts: Mapping[int, bytes | memoryview]) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects of a sample that may name a stretch, and its row."""
+    row: dict[str, Any] = {}
+    for index, payload in texts.items():
+        is_field = is_edge(name := bare_name(members[index].field), or_length=True)
+        if is_field or (members[index].kind == TEXT and NAMES_EDGE.search(payload)):
+            try:
+                value = parse_json(payload)
+            except DecodeError:
+                value = bytes(payload).decode(errors="replace")
+            if is_field:
+                row[name] = value
+            elif isinstance(value, dict):
+                yield value
+    yield row
+
+
+def _has_length(name: str, recipe: Recipe) -> bool:
+    return type(recipe.modalities[name]).seconds is not Modality.seconds
 
 
 def unplaced(

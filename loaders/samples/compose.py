@@ -13,7 +13,6 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.agreement import (
     NO_RECORD,
     OWN_LAYOUT,
-    SEVERAL_TEXTS,
     check_context,
     check_media_order,
     check_named,
@@ -116,12 +115,16 @@ class Composition(NamedTuple):
         texts: indices of the members that the text comes from.
         is_chat: whether a chat template made the text.
         where: field that errors of its text name.
+        items: index of a member -> what an item of a turn says about it.
+        record: made by the user's function.
     """
 
     segments: Sequence[TextSegment | tuple[str, int]]
     texts: list[int]
     is_chat: bool
     where: str
+    items: Mapping[int, Mapping[str, Any]] = {}
+    record: Mapping[str, Any] | None = None
 
     @property
     def parts(self) -> list[tuple[str, int]]:
@@ -162,12 +165,15 @@ def composition_of(
         (modality, member) for modality in leading for member in media[modality]
     ]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
+    items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
         if isinstance(segment, Placeholder):
-            ordered.append((segment.modality, next(queues[segment.modality])))
+            index = next(queues[segment.modality])
+            ordered.append((segment.modality, index))
+            items[index] = segment.about
         else:
             ordered.append(segment)
-    return Composition(ordered, used, is_chat, where)
+    return Composition(ordered, used, is_chat, where, items, None if made is None else made.record)
 
 
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:
@@ -301,9 +307,12 @@ def _rendered(
         )
         chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
         unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
-        placed = chat.placeholders
+        placed = {item.modality for item in chat.placeholders}
         chat = chat.leading(name for name in unplaced if name not in placed for _ in uses.media[name])
-        return render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        rendered = render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        slots = chat.placeholders[::-1]
+        given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
+        return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
     except DecodeError as error:
         raise error.at(", ".join(fields)) from error.__cause__
 
@@ -314,12 +323,12 @@ def _record_of_fields(
     """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
     if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
         return [], None
-    indices = {*uses.other_text, *uses.chat_context}
-    names = {stem(members[index].field): index for index in sorted(indices)}
+    indices = sorted({*uses.other_text, *uses.chat_context})
+    names = {stem(members[index].field): index for index in indices}
     if not is_record(names):
         return [], None
     if len(names) < len(indices):
-        check_one_text(members, sorted(indices))
+        check_one_text(members, indices)
     record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)
@@ -334,9 +343,7 @@ def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) 
     for other in chats[1:]:
         mine, theirs = documents[chats[0]], documents[other]
         if (mine.turns, mine.chat) != (theirs.turns, theirs.chat):
-            raise FieldError(
-                members[other].field, f"a second conversation, besides that of {members[chats[0]].field}{SEVERAL_TEXTS}"
-            )
+            raise FieldError(members[other].field, f"a second conversation, besides that of {members[chats[0]].field}")
     return chats[0] if chats else None
 
 
@@ -345,9 +352,7 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
     chosen = [(index, document.text) for index, document in documents.items() if document.text is not None]
     for index, text in chosen[1:]:
         if text != chosen[0][1]:
-            raise FieldError(
-                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}{SEVERAL_TEXTS}"
-            )
+            raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
     for index, _ in chosen[:1]:
         check_named(documents[index].named, members, recipe, exactly=False)
     return chosen[:1]

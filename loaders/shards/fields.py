@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
@@ -78,6 +78,10 @@ def split_at_last_dot(name: str) -> tuple[str, str] | None:
     dot = name.rfind(".", base + 1, len(name) - 3 if name[-3:].lower() == ".gz" else len(name))
     dot = name.rfind(".", base + 1) if dot < 0 else dot
     return None if dot < 0 else (name[:dot], name[dot + 1 :].lower())
+
+
+SPLITS: Final = {"": split_name, "last_dot": split_at_last_dot}
+"""`FieldRules.key` -> how the names of members are split."""
 
 
 def _split_long(name: str) -> tuple[str, str] | None:

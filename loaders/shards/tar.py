@@ -23,17 +23,7 @@ from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
-from orchdata.loaders.shards.fields import (
-    GZIP,
-    RAW,
-    SPARSE,
-    Met,
-    classify_renamed,
-    nfc,
-    printable,
-    split_at_last_dot,
-    split_name,
-)
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
 from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.marks import MARKED_BYTES, NO_MARK, mark_of
 from orchdata.loaders.shards.shard import beginning_of, facts_of
@@ -94,7 +84,7 @@ class TarShard:
         self._file = file
         self._limits = limits
         self._names = dict(names)
-        self._split = split_at_last_dot if key else split_name
+        self._key = key
 
     def checksum(self) -> str:
         """Return the checksum of size and headers, as in the facts; reads nothing else."""
@@ -134,7 +124,7 @@ class TarShard:
         return beginning_of(self, table, most, is_whole=is_whole, share=share, reach=end, met=met)
 
     def _scan(self, most: int = sys.maxsize) -> _Scan:
-        return _Scan(self._file, self._limits, self._names, self._split, most)
+        return _Scan(self._file, self._limits, self._names, self._key, most)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T], blocks: int = BLOCKS) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""
@@ -252,24 +242,16 @@ class _Scan:
     """One pass over an archive: groups members into samples and reads their media headers.
 
     Args:
-        split: name -> key and field; None for a member that belongs to no sample.
         most: it ends where a sample begins after so many.
     """
 
-    def __init__(
-        self,
-        file: Storage,
-        limits: Limits,
-        names: Mapping[str, str],
-        split: Callable[[str], tuple[str, str] | None],
-        most: int,
-    ) -> None:
+    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], key: str, most: int) -> None:
         self._file = file
         self._limits = limits
         self._names = names
         self.met = Met(names.items())
         self._table = FactsTable()
-        self._split = split
+        self._split = SPLITS[key]
         self._key = self._same_key = ""  # as written, and as it is compared
         self._key_error: str | None = None
         self._fields: set[str] = set()

@@ -30,8 +30,6 @@ from orchdata.cli.options import (
 from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from orchdata.balancers import CostModel
@@ -142,7 +140,7 @@ def show(
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
-        rule, wanted = _rule_and_key(key)
+        rule = "last_dot" if "last_dot" in (key or ()) else ""
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
@@ -155,7 +153,7 @@ def show(
             dataset, index = made.dataset, shards.index
         passes: list[Pass] = []
         if step is None:
-            rows = _rows(index, unchosen_rows(dataset, index), wanted, shard)
+            rows = _rows(index, unchosen_rows(dataset, index), _sample_key(key), shard)
             sources = source_names(dataset, index, rows)
             groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
@@ -185,7 +183,7 @@ def _check_together(context: typer.Context) -> None:
     """Raises ValueError for options that mean nothing together."""
     options = context.params
     given = [name for name in _OF_A_RUN if _is_given(context, name)]
-    _, key = _rule_and_key(options["key"])
+    key = _sample_key(options["key"])
     if key is not None and options["step"] is not None:
         raise ValueError("give --key, or --step, not both")
     if options["shard"] is not None and key is None:
@@ -262,12 +260,8 @@ def _made(name: str, rank: int, ranks: int) -> DataLoader:
     return loader
 
 
-def _rule_and_key(given: Sequence[str] | None) -> tuple[str, str | None]:
-    """Return `ShardDataset(key=)` and the key of the sample to show. Raises ValueError for two keys."""
-    keys = [key for key in given or () if key != "last_dot"]
-    if len(keys) > 1:
-        raise ValueError("--key shows one sample: give one key")
-    return "last_dot" if len(keys) < len(given or ()) else "", next(iter(keys), None)
+def _sample_key(given: list[str] | None) -> str | None:
+    return next((key for key in given or () if key != "last_dot"), None)
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
