@@ -132,7 +132,9 @@ def check_whole(
     for name, index in parts:
         media.setdefault(name, []).append(index)
     has_clips = any(_has_length(name, recipe) for name in media)
-    records = ([*_records(members, texts)] if record is None else [record]) if has_clips else []
+    if not has_clips and not any(items.values()):
+        return
+    records = [] if not has_clips else [record] if record is not None else [*_records(members, texts)]
     for name, indices in media.items():
         modality, others = recipe.modalities[name], media.keys() - {name}
         keys = [key for key, its_modality in recipe.rules.words.records.items() if its_modality == name]
@@ -141,16 +143,17 @@ def check_whole(
             seconds = modality.seconds(member.header[: modality.num_facts] or (0,) * 5)
             reasons = [why_not_whole(items.get(index, {}), seconds, others, strict=True)]
             for value in records if seconds < math.inf else ():
-                named = next(
-                    (each if isinstance(each, list) else [each] for key in keys if (each := value.get(key))), []
-                )
-                if number < len(named) and isinstance(named[number], dict):
-                    reasons.append(why_not_whole(named[number], seconds))
+                named = next((value[key] for key in keys if value.get(key)), None)
+                named = named if isinstance(named, list) else [named]
+                own = named[number] if number < len(named) and isinstance(named[number], dict) else {}
+                reasons.append(why_not_whole(own, seconds))
                 # A list of frames is what it is.
-                is_file = not any(
-                    isinstance(each, list) or (isinstance(each, dict) and "frames" in each) for each in named
+                is_listed = (
+                    "frames" in own
+                    or any(isinstance(each, list) for each in named)
+                    or member.field.endswith("frames.json")
                 )
-                if len(indices) == 1 and is_file and not member.field.endswith("frames.json"):
+                if len(indices) == 1 and not is_listed:
                     reasons.append(why_not_whole(value, seconds, others))
             for reason in filter(None, reasons):
                 raise FieldError(member.field, reason)

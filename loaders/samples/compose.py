@@ -219,8 +219,8 @@ def _segments(
     if not chosen:
         check_unread(documents, uses, members, texts, recipe)
         return [], [], False
-    used, text = chosen[0]
-    return [used], _text_segments(text, members[used].field, recipe), False
+    index, text = chosen[0]
+    return [index], _text_segments(text, members[index].field, recipe), False
 
 
 def _made_segments(

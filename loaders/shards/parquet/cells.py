@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.field_names import EMPTY, NULL, VALUE, is_kept_as
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import Modality
+from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify
 from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.storage.storage import Storage
@@ -70,12 +69,6 @@ class Column:
     def is_json(self) -> bool:
         """Whether the bytes of its cells are JSON."""
         return self.form in _JSON_FORMS
-
-    @property
-    def may_be_clip(self) -> bool:
-        """Whether its cells may have a length."""
-        kind = BUILTINS.get(KINDS[self.kind]) if self.kind < len(KINDS) else None
-        return self.form in ("binary", "struct") and (kind is None or kind.seconds is not Modality.seconds)
 
     def missing(self, scalar: pa.Scalar) -> str | None:
         """Return the name of the field for a cell without content; None if it has content, or nulls are no fields."""
@@ -287,9 +280,9 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
                 ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
         else:
             used.append(column)
-    # What may say that a clip is a part of its file.
-    edges = [name for name in schema.names if name in ignored and is_edge(name, or_length=True)]
-    if any(map(is_edge, edges)) and any(column.may_be_clip for column in used):
+    # These may say that a clip is a part of its file.
+    edges = [name for name in ignored if is_edge(name, or_length=True)]
+    if any(map(is_edge, edges)) and any(column.form in ("binary", "struct") for column in used):
         used += [Column(name, "value", False, OTHER) for name in edges]
         ignored = [name for name in ignored if name not in edges]
     return used, ignored, key
