@@ -552,6 +552,7 @@ def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:
             *([shard.columns] if shard.columns else []),
             *([{"container": shard.container}] if shard.container else []),
             *([{"reach": shard.reach}] if shard.reach else []),
+            *([{"key": shard.key}] if shard.key else []),
         ]
         for shard in shards
     ]

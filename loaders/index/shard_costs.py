@@ -31,9 +31,11 @@ from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.agreement import LAST_DOT, SEVERAL_TEXTS
 from orchdata.loaders.samples.measure import parts_to_read, texts_to_read
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
+from orchdata.loaders.shards.fields import SPARSE, split_at_last_dot
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
@@ -86,6 +88,7 @@ class CostTable:
     access: Access | None = None
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
+    key: str = ""
     reach: int = 0
     has_marks: bool = False
 
@@ -129,7 +132,7 @@ class CostTable:
     def shard(self) -> ShardInfo:
         meta = self.meta
         lost = meta.lost_samples, meta.lost_bytes
-        how = {name: getattr(self, name) for name in ("media_root", "columns", "container", "reach")}
+        how = {name: getattr(self, name) for name in ("media_root", "columns", "container", "key", "reach")}
         how["packed"] = meta.packed
         return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, **how)
 
@@ -234,6 +237,7 @@ def cost_shard(
     scanned, facts = facts, with_inner(facts, recipe)
     rows = CostRows(facts.table, recipe)
     progress = Progress(here(), len(facts.table))
+    way_out: str | None = None
 
     def measured(chunk: Chunk) -> tuple[Chunk, list[Result]]:
         results = measure_chunk(chunk, recipe, facts.meta.url, progress)
@@ -244,6 +248,9 @@ def cost_shard(
     with closing(alone if spread is None else spread.in_order(measured, chunks)) as results:
         for chunk, outcomes in results:
             for sample, (outcome, text, sizes) in zip(chunk.samples, outcomes, strict=True):
+                if isinstance(outcome, tuple) and outcome[1].endswith(SEVERAL_TEXTS):
+                    way_out = _way_out_of_dots(scanned.table) if way_out is None else way_out
+                    outcome = outcome[0], outcome[1] + way_out
                 rows.put(sample, outcome)
                 if new is not None:
                     new.put(sample, text, sizes)
@@ -251,6 +258,16 @@ def cost_shard(
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}, facts.meta.unread)
     return ShardCosts(columns, fields, totals, recipe.kinds, row_marks(scanned, columns))
+
+
+def _way_out_of_dots(table: FactsTable) -> str:
+    """Return LAST_DOT if keys of a tar that end at the last dot make more samples, all with the same fields."""
+    fields: dict[str, set[str]] = {}
+    for name in map(".".join, zip(table.key, table.field, strict=True)):
+        key, field = split_at_last_dot(name) or ("", "")
+        fields.setdefault(key, set()).add(field)
+    is_more = max(table.encoding) <= SPARSE and len(fields) > len({*table.key})
+    return LAST_DOT if is_more and len({*map(frozenset, fields.values())}) == 1 else ""
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

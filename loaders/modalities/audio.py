@@ -77,7 +77,6 @@ class Clips(Modality):
 
     @staticmethod
     def seconds(header: Header) -> float:
-        """Return the length of a clip in seconds."""
         frames, rate = header[:2]
         return frames / max(1, rate)
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Final
 
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.modality import Header, Modality
+from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.video.files import VideoFiles
 
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
 """Name -> class. Facts of shards store their headers under every recipe."""
 
-STRETCHED: Final = MappingProxyType[str, Callable[[Header], float]]({"audio": AudioPreprocessor.seconds})
-"""Modality of which records may name a stretch, by an offset and a duration -> length of a part in seconds."""
 ON_REQUEST: Final = MappingProxyType[str, type[Modality]]({"video": VideoFiles})
 """Name -> class of modalities that a recipe must name: facts store no header, but records may name their files."""
 

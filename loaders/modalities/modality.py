@@ -14,7 +14,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -198,6 +198,11 @@ class Modality:
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         """Return the size of a part, from its header. Raises DecodeError."""
         raise NotImplementedError(f"{type(self).__qualname__} must define count(), or probe() and count_header()")
+
+    @staticmethod
+    def seconds(header: Header) -> float:
+        """Return the length of a clip in seconds; infinite for what has no length."""
+        return inf
 
     @classmethod
     def matches_magic(cls, head: bytes) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.field_names import bare_name
 from orchdata.loaders.harmless_names import HARMLESS
-from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
+from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import Member, Uses, named_modality, stem
+from orchdata.loaders.samples.members import Member, Uses, named_modality, stem, uses_of
 from orchdata.loaders.samples.values import json_or_text, text_of
+from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, says, shown
-from orchdata.loaders.text.conversation import Document, is_whole, named_in, why_unread
+from orchdata.loaders.text.conversation import Document, is_whole, named_in, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import NOT_DECODED
 from orchdata.loaders.text.messages import CHAT_KEYS
@@ -24,6 +28,11 @@ from orchdata.loaders.text.words import WORDS_SUFFIX
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
+SEVERAL_TEXTS: Final = (
+    "; a key ends at the first dot of a file's name: if they are several samples, rename the files without further dots"
+)
+LAST_DOT: Final = ', or pass ShardDataset(key="last_dot")'
+"""Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""
 OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
@@ -125,25 +134,89 @@ def check_unfit(
             )
 
 
-def check_one_sample(members: Sequence[Member], uses: Uses) -> None:
-    """Raise FieldError if several media each have a text of their own name: these are samples whose names have dots.
-
-    Numbers are no such names: parts of a sample and their texts may be numbered.
-    """
-    texts = {_name_of(members[index]) for index in uses.plain}
-    media = {_name_of(members[index]): members[index].field for part in uses.media.values() for index in part}
-    fields = [field for name, field in media.items() if name in texts and name and not name.isdecimal()]
-    if len(fields) > 1:
+def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
+    """Raise FieldError for several texts of one name: one of them is the sample's, or they are of several samples."""
+    if len(texts) > 1:
+        fields = [members[index].field for index in texts]
         raise FieldError(
-            fields[0],
-            f"{', '.join(map(shown, fields[:3]))} each have a text of their own under one key, which ends at the first "
-            "dot of a file's name: if these are several samples, rename the files so that their names have no other "
-            "dot; if they are one, number them: 0.jpg, 0.txt, 1.jpg, 1.txt",
+            fields[1],
+            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: TextPreprocessor(fields=("
+            f"{shown(fields[0].removesuffix('.gz'))},)) chooses one, and Recipe(record=...) reads all{SEVERAL_TEXTS}",
         )
 
 
-def _name_of(member: Member) -> str:
-    return member.field.rpartition(".")[0]
+def edges_of(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Return the indices of columns, and of fields of containers, that may name a stretch of the sample's clip."""
+    if not any(_has_length(name, recipe) for name, media in uses_of(members, recipe).media.items() if media):
+        return []
+    return [index for index, member in enumerate(members) if is_edge(bare_name(member.field), or_length=True)]
+
+
+def check_whole(
+    parts: Iterable[tuple[str, int]],
+    items: Mapping[int, Mapping[str, Any]],
+    record: Mapping[str, Any] | None,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> None:
+    """Raise FieldError for a clip that is longer than the stretch of it that an item, a record or the row names.
+
+    Args:
+        parts: modality and member of each.
+        items: member -> what an item of a turn says about it.
+        record: made by the user's function; None: the sample's own fields say it.
+    """
+    media: dict[str, list[int]] = {}
+    for name, index in parts:
+        media.setdefault(name, []).append(index)
+    has_clips = any(_has_length(name, recipe) for name in media)
+    if not has_clips and not any(items.values()):
+        return
+    records = [] if not has_clips else [record] if record is not None else [*_records(members, texts)]
+    for name, indices in media.items():
+        modality, others = recipe.modalities[name], media.keys() - {name}
+        keys = [key for key, its_modality in recipe.rules.words.records.items() if its_modality == name]
+        for number, index in enumerate(indices):
+            member = members[index]
+            seconds = modality.seconds(member.header[: modality.num_facts] or (0,) * 5)
+            reasons = [why_not_whole(items.get(index, {}), seconds, others, strict=True)]
+            for value in records if seconds < math.inf else ():
+                named = next((value[key] for key in keys if value.get(key)), None)
+                named = named if isinstance(named, list) else [named]
+                own = named[number] if number < len(named) and isinstance(named[number], dict) else {}
+                reasons.append(why_not_whole(own, seconds))
+                # A list of frames is what it is.
+                is_listed = (
+                    "frames" in own
+                    or any(isinstance(each, list) for each in named)
+                    or member.field.endswith("frames.json")
+                )
+                if len(indices) == 1 and not is_listed:
+                    reasons.append(why_not_whole(value, seconds, others))
+            for reason in filter(None, reasons):
+                raise FieldError(member.field, reason)
+
+
+def _records(members: Sequence[Member], texts: Mapping[int, bytes | memoryview]) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects of a sample that may name a stretch, and its row."""
+    row: dict[str, Any] = {}
+    for index, payload in texts.items():
+        is_field = is_edge(name := bare_name(members[index].field), or_length=True)
+        if is_field or (members[index].kind == TEXT and NAMES_EDGE.search(payload)):
+            try:
+                value = parse_json(payload)
+            except DecodeError:
+                value = bytes(payload).decode(errors="replace")
+            if is_field:
+                row[name] = value
+            elif isinstance(value, dict):
+                yield value
+    yield row
+
+
+def _has_length(name: str, recipe: Recipe) -> bool:
+    return type(recipe.modalities[name]).seconds is not Modality.seconds
 
 
 def unplaced(

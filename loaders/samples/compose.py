@@ -18,7 +18,7 @@ from orchdata.loaders.samples.agreement import (
     check_media_order,
     check_named,
     check_named_columns,
-    check_one_sample,
+    check_one_text,
     check_unfit,
     check_unread,
     unplaced,
@@ -122,12 +122,16 @@ class Composition(NamedTuple):
         texts: indices of the members that the text comes from.
         is_chat: whether a chat template made the text.
         where: field that errors of its text name.
+        items: index of a member -> what an item of a turn says about it.
+        record: made by the user's function.
     """
 
     segments: Sequence[TextSegment | tuple[str, int]]
     texts: list[int]
     is_chat: bool
     where: str
+    items: Mapping[int, Mapping[str, Any]] = {}
+    record: Mapping[str, Any] | None = None
 
     @property
     def parts(self) -> list[tuple[str, int]]:
@@ -168,12 +172,15 @@ def composition_of(
         (modality, member) for modality in leading for member in media[modality]
     ]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
+    items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
         if isinstance(segment, Placeholder):
-            ordered.append((segment.modality, next(queues[segment.modality])))
+            index = next(queues[segment.modality])
+            ordered.append((segment.modality, index))
+            items[index] = segment.about
         else:
             ordered.append(segment)
-    return Composition(ordered, used, is_chat, where)
+    return Composition(ordered, used, is_chat, where, items, None if made is None else made.record)
 
 
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:
@@ -219,8 +226,7 @@ def _segments(
     if document is not None and document.completion is not None:
         return used, _completion_segments(document.completion, recipe), False
     # Plain text, or the text in a JSON record.
-    if len(uses.plain) > 1:
-        check_one_sample(members, uses)
+    check_one_text(members, uses.plain)
     check_unfit(uses.unfit, members, texts, recipe)
     for each in documents.values():
         missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
@@ -228,11 +234,11 @@ def _segments(
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
-    where = members[chosen[0][0]].field if chosen else "*"
-    used, segments = [index for index, _ in chosen], _text_segments([text for _, text in chosen], where, recipe)
+    used = [index for index, _ in chosen]
+    segments = _text_segments(chosen[0][1], members[used[0]].field, recipe) if chosen else []
     if not _learns(segments):
         check_unread(documents, used, uses, members, texts, recipe)
-    return used, segments, False
+    return used[:1], segments, False
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
@@ -257,7 +263,7 @@ def _made_segments(
     check_named(document.named, members, recipe, exactly=False)
     if document.completion is not None:
         return uses, _completion_segments(document.completion, recipe), False
-    segments = _text_segments([document.text or ""], "*", recipe)
+    segments = _text_segments(document.text or "", "*", recipe)
     if document.text is None or not _learns(segments):
         left = {key: item for key, item in made.record.items() if key != ADDED_FIELDS and item != document.text}
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
@@ -271,15 +277,15 @@ def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Se
     return [part for text, loss in stretches for part in _split(text, loss, recipe)]
 
 
-def _text_segments(texts: Sequence[str], where: str, recipe: Recipe) -> list[Segment]:
+def _text_segments(text: str, where: str, recipe: Recipe) -> list[Segment]:
     """Return the segments of plain text. Raises FieldError if the model reads pairs of texts."""
     template = recipe.rules.template
-    if texts and isinstance(template, JinjaTemplate) and template.pairs:
+    if isinstance(template, JinjaTemplate) and template.pairs:
         raise FieldError(
             where,
             'plain text, and the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
         )
-    return [part for text in texts for part in _split(text, True, recipe)]
+    return _split(text, True, recipe)
 
 
 def _chat_segments(
@@ -326,9 +332,12 @@ def _rendered(
         )
         chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
         unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
-        placed = chat.placeholders
+        placed = {item.modality for item in chat.placeholders}
         chat = chat.leading(name for name in unplaced if name not in placed for _ in uses.media[name])
-        return render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        rendered = render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        slots = chat.placeholders[::-1]
+        given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
+        return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
     except DecodeError as error:
         raise error.at(", ".join(fields)) from error.__cause__
 
@@ -339,11 +348,14 @@ def _record_of_fields(
     """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
     if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
         return [], None
-    names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
+    indices = sorted({*uses.other_text, *uses.chat_context})
+    names = {stem(members[index].field): index for index in indices}
     if not is_record(names):
         return [], None
     unfit = [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}]
     check_unfit(unfit, members, texts, recipe)
+    if len(names) < len(indices):
+        check_one_text(members, indices)
     record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)

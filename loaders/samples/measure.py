@@ -21,6 +21,7 @@ from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.agreement import check_whole, edges_of
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members
 from orchdata.loaders.samples.declared import Declared, declared_counts, declared_runs, fields_with_counts
 from orchdata.loaders.samples.members import Member, uses_of
@@ -95,7 +96,7 @@ class Measured:
 
 def texts_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Return the indices of the members with text that `measure` needs."""
-    return sorted({*text_members(members, recipe), *fields_with_counts(members, recipe)})
+    return sorted({*text_members(members, recipe), *fields_with_counts(members, recipe), *edges_of(members, recipe)})
 
 
 def parts_to_read(members: Sequence[Member], recipe: Recipe) -> list[tuple[str, int]]:
@@ -161,6 +162,8 @@ def prepare(
         FieldError: as `compose`, or a part is bad.
     """
     composition = composition_of(members, payloads, recipe)
+    if composition.parts:
+        check_whole(composition.parts, composition.items, composition.record, members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     return Prepared(composition, sizes, declared_counts(members, payloads, recipe))
 

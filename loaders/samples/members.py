@@ -15,6 +15,7 @@ from orchdata.loaders.shards.fields import classify, listed_modality
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _MOST_KNOWN: Final = 4096
@@ -48,7 +49,7 @@ class Uses(NamedTuple):
 
     Attributes:
         json: JSON, in the order of the shard.
-        plain: the preferred plain text, numbered fields by number.
+        plain: the preferred plain text; several members of its name are an error if it is used.
         media: modality -> its parts, numbered fields by number; in the recipe's order.
         chat_context: text with a name that belongs to a conversation (`tools`, `system.txt`), in the order of the
             shard; it may be in `json` or `plain` too.
@@ -96,7 +97,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     is_json = {index: _is_json(names[index][0]) for index in texts}
     json = sorted(index for index in texts if is_json[index])
     rest = [index for index in texts if not is_json[index]]
-    plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
+    plain = _preferred([(index, names[index][0].lower().removesuffix(".gz")) for index in rest], recipe.text.fields)
     is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that form a chat go before text
     is_path = {index: named_modality(names[index][0], recipe) is not None for index in texts}
     words = {index: NUMBER.sub("", names[index][0].removesuffix(WORDS_SUFFIX)) for index in rest}
@@ -180,11 +181,16 @@ def is_label(field: str) -> bool:
     return field.lower().rpartition(".")[2] in _LABELS
 
 
-def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]) -> tuple[int, ...]:
+def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Sequence[str]) -> tuple[int, ...]:
+    bare = [(index, without_leading_number(name)) for index, name in candidates]
+    chooses = (*text_fields,) != TEXT_FIELDS
     for wanted in text_fields:
-        chosen = [index for index, name in candidates if name == wanted]
-        chosen = chosen or [index for index, name in candidates if _TEXT_SUFFIXES.sub("", name) == wanted]
-        chosen = chosen or [index for index, name in candidates if name.endswith("." + wanted)]
+        chosen = [index for index, name in candidates if chooses and name == wanted]
+        if wanted == "txt" and not chooses:  # of `0.txt` and `0.b.txt` neither is known to be the sample's
+            chosen = [index for index, name in bare if name.rpartition(".")[2] == wanted]
+        chosen = chosen or [index for index, name in bare if name == wanted]
+        chosen = chosen or [index for index, name in bare if _TEXT_SUFFIXES.sub("", name) == wanted]
+        chosen = chosen or [index for index, name in bare if name.endswith("." + wanted)]
         if chosen:
             return tuple(chosen)
     return ()

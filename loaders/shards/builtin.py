@@ -82,7 +82,7 @@ class TarContainer(_BySuffix):
     ) -> Shard:
         # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
         content, stored = _decompressed(source, context, reach, packed)
-        return TarShard(source.url, content, limits=context.limits, names=rules.columns, **stored)
+        return TarShard(source.url, content, limits=context.limits, names=rules.columns, key=rules.key, **stored)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ class FieldRules(NamedTuple):
         record: the recipe's function, which makes a record of a sample's fields.
         keep: names of `Recipe.keep`.
         container: of the user's, which opens the shard; None: by its suffix.
+        key: "last_dot" if the keys of a tar end at the last dot of a file's name; "": at the first.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
     record: UserFunction | None = None
     keep: tuple[str, ...] = ()
     container: Container | None = None
+    key: str = ""
 
     @property
     def of_columns(self) -> ColumnRules:
@@ -34,6 +36,7 @@ class FieldRules(NamedTuple):
     def identity(self, url: str) -> list[Any]:
         """Return what the facts of a shard depend on, JSON-safe; empty without rules."""
         parts: list[Any] = [["columns", *map(list, self.columns)]] if self.columns else []
+        parts += [["key", self.key]] if self.key else []
         if self.container is not None:
             every = [] if self.record is None else ["every column"]
             return [*parts, ["container", identity_of(self.container), *every]]

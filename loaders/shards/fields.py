@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, OTHER, TEXT
 from orchdata.loaders.text.media_words import record_keys
@@ -26,6 +27,7 @@ _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _LONG_NAME = 256
+_LONGEST_NFC = 1024
 
 
 _MEDIA_KEYS = record_keys((*BUILTINS, *ON_REQUEST))
@@ -87,6 +89,20 @@ def split_name(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2].lower())
 
 
+def split_at_last_dot(name: str) -> tuple[str, str] | None:
+    """Return the same with a key up to the last dot of the file's name: `a.b` of `a.b.txt` and `a.b.txt.gz`."""
+    base = name.rfind("/") + 1
+    if (name[:2] == "__" and _META.match(name)) or name.startswith("._", base):
+        return None
+    dot = name.rfind(".", base + 1, len(name) - 3 if name[-3:].lower() == ".gz" else len(name))
+    dot = name.rfind(".", base + 1) if dot < 0 else dot
+    return None if dot < 0 else (name[:dot], name[dot + 1 :].lower())
+
+
+SPLITS: Final = {"": split_name, "last_dot": split_at_last_dot}
+"""`FieldRules.key` -> how the names of members are split."""
+
+
 def _split_long(name: str) -> tuple[str, str] | None:
     """Split as `_SPLIT` does, in linear time."""
     slash = name.rfind("/")
@@ -122,6 +138,12 @@ def classify_renamed(stored: str, field: str) -> tuple[int, int]:
         return kind, encoding
     named, _ = classify(field)
     return (kind if named == OTHER else named), encoding
+
+
+def nfc(name: str) -> str:
+    """Return a name in the form in which names are compared: macOS writes "é" as "e" and an accent."""
+    # Python takes quadratic time for accents in a row.
+    return name if len(name) > _LONGEST_NFC else unicodedata.normalize("NFC", name)
 
 
 def printable(name: str) -> str:

@@ -33,8 +33,8 @@ _FILES: Final = 64
 _OBJECTS: Final = 1024
 """Open shards: an object that is opened again costs no request, but the footer of a Parquet file does."""
 
-_Key = tuple[str, tuple[tuple[str, str], ...], str, int, str]
-"""A shard's path, its renamed fields, its container, its reach, and the id of the function that makes its records."""
+_Key = tuple[str, tuple[tuple[str, str], ...], str, int, str, str]
+"""A shard's path, its renamed fields, its container, its reach, where its keys end, and the id of its function."""
 
 
 def open_shard(
@@ -133,7 +133,7 @@ def rules_of(indexed: ShardInfo, containers: Mapping[str, Container], record: Us
     """Return how the samples of an indexed shard are read. Raises ContainerError if its container is not given."""
     if indexed.container and indexed.container not in containers:
         raise ContainerError(f"{indexed.url} was indexed with a container of yours: pass the same containers= again")
-    return FieldRules(indexed.columns, record, container=containers.get(indexed.container))
+    return FieldRules(indexed.columns, record, container=containers.get(indexed.container), key=indexed.key)
 
 
 def by_identity(containers: Iterable[Container]) -> dict[str, Container]:
@@ -193,7 +193,7 @@ class OpenShards:
             StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
-        how = ((), "", 0) if indexed is None else (indexed.columns, indexed.container, indexed.reach)
+        how = ((), "", 0, "") if indexed is None else (indexed.columns, indexed.container, indexed.reach, indexed.key)
         key = url, *how, "" if record is None else record.id
         if (shard := self._find(key)) is not None:
             return shard

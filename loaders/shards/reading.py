@@ -25,18 +25,21 @@ class Reading:
         media_root: folder of the media files that records name, as an absolute path; None: records name no files.
         columns: (old name, new name) of each field to rename, by old name.
         containers: of the user's, which are asked first.
+        key: as in FieldRules.
         files: where the shards are; no part of the identity.
     """
 
     media_root: str | None = None
     columns: tuple[tuple[str, str], ...] = ()
     containers: tuple[Container, ...] = ()
+    key: str = ""
     files: Files = field(default=PLAIN_FILES, compare=False)
 
     def identity(self) -> list[Any]:
         """Return what an index depends on besides shards and recipe, JSON-safe; empty for the default."""
         parts: list[Any] = [] if self.media_root is None else [self.media_root]
         parts += [{"columns": [list(pair) for pair in self.columns]}] if self.columns else []
+        parts += [{"key": self.key}] if self.key else []
         return parts + ([{"containers": list(map(identity_of, self.containers))}] if self.containers else [])
 
     def rules(self, url: str, recipe: Recipe) -> FieldRules:
@@ -46,7 +49,7 @@ class Reading:
             url: absolute path of the shard.
         """
         container = container_of(self.containers, url) if self.containers else None
-        return FieldRules(self.columns, recipe.record, recipe.read_columns, container)
+        return FieldRules(self.columns, recipe.record, recipe.read_columns, container, self.key)
 
     def root_of(self, url: str, rules: FieldRules) -> str | None:
         """Return the folder of the media that a shard names; None if its kind names none."""

@@ -34,6 +34,7 @@ class ShardInfo:
         unproven: whether it was indexed in another place, and its content here has not been compared.
         moved_media: whether the files that its records name were in another folder when it was indexed. Their versions
             are then unknown: sizes and headers are compared.
+        key: as in FieldRules.
     """
 
     url: str
@@ -49,13 +50,14 @@ class ShardInfo:
     packed: bool = False
     unproven: bool = False
     moved_media: bool = False
+    key: str = ""
 
     def as_list(self) -> list[Any]:
         """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
-        *values, columns, container, reach, packed, unproven, moved = (
+        *values, columns, container, reach, packed, unproven, moved, key = (
             getattr(self, name) for name in ShardInfo.__slots__
         )
-        more = [[list(pair) for pair in columns], container, reach, packed, unproven, moved]
+        more = [[list(pair) for pair in columns], container, reach, packed, unproven, moved, key]
         while more and not more[-1]:
             more.pop()
         return [*values, *more]

@@ -23,7 +23,7 @@ from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
-from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, Met, classify_renamed, printable, split_name
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
 from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.marks import MARKED_BYTES, NO_MARK, mark_of
 from orchdata.loaders.shards.shard import beginning_of, facts_of
@@ -57,6 +57,7 @@ class TarShard:
         url: as the user gave it, for errors and facts.
         file: the readable archive.
         limits: applied by `facts` and `read`.
+        names, key: as in FieldRules.
         size, version: of the shard as stored, if that is another file (a compressed one).
         is_new: whether that file was decompressed now, so that no one has compared its content with an index.
         packed: whether the shard is compressed.
@@ -69,6 +70,7 @@ class TarShard:
         *,
         limits: Limits,
         names: Sequence[tuple[str, str]] = (),
+        key: str = "",
         size: int | None = None,
         version: str | None = None,
         is_new: bool = False,
@@ -82,6 +84,7 @@ class TarShard:
         self._file = file
         self._limits = limits
         self._names = dict(names)
+        self._key = key
 
     def checksum(self) -> str:
         """Return the checksum of size and headers, as in the facts; reads nothing else."""
@@ -94,7 +97,7 @@ class TarShard:
         """Walk the archive and read the media headers. Bad data become rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
-            scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits, self._names).run(batches))
+            scan, checksum = self._walked(lambda batches: self._scan().run(batches))
             table, met, marks = scan.table, scan.met, scan.marks
             # Scaled to bytes of the stored shard: an estimate for a compressed one.
             lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
@@ -110,7 +113,7 @@ class TarShard:
     def begin(self, most: int) -> Beginning:
         """Walk the archive up to the sample after the first `most`. Bad data become rows with an error."""
         try:
-            scan, _ = self._walked(lambda it: _Scan(self._file, self._limits, self._names, most).run(it), _FIRST_BLOCKS)
+            scan, _ = self._walked(lambda batches: self._scan(most).run(batches), _FIRST_BLOCKS)
             table, met = scan.table, scan.met
         except NotATar as error:
             table, met = shard_failure(f"not a tar ({error})"), {}
@@ -119,6 +122,9 @@ class TarShard:
         end = self._file.size if is_whole else max(table.offset[: after + 1])  # a link's content is further ahead
         share = end / max(1, self._file.size)
         return beginning_of(self, table, most, is_whole=is_whole, share=share, reach=end, met=met)
+
+    def _scan(self, most: int = sys.maxsize) -> _Scan:
+        return _Scan(self._file, self._limits, self._names, self._key, most)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T], blocks: int = BLOCKS) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""
@@ -239,13 +245,14 @@ class _Scan:
         most: it ends where a sample begins after so many.
     """
 
-    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], most: int = sys.maxsize) -> None:
+    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], key: str, most: int) -> None:
         self._file = file
         self._limits = limits
         self._names = names
         self.met = Met(names.items())
         self._table = FactsTable()
-        self._key: str | None = None
+        self._split = SPLITS[key]
+        self._key = self._same_key = ""  # as written, and as it is compared
         self._key_error: str | None = None
         self._fields: set[str] = set()
         self._first_row: dict[str, int] = {}  # by key
@@ -303,18 +310,21 @@ class _Scan:
         largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
         offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
         for i, name in enumerate(batch.names):
-            split = split_name(name if name.isascii() else printable(name))
+            is_ascii = name.isascii()
+            split = self._split(name if is_ascii else printable(name))
             if split is None:
                 continue
-            key, field = split
+            key, field = split if is_ascii else map(nfc, split)
+            if key[-1] == "/" and (field[:1] == "_" or field == "ds_store"):
+                continue  # macOS adds `._a.png` to `a.png` in a folder, and `.DS_Store`
             stored, field = field, names.get(field, field)
             if names:
                 self.met.add((stored,))
             row = first_row + len(taken)
 
             # A new key begins a new sample.
-            if key != self._key:
-                self._key = key
+            if key != self._same_key:
+                self._key, self._same_key = split[0], key
                 self._sample += 1
                 self._fields = {"__key__", "__url__"}  # reserved by webdataset: not allowed as fields
                 self._key_error = limits.name_error("key", key) if len(key) > short else None
@@ -324,6 +334,7 @@ class _Scan:
                     structural += [(earlier, reason), (row, reason)]
 
             # Errors of its names, and duplicates.
+            key = self._key
             if self._key_error is not None or len(field) > short:
                 too_long = self._key_error or limits.name_error("field's name", field)
                 if too_long is not None:

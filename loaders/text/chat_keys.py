@@ -36,7 +36,6 @@ _OF_RECORD: Final = frozenset(
     "chosen rejected chattemplatekwargs custominstructions instructions history".split()
 )
 _OF_MEDIA: Final = frozenset("text caption transcript transcription alt alttext description".split())
-_PART_OF_MEDIA: Final = frozenset("start end starttime endtime videostart videoend audiostart audioend".split())
 _PREFERENCE: Final = ("chosen", "rejected")
 _LOSS: Final = frozenset("weight train trainable training loss learn learnable mask masked".split())
 _ON: Final = ("1", "1.0", "true")
@@ -186,23 +185,12 @@ def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool
 
 def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, media: bool) -> None:
     """Raise DecodeError for a key of an item of a turn's content that would be lost."""
-    if media:
-        check_whole(where, item)
     for key, value in item.items():
         if value is None or key in own:
             continue
         words, name = _split(key[:_KEY_CHARACTERS])
         if (words & _WORDS and not _is_flag(value)) or (media and name in _OF_MEDIA):
             _check_said(where, key, value, Spoken((), Work()))
-
-
-def check_whole(where: str, item: Mapping[str, Any]) -> None:
-    """Raise DecodeError for an item that selects a part of its file."""
-    for key, value in item.items():
-        if value and _split(key[:_KEY_CHARACTERS])[1] in _PART_OF_MEDIA:
-            raise DecodeError(
-                f"{where} has {shown(key)}, and media are taken whole: cut the file, as `ffmpeg -ss START -to END` does"
-            )
 
 
 def is_chat_context(key: str) -> bool:

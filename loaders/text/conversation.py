@@ -496,7 +496,7 @@ def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
             raise DecodeError(f"{where} has a text item without text")
         return str(item["text"])
     words.check_single(where, kind, item)
-    return Placeholder(words.items[kind])
+    return Placeholder.of(words.items[kind], kind, item)
 
 
 def _kind(item: Mapping[str, Any], words: MediaWords) -> Any:

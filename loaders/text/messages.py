@@ -15,16 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import (
-    Repeating,
-    check_whole,
-    is_chat_context,
-    kind_of,
-    says,
-    says_nothing,
-    shown,
-    trains,
-)
+from orchdata.loaders.text.chat_keys import Repeating, is_chat_context, kind_of, says, says_nothing, shown, trains
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
@@ -73,10 +64,10 @@ class Chat:
     rest: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def placeholders(self) -> list[str]:
-        """The modalities of its placeholders, in order."""
+    def placeholders(self) -> list[Placeholder]:
+        """Its placeholders, in order."""
         return [
-            item.modality
+            item
             for message in self.messages
             for item in items_of(message.get("content"))
             if isinstance(item, Placeholder)
@@ -96,7 +87,7 @@ class Chat:
 
     def without(self, modalities: Collection[str]) -> Chat:
         """Return the chat without the placeholders of these modalities."""
-        if not modalities or not any(name in modalities for name in self.placeholders):
+        if not modalities or not any(item.modality in modalities for item in self.placeholders):
             return self
         messages = []
         for message in self.messages:
@@ -318,10 +309,9 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
     # An item of media stands for one whole part.
     if isinstance(kind, str) and kind in words.items:
         words.check_single(where, kind, item)
-        check_whole(f"{where}, in an item of type {kind!r},", item)
         if says(item.get("text")):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
-        return Placeholder(words.items[kind])
+        return Placeholder.of(words.items[kind], kind, item)
     known = [name for name in words.slots if str(kind).endswith((f"_{name}", f"_{name}_url"))]
     if known and isinstance(kind, str) and kind not in _VIDEO:
         raise DecodeError(

@@ -59,7 +59,8 @@ class TextPreprocessor:
         thread_safe: let several threads call the tokenizer at the same time. It is not part of the fingerprint:
             results may not depend on it.
         fields: names of plain-text fields, the first match wins: the whole field or its last extension, without numbers
-            and ".gz" ("txt" matches `0.txt`, `en.txt.gz`). JSON members are always inspected.
+            and ".gz" ("txt" matches `0.txt`, `en.txt.gz`), or one with its number ("0.txt"). JSON members are always
+            inspected.
         max_tokens: maximum of a sample's LLM sequence in tokens, including media and special ids; None for no maximum.
         overflow: how to treat a longer sample. "error": the sample fails. "truncate": keep its first `max_tokens`
             tokens; the sample fails if media would be cut or no token with loss is left. "split": make pieces of up to

@@ -6,7 +6,7 @@ token covers both what the model reads and what it must write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,9 +89,16 @@ class TextSegment(NamedTuple):
 
 
 class Placeholder(NamedTuple):
-    """A slot for the next part of a modality, by name."""
+    """A slot for the next part of a modality, by name, and what an item of a turn says about it."""
 
     modality: str
+    about: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, modality: str, kind: str, item: Mapping[str, Any]) -> Placeholder:
+        """Return the slot of an item of this type."""
+        about = {key: value for key, value in item.items() if key not in ("type", kind)}
+        return cls(modality, {**item[kind], **about} if isinstance(item.get(kind), dict) else about)
 
 
 Segment = TextSegment | Placeholder

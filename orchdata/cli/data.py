@@ -24,6 +24,7 @@ from orchdata.cli.options import (
     IndexFieldsOption,
     IndexStoreOption,
     JsonOption,
+    KeyOption,
     MaxFailuresOption,
     MediaRootOption,
     Paths,
@@ -63,6 +64,7 @@ def index(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    key: KeyOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
     storage_options: StorageOptionsOption = None,
@@ -93,7 +95,7 @@ def index(
     from orchdata.dataset.shard_dataset import ShardDataset
 
     start = time.perf_counter()
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key)
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
     if dataset.index_store is not None and dataset.index_store.generation is not None:
         raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
@@ -127,6 +129,7 @@ def profile(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    key: KeyOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
     storage_options: StorageOptionsOption = None,
@@ -202,7 +205,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, key)
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -238,6 +241,7 @@ def verify(
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
     column: ColumnsOption = None,
+    key: KeyOption = None,
     container: ContainersOption = None,
     storage_options: StorageOptionsOption = None,
     index_store: IndexStoreOption = None,
@@ -262,7 +266,7 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_store)
+    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_store, key)
     dataset = ShardDataset(paths, chosen, **given.arguments)
     if out is not None and any(os.path.realpath(out) == os.path.realpath(url) for url in dataset.urls):
         raise ValueError(f"--out {out} is one of the shards, and would be replaced by the list: give another file")
@@ -329,6 +333,8 @@ def indexed(
         raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
     if options.columns:
         raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
+    if options.key:
+        raise ValueError(f"--key is of one data set: give the sources in {paths[0]} a `key:` each")
     if options.index_fields:
         raise ValueError(f"--index-field is of one data set: give the sources in {paths[0]} `index_fields:` each")
     if options.storage_options:

@@ -35,7 +35,7 @@ _INNER = ("sources", "weight", "loss_weight")
 _OF_STORAGE = ("storage_options", "index_store")
 _LEAF = (
     *("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", "weight", "loss_weight"),
-    *_OF_STORAGE,
+    *("key", *_OF_STORAGE),
 )
 
 
@@ -132,7 +132,7 @@ def _source(content: Any, field: str, described: _Described) -> Source:
     urls = [_relative_to(folder, each) for each in listed]
     containers = described.containers_named(fields.pop("containers", None), f"{field}.containers", urls)
     how: dict[str, Any] = {"media_root": root, "columns": columns, "containers": containers, "index_fields": own}
-    how |= _storage(fields, field, folder)
+    how |= {"key": fields.pop("key", ""), **_storage(fields, field, folder)}
     dataset = ShardDataset(urls, recipe, **how)
     if expression is not None:
         if not isinstance(expression, str):

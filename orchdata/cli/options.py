@@ -34,6 +34,9 @@ ColumnsOption = Annotated[
     list[str] | None,
     typer.Option("--column", metavar="OLD=NEW", help="A field to rename, as of ShardDataset(columns=); repeatable."),
 ]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", metavar="last_dot", help="Where keys of tars end, as of ShardDataset(key=).")
+]
 ContainersOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -110,6 +113,7 @@ class DataOptions(NamedTuple):
     index_fields: tuple[str, ...]
     storage_options: Mapping[str, str] | None = None
     index_store: str | None = None
+    key: str = ""
 
     @classmethod
     def parsed(
@@ -120,6 +124,7 @@ class DataOptions(NamedTuple):
         index_field: Sequence[str] | None,
         storage_options: Sequence[str] | None,
         index_store: str | None,
+        key: str | None,
     ) -> DataOptions:
         """Return the options as a command was given them. Raises ValueError for what they cannot be."""
         return cls(
@@ -129,6 +134,7 @@ class DataOptions(NamedTuple):
             tuple(index_field or ()),
             storage_options_of(storage_options),
             index_store,
+            key or "",
         )
 
     @property

@@ -78,7 +78,9 @@ def show(
             "dp=(rank, ranks).",
         ),
     ] = None,
-    key: Annotated[str | None, typer.Option(help="The sample of this key.")] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="The sample of this key; last_dot: where keys end, ShardDataset(key=).")
+    ] = None,
     shard: Annotated[str | None, typer.Option(help="With --key: in the shard of this url, or name.")] = None,
     step: Annotated[int | None, typer.Option(help="What a rank gets in this step of a run.")] = None,
     epoch: Annotated[int, typer.Option(help="With --step: of this epoch.")] = 0,
@@ -138,10 +140,11 @@ def show(
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
+        rule = "last_dot" if "last_dot" in (key or ()) else ""
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
-            given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store)
+            given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, rule)
             dataset, index = indexed(paths or [], named, given, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
@@ -150,7 +153,7 @@ def show(
             dataset, index = made.dataset, shards.index
         passes: list[Pass] = []
         if step is None:
-            rows = _rows(index, unchosen_rows(dataset, index), key, shard)
+            rows = _rows(index, unchosen_rows(dataset, index), _sample_key(key), shard)
             sources = source_names(dataset, index, rows)
             groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
@@ -180,9 +183,10 @@ def _check_together(context: typer.Context) -> None:
     """Raises ValueError for options that mean nothing together."""
     options = context.params
     given = [name for name in _OF_A_RUN if _is_given(context, name)]
-    if options["key"] is not None and options["step"] is not None:
+    key = _sample_key(options["key"])
+    if key is not None and options["step"] is not None:
         raise ValueError("give --key, or --step, not both")
-    if options["shard"] is not None and options["key"] is None:
+    if options["shard"] is not None and key is None:
         raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
     if options["loader"] is not None:
         surplus = [_flag(name) for name in given if name not in _WITH_A_LOADER]
@@ -254,6 +258,10 @@ def _made(name: str, rank: int, ranks: int) -> DataLoader:
     if loader.steps().num_ranks != ranks:
         raise ValueError(f"{called}, gave a DataLoader of {loader.steps().num_ranks} ranks: hand it what it is given")
     return loader
+
+
+def _sample_key(given: list[str] | None) -> str | None:
+    return next((key for key in given or () if key != "last_dot"), None)
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:

@@ -78,6 +78,8 @@ class ShardDataset(Seen):
             of media, where names are relative to that folder. If given, it applies to such tables too.
         columns: old name -> new name of fields (columns, keys of records, members of tars) to rename before anything
             else reads them; part of the identity of the data set.
+        key: "last_dot" for tars with dots in the names of their files: a sample's key ends at the last dot (before
+            `.gz`), not at the first; part of the identity of the data set.
         containers: kinds of shards of your own, values of subclasses of `od.Container`. They are asked first which of
             the paths they read; part of the identity of the data set.
         index_fields: fields of yours (columns, keys of records, members of tars) with numbers, short strings or
@@ -110,6 +112,7 @@ class ShardDataset(Seen):
         *,
         media_root: str | PathLike[str] | None = None,
         columns: Mapping[str, str] | None = None,
+        key: Literal["", "last_dot"] = "",
         containers: Iterable[Container] = (),
         index_fields: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
@@ -117,7 +120,7 @@ class ShardDataset(Seen):
         index_store: str | PathLike[str] | None = None,
     ) -> None:
         given = listed_paths(paths)
-        how: dict[str, Any] = {"storage_options": storage_options, "store": store, "paths": given}
+        how: dict[str, Any] = {"key": key, "storage_options": storage_options, "store": store, "paths": given}
         self.reading = reading_of(media_root, columns, containers, **how)
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.index_store = checked_store(index_store, given, store)

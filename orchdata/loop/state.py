@@ -326,7 +326,7 @@ def _other_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
 
 
 _WHAT = {
-    "dataset": "the list of shards, their names, sizes or contents, or how columns= or containers= read them,",
+    "dataset": "the list of shards, their names, sizes or contents, or how columns=, key= or containers= read them,",
     "recipe": "the recipe",
     "rows": "the order of your own, shuffle=array,",
     "selection": "the choice of samples by filter, split, take or select",

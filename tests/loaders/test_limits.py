@@ -155,7 +155,7 @@ def test_the_reason_names_the_limit_and_the_way_out(tmp_path: Path) -> None:
 
 def test_texts_of_a_sample_count_together_and_decompressed(tmp_path: Path) -> None:
     text = b"x" * 1_000
-    shard = tar_of(tmp_path / "a.tar", [("k.0.txt.gz", gzip.compress(text)), ("k.1.txt", text)])
+    shard = tar_of(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)])
     for limit, bad in ((2_000, 0), (1_999, 1)):
         index = build_index([shard], Recipe(limits=Limits(text_bytes=limit)))
         assert index.totals["bad"] == bad

@@ -19,6 +19,7 @@ from chat_templates import QWEN3, trained
 from jinja_chats import recipe_of
 from shard_factory import audio, jpeg, write_shard
 from typer.testing import CliRunner
+from video_clips import clip
 
 import orchdata as od
 from orchdata.cli import app
@@ -28,6 +29,8 @@ from orchdata.loaders.samples.sample import TextPart
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
+EACH_ITEM = """{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for c in \
+m.content %}{{ '<audio>' if c.type == 'audio' else c.text }}{% endfor %}{% endif %}.{% endfor %}"""
 LIMITS = od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32")
 
 
@@ -417,7 +420,9 @@ def test_identity_of_the_data_has_the_columns(tmp_path: Path) -> None:
     swapped = {"text": "caption", "caption": "text"}
     loader, other = (od.DataLoader(od.ShardDataset(url, recipe(), columns=each)) for each in (None, swapped))
     state = loader.state_dict()
-    with pytest.raises(od.StateError, match="the list of shards, .* or how columns= or containers= read them, differs"):
+    with pytest.raises(
+        od.StateError, match="the list of shards, .* or how columns=, key= or containers= read them, differs"
+    ):
         other.load_state_dict(state)
     other.load_state_dict(other.state_dict())
 
@@ -604,16 +609,42 @@ def test_trouble_in_a_function_names_it() -> None:
         function({"file": "/proc/self/mem"})  # which the system refuses to read
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.5])
-def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, offset: float) -> None:
-    (tmp_path / "a.wav").write_bytes(audio(0.3))
-    row = {"audio_filepath": "a.wav", "offset": offset, "duration": 0.3, "text": "said"}
-    for suffix, write in (("jsonl", jsonl), ("csv", table)):
-        url = write(tmp_path / f"a.{suffix}", [row])
-        index = od.ShardDataset(url, recipe(), media_root=tmp_path, columns={"audio_filepath": "audio"}).index()
-        assert index.totals["bad"] == (offset > 0)
-        if offset:
-            assert "'offset' is 1.5 s, and clips are taken whole: cut the file" in index.failure(0).reason
+@pytest.mark.parametrize("suffix", ["jsonl", "tar", "parquet", "arrow", "items"])
+@pytest.mark.parametrize("name", ["audio", "video"])
+def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, suffix: str, name: str) -> None:
+    """The same clip of 3 seconds is a part of its file, and was cut from another file before."""
+    field, data = ("wav", audio(3.0)) if name == "audio" else ("mp4", clip(frames=72, rate=24))
+    (tmp_path / f"a.{field}").write_bytes(data)
+    stretches = [{"start": 0.5, "end": 1.0}, {"start": 30.5, "end": 33.5}]
+    if suffix == "tar":
+        rows = [
+            {"__key__": str(n), field: data, "json": json.dumps({"text": "said", **each}).encode()}
+            for n, each in enumerate(stretches)
+        ]
+        url = write_shard(tmp_path / "a.tar", rows)
+    elif suffix == "items":
+        items = [[{"type": name, name: f"a.{field}", **each}, {"type": "text", "text": "q"}] for each in stretches]
+        chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": "a"}] for each in items]
+        url = jsonl(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+    else:
+        content = f"a.{field}" if suffix == "jsonl" else data
+        url = WRITERS[suffix](tmp_path / f"a.{suffix}", [{name: content, "text": "said", **each} for each in stretches])
+    reads = recipe() if name == "audio" else recipe(video=od.VideoPreprocessor(max_tokens=16, patch_size=14, merge=2))
+    index = od.ShardDataset(url, reads, media_root=tmp_path).index()
+    assert index.bad_rows().tolist() == [0]
+    assert "'start' is 0.5 and 'end' is 1.0, of a clip of 3 s, and clips are taken whole" in index.failure(0).reason
+
+
+def test_items_are_about_clips_in_their_order(tmp_path: Path) -> None:
+    for name, seconds in (("a", 1.0), ("b", 3.0)):
+        (tmp_path / f"{name}.wav").write_bytes(audio(seconds))
+    items = [{"type": "audio", "audio": "a.wav", "start": 7, "end": 8}, {"type": "audio", "audio": "b.wav", "end": 1}]
+    chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": "x"}] for each in (items[:1], items)]
+    for template in (od.ChatTemplate(), od.ChatTemplate.from_jinja(EACH_ITEM)):
+        reads = od.Recipe(text=od.TextPreprocessor(template=template))
+        url = jsonl(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+        index = od.ShardDataset(url, reads, media_root=tmp_path).index()
+        assert index.bad_rows().tolist() == [1] and index.failure(1).field == "audio.1"
 
 
 @pytest.mark.parametrize(
@@ -626,6 +657,9 @@ def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, offset: float
         ({"start_ms": 0, "end_ms": 1000}, 1),
         ({"segment": [0.0, 1.0]}, 1),
         ({"offset": 0.0, "duration": 1.0}, 1),
+        ({"offset": 1.5}, 1),  # of the longer one, the end; the other one was cut before
+        ({"start": "00:00:31.5", "end": "00:00:32,5"}, 1),
+        ({"videoStart": 0, "videoEnd": 1}, 1),
     ],
 )
 def test_a_clip_that_is_longer_than_its_stretch(tmp_path: Path, stretch: dict[str, Any], seconds: float) -> None:
@@ -641,6 +675,8 @@ def test_a_clip_that_is_longer_than_its_stretch(tmp_path: Path, stretch: dict[st
     "said",
     [
         {"start": 0, "end": 48_000},  # in samples
+        {"start_sample": 0, "end_sample": 16_000, "start_frame": 0, "end_frame": 1, "start_char": 0, "end_char": 1},
+        {"segments": [{"start": 0, "end": 1}], "timestamps": [[0, 1], [1, 2]]},
         {"answer_start": 1, "answer_end": 2},
         {"duration": 1.0},  # without an offset it may be in any unit
         {"start": 3, "end": 1},

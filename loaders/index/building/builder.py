@@ -228,6 +228,8 @@ class Builder:
         name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
         if rules.columns:
             name.update(f"\0columns {json.dumps(rules.columns)}".encode())
+        if rules.key:
+            name.update(f"\0key {rules.key}".encode())
         if kept := rules.kept_in(url):
             name.update(f"\0{json.dumps(kept)}".encode())
         if rules.container is not None:
@@ -272,10 +274,10 @@ class Builder:
 
 def named(table: CostTable, rules: FieldRules) -> CostTable:
     """Return the table with the new names of fields, and its container, which its file does not contain."""
-    if not rules.columns and rules.container is None:
+    if not rules.columns and not rules.key and rules.container is None:
         return table
     container = "" if rules.container is None else identity_of(rules.container)
-    return replace(table, columns=rules.columns, container=container)
+    return replace(table, columns=rules.columns, container=container, key=rules.key)
 
 
 def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:

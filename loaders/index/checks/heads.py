@@ -73,10 +73,8 @@ def check_index(values: Mapping[str, Any]) -> None:
         _check_renamed([each[:1] for each in more], "shards")
         _check_containers([each[1:2] for each in more if each[1:]], "shards")
         _check_reaches([each[2:3] for each in more if each[2:]], "shards")
-        flags = [each[3:] for each in more if each[3:]]
-        if any(len(each) > _SHARD_FLAGS for each in flags):
-            raise ValueError(f"shards have more than {_SHARD_FLAGS} flags")
-        _check_flags(flags, "shards")
+        _check_flags([each[3 : 3 + _SHARD_FLAGS] for each in more], "shards")
+        _check_containers([each[3 + _SHARD_FLAGS :] for each in more if each[3 + _SHARD_FLAGS :]], "shards")  # the key
         values = {**values, "shards": [shard[:longest] if type(shard) is list else shard for shard in shards]}
     _check_index(_without_marks(values), "the head")
     rows, modalities = values["shard_rows"], values["modalities"]

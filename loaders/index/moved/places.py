@@ -72,5 +72,6 @@ def _is_read_so(shard: ShardInfo, url: str, reading: Reading) -> bool:
     """Return whether a shard was indexed as it would be read in the new place, under this URL."""
     container = container_of(reading.containers, url) if reading.containers else None
     root = media_root_of(url, reading.media_root) if container is None else reading.media_root
-    known = shard.columns, shard.container, bool(shard.media_root), shard.reach
-    return known == (reading.columns, "" if container is None else identity_of(container), root is not None, 0)
+    known = shard.columns, shard.container, shard.key, bool(shard.media_root), shard.reach
+    name = "" if container is None else identity_of(container)
+    return known == (reading.columns, name, reading.key, root is not None, 0)

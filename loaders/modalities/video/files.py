@@ -65,6 +65,10 @@ class VideoFiles(Modality):
 
         return frame_list(files, metadata)
 
+    @staticmethod
+    def seconds(header: Header) -> float:
+        return header[3] / max(1, header[4])
+
     @classmethod
     def matches_magic(cls, head: bytes) -> bool:
         return is_video(head)

@@ -15,10 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER, STRETCHED
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
-from orchdata.loaders.shards.jsonl.stretch import Stretch, check_offset, stretch_of
 from orchdata.loaders.text.chat_keys import Repeating, kind_of, says_nothing, shown
 from orchdata.loaders.text.media_words import NOT_DECODED, record_keys
 
@@ -58,7 +57,6 @@ class NamedMedia(NamedTuple):
         error: why there is no path and no content.
         files: the files that it is made of, as the frames of a video.
         metadata: the other keys of the record about these files.
-        stretch: the part of the clip that the record is about.
     """
 
     field: str
@@ -68,7 +66,6 @@ class NamedMedia(NamedTuple):
     error: str | None = None
     files: tuple[NamedMedia, ...] = ()
     metadata: Mapping[str, Any] = {}
-    stretch: Stretch | None = None
 
     def parts(self) -> tuple[NamedMedia, ...]:
         """Return the listed files, or itself if there are none."""
@@ -115,8 +112,6 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
                 raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
             _add_files(value, by_key)
-        if by_key.keys() & STRETCHED and (error := check_offset(value)) is not None:
-            raise DecodeError(error)
     for modality, name in _items(value):
         in_turns.setdefault(modality, []).append(name)
 
@@ -128,8 +123,6 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         if turn_names and names != turn_names:
             raise DecodeError(f"a key and the turns both name {modality}, but not the same: keep one of them")
         media += [_media(modality, number, name) for number, name in enumerate(names)]
-        if modality in STRETCHED and len(names) == 1 and isinstance(value, dict):
-            media[-1] = media[-1]._replace(stretch=stretch_of(value))
         if modality in BUILTINS and isinstance(value, dict):
             media += _unread_key_error(value, modality, kind, _NUMBERED if names else _PATHS)
     return media if media or not isinstance(value, dict) else _unread_name(value)

@@ -19,7 +19,7 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.media_names import MediaNames, UnreadNames, modality_of_member
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, STRETCHED, TEXT
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.records import LeftOut
@@ -30,7 +30,6 @@ from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.object_media import Folder
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
-from orchdata.loaders.shards.jsonl.stretch import why_not_whole
 from orchdata.loaders.slow import SCANNING, here
 from orchdata.loaders.storage.remote.stamps import STAMP_BITS
 
@@ -273,8 +272,6 @@ def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Pro
                     raise DecodeError(reason)
                 if modality is not None:
                     header = read_header(modality, size, file.read, limits)
-        if media.stretch is not None and (reason := why_not_whole(media.stretch, _seconds(media, header))) is not None:
-            raise DecodeError(reason)
     except DecodeError as error:
         if not state and media.path is not None and folder is not None:
             state = f"{media.path}\0{error.reason}"
@@ -282,10 +279,6 @@ def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Pro
     except MemoryError as error:
         return _Probed(short=error)  # `_Scan` adds the record to the error
     return _Probed(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
-
-
-def _seconds(media: NamedMedia, header: Header) -> float:
-    return STRETCHED[KINDS[media.kind]](header)
 
 
 def no_root(path: str) -> str:

@@ -1,26 +1,35 @@
-"""Records about a stretch of their clip: NeMo's `offset` and `duration`, or `start` and `end`.
+"""Records, rows and items that name a stretch of their clip: `start` and `end`, or `offset` and `duration`.
 
 Clips are taken whole, so a clip that is longer than its stretch would be trained with the text of a part of it.
 
-    record --stretch_of--> Stretch, seconds of the clip --why_not_whole--> the error, or None
+    {name: value}, seconds of the clip --why_not_whole--> the error, or None
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, Final
 
-from orchdata.loaders.modalities.builtin import STRETCHED
-
-_BEGINS: Final = re.compile(
-    rf"(?P<of>(?:seg|segment|clip|{'|'.join(STRETCHED)}|utt|utterance|sub|speech)_?)?(?P<word>start|begin)"
-    r"(?P<unit>_?(?:time|at|s|sec|secs|seconds|ms)(?:_?(?:s|sec|secs|seconds|ms))?)?",
-    re.IGNORECASE,
+NAMES_EDGE: Final = re.compile(
+    rb'"[^"]{0,32}(?:start|begin|offset|end|segment|timestamp)[^"]{0,32}"\s*:', re.IGNORECASE
 )
-_ENDS: Final = {"start": ("end", "stop"), "begin": ("end", "stop")}
+"""Found in all JSON that names a stretch."""
+_EDGE: Final = re.compile(
+    r"(?P<of>seg|segment|clip|audio|video|utt|utterance|sub|speech|time|)(?P<word>start|begin|offset|end|stop|duration)"
+    r"(?P<unit>(?:timestamp|time|at|)(?:s|secs?|seconds?|ms|msecs?|milliseconds?|))"
+)
+"""Names in lower case without separators. Samples, frames and characters are no seconds."""
+_PARTNERS: Final = {
+    "start": ("end", "stop", "duration"),
+    "begin": ("end", "stop", "duration"),
+    "offset": ("duration", "end", "stop"),
+    "end": (),
+}
 _BOTH: Final = ("segment", "timestamp", "timestamps")
-"""Keys of a start and an end in one list."""
+"""Keys of a start and an end in one list or dict."""
+_CLOCK: Final = re.compile(r"(?:(\d+):)?(\d+):(\d+(?:[.,]\d+)?)")
 _ROUNDED: Final = 0.5
 """Seconds that a clip may be longer than its stretch: numbers are rounded, and a cut file keeps some more frames."""
 _LONGER: Final = 1.02
@@ -30,62 +39,69 @@ _WAY_OUT: Final = (
 )
 
 
-class Stretch(NamedTuple):
-    """A stretch that a record is about, in seconds.
+def is_edge(name: str, *, or_length: bool = False) -> bool:
+    """Whether a name is that of an edge of a stretch; a length cuts nothing alone."""
+    edge = _EDGE.fullmatch(plain := _plain(name))
+    return plain in _BOTH or (edge is not None and (or_length or edge["word"] != "duration"))
 
-    Attributes:
-        named: the keys and values that say so.
-        length: its length.
+
+def why_not_whole(
+    about: Mapping[str, Any], seconds: float, others: Collection[str] = (), *, strict: bool = False
+) -> str | None:
+    """Return the error of a clip that is longer than a stretch of it that a record, a row or an item names.
+
+    A clip that is as long as its stretch was cut before: its error is None.
+
+    Args:
+        seconds: length of the clip; infinite for other media.
+        others: modalities of other media of the sample: `video_start` says nothing about sound next to a video.
+        strict: whether an edge that cannot be read is an error.
     """
-
-    named: str
-    length: float
-
-
-def check_offset(record: Mapping[str, Any]) -> str | None:
-    """Return the error of a record about a stretch that begins inside its clip by its `offset`; else None."""
-    seconds = _number(record.get("offset"))
-    return f"'offset' is {seconds:g} s, and {_WAY_OUT}" if seconds else None
-
-
-def stretch_of(record: Mapping[str, Any]) -> Stretch | None:
-    """Return the stretch of its clip that a record is about; None for a record that names none."""
-    length = _number(record.get("duration"))
-    if length and "offset" in record:
-        return Stretch(f"'duration' is {length:g} s", length)
-    for key, value in record.items():
-        begins = _BEGINS.fullmatch(key) if isinstance(key, str) else None
-        if begins is not None:
-            for word in _ENDS[begins["word"].lower()]:
-                end = key[: begins.start("word")] + word + key[begins.end("word") :]
-                if (
-                    found := _between(f"{key!r} and {end!r}", value, record.get(end), begins["unit"] or "")
-                ) is not None:
-                    return found
-        elif key in _BOTH and isinstance(value, list) and len(value) == 2:
-            return _between(repr(key), value[0], value[1], "")
+    known = {_plain(key): key for key, value in about.items() if isinstance(key, str) and value is not None}
+    for name, key in known.items():
+        value, edge = about[key], _EDGE.fullmatch(name)
+        if name in _BOTH and isinstance(value, list | dict):
+            pair = dict(zip(("start", "end"), value, strict=False)) if isinstance(value, list) else value
+            if (isinstance(value, dict) or len(value) == 2) and (reason := why_not_whole(pair, seconds)) is not None:
+                return reason
+        if edge is None or edge["word"] not in _PARTNERS or edge["of"] in others:
+            continue
+        of, word, unit = edge.groups()
+        if word == "end" and any(f"{of}{each}{unit}" in known for each in _PARTNERS if each != "end"):
+            continue
+        # Find its other edge, with the same words around it, and compare their distance with the clip.
+        names = [f"{of}{each}{unit}" for each in _PARTNERS[word]] + ["duration"] * (not of and word != "end")
+        other = next((known[each] for each in names if each in known), None)
+        first = _seconds(value, unit)
+        last = math.inf if other is None else _seconds(about[other], "" if _plain(other) == "duration" else unit)
+        if word == "end":
+            first, last = 0.0, first
+        elif first is not None and last is not None and "duration" in _plain(other or ""):
+            last += first
+        if first is None or last is None or last <= first:
+            is_whole = not (strict and value)
+        elif last == math.inf:  # from its start to the end of the clip
+            is_whole = first <= 0 or first >= seconds
+        else:
+            is_whole = seconds <= (last - first) * _LONGER + _ROUNDED
+        if not is_whole:
+            named = " and ".join(f"{each!r} is {about[each]!r:.40}" for each in (key, other) if each is not None)
+            of = "media without a length" if seconds == math.inf else f"a clip of {seconds:.4g} s"
+            return f"{named}, of {of}, and {_WAY_OUT}"
     return None
 
 
-def why_not_whole(stretch: Stretch, seconds: float) -> str | None:
-    """Return the error of a clip that is longer than its stretch; None for one that is the stretch."""
-    if seconds <= stretch.length * _LONGER + _ROUNDED:
-        return None
-    return f"{stretch.named}, of a clip of {seconds:.4g} s, and {_WAY_OUT}"
+def _plain(key: str) -> str:
+    return re.sub(r"[\W_]+", "", key[:64].lower())
 
 
-def _between(names: str, start: Any, end: Any, unit: str) -> Stretch | None:
-    begin, stop = _number(start), _number(end)
-    if begin is None or stop is None or stop <= begin:
-        return None
-    scale = 1000 if unit.lower().endswith("ms") else 1
-    return Stretch(f"{names} are {begin / scale:g} and {stop / scale:g} s", (stop - begin) / scale)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
+def _seconds(value: Any, unit: str) -> float | None:
+    """Return a number, or `00:00:02.5`, in seconds; None for anything else."""
     try:
-        return float(value)
-    except ValueError:
+        if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+            hours, minutes, rest = clock.groups("0")
+            return 3600.0 * int(hours) + 60 * int(minutes) + float(rest.replace(",", "."))
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
         return None
+    return number / (1000 if re.search("ms|milli", unit) else 1) if math.isfinite(number) else None

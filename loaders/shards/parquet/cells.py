@@ -19,6 +19,7 @@ from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
+from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.messages import CHAT_KEYS
@@ -290,6 +291,11 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
                 ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
         else:
             used.append(column)
+    # These may say that a clip is a part of its file.
+    edges = [name for name in ignored if is_edge(name, or_length=True)]
+    if any(map(is_edge, edges)) and any(column.form in ("binary", "struct") for column in used):
+        used += [Column(name, "value", False, OTHER) for name in edges]
+        ignored = [name for name in ignored if name not in edges]
     return used, ignored, key
 
 

@@ -39,7 +39,9 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
     text, generated = template.render(messages, chat.inputs, work=work)
     marks = {mark: name for name, mark in slots}
     media = _find_media(text, marks)
-    _check_media(Counter(chat.placeholders), Counter(name for _, _, name in media), words.slots)
+    _check_media(
+        Counter(item.modality for item in chat.placeholders), Counter(name for _, _, name in media), words.slots
+    )
     check_rest(chat, template, text, work)
     # Find the spans with loss: by a cached outline, or else after a check that nothing is lost.
     spans = known_spans(chat, messages, template, slots, text, work)

@@ -26,6 +26,7 @@ def reading_of(
     columns: Mapping[str, str] | None,
     containers: Iterable[Container] = (),
     *,
+    key: str = "",
     storage_options: Mapping[str, Any] | None = None,
     store: Any = None,
     paths: Sequence[str | PathLike[str]] = (),
@@ -38,12 +39,14 @@ def reading_of(
     files = Files(_checked_options(storage_options), store, _given_urls(paths))
     root, pairs = _checked_media_root(media_root), _checked_columns(columns)
     checked = checked_containers(containers)
+    if key not in ("", "last_dot"):
+        raise ValueError(f"key is 'last_dot', or left out for keys that end at the first dot, got {key!r}")
     if checked:
         from orchdata.engines.pickling import pickle_container  # with torch, which takes a second
 
         for each in checked:
             pickle_container(each)  # worker processes get one: find out now
-    return Reading(media_root=root, columns=pairs, containers=checked, files=files)
+    return Reading(media_root=root, columns=pairs, containers=checked, key=key, files=files)
 
 
 def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def command_arguments(
     shown = " ".join(shlex.quote(path) for path in given[:3])
     shown = shown if len(given) <= 3 else f"{shown} ... ({len(given)} paths)"
     shown += "" if reading.media_root is None else f" --media-root {shlex.quote(reading.media_root)}"
+    shown += f" --key {reading.key}" if reading.key else ""
     shown += " --container MODULE:NAME" * len(reading.containers)
     shown += "".join(f" --index-field {name}" for name in index_fields)
     shown += "".join(f" --storage-options {name}=..." for name in options)

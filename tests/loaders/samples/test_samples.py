@@ -90,7 +90,6 @@ USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assi
         ({"txt": "yes", "json": {"width": 5}}, ["yes!"]),
         ({"txt": "yes", "json": ["a", "b"]}, ["yes!"]),
         ({"jpg": None, "json": {"width": 5}}, ["<jpg>"]),
-        ({"txt_1": "b", "txt_0": "a"}, ["ab!"]),
         ({"caption": "no", "txt": "yes"}, ["yes!"]),
         ({"txt_en": "by extension"}, ["by extension!"]),
         # Columns of Parquet files keep the case of their names.
@@ -104,7 +103,12 @@ USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assi
         # Words in angle brackets that are no placeholders of anyone.
         ({"txt": "<img> is a <video> tag of <image_1>"}, ["<img> is a <video> tag of <image_1>!"]),
         ({"jpg": None, "txt": "<picture> tags"}, ["<jpg>", "<picture> tags!"]),
-        ({"jpg_0": None, "txt_0": "a", "jpg_1": None, "txt_1": "b"}, ["<0.jpg>", "<1.jpg>", "ab!"]),
+        # Several media under one text, or under one of several JSON members.
+        ({"jpg_0": None, "jpg_1": None, "txt_1": "a"}, ["<0.jpg>", "<1.jpg>", "a!"]),
+        (
+            {"jpg_left": None, "jpg_right": None, "json_a": {"text": "a"}, "json_b": {}},
+            ["<left.jpg>", "<right.jpg>", "a!"],
+        ),
         ({"jpg_a": None, "txt_a": "a", "jpg_b": None}, ["<a.jpg>", "<b.jpg>", "a!"]),
     ],
 )
@@ -167,17 +171,15 @@ def test_qwen_content_lists_say_themselves_where_media_go():
         ({"txt": "see <image 1>", "jpg": None}, "txt", "write <image> for it"),
         ({"txt": "<__dj__audio> hear", "wav": None}, "txt", "'<__dj__audio>' is not a placeholder of this recipe"),
         ({"json": [{"role": "user", "content": "<|image|> hi"}], "jpg": None}, "json", "not a placeholder of this"),
-        # Files whose names have dots: 10.30.15.jpg and 10.31.00.jpg have the key 10.
+        # Files whose names have dots: 22.05.jpg and 22.06.jpg have the key 22.
         (
-            {"jpg_30.15": None, "txt_30.15": "a", "jpg_31.00": None, "txt_31.00": "b"},
-            "30.15.jpg",
-            "'30.15.jpg', '31.00.jpg' each have a text of their own under one key",
+            {"jpg_05": None, "txt_05": "a", "jpg_06": None, "txt_06": "b"},
+            "06.txt",
+            "'05.txt', '06.txt' are texts of one sample: TextPreprocessor(fields=('05.txt',)) chooses one",
         ),
-        (
-            {"jpg_a": None, "txt_a": "a", "jpg_b": None, "txt_b": "b"},
-            "a.jpg",
-            "number them: 0.jpg, 0.txt, 1.jpg, 1.txt",
-        ),
+        ({"txt_question": "a", "txt_answer": "b"}, "answer.txt", "rename the files without further dots"),
+        ({"txt": "a", "txt_b": "b"}, "b.txt", "'txt', 'b.txt' are texts of one sample"),
+        ({"caption_a": "a", "caption_b": "b"}, "b.caption", "'a.caption', 'b.caption' are texts of one sample"),
     ],
 )
 def test_bad_samples_name_field_and_reason(fields, field, reason):

@@ -21,7 +21,7 @@ from tars import jpeg, rows, shard, wav, write_tar
 from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER
-from orchdata.loaders.shards.fields import printable, split_name
+from orchdata.loaders.shards.fields import printable, split_at_last_dot, split_name
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.local import LocalFile
 
@@ -121,6 +121,44 @@ def test_joined_archives_are_an_error_and_padding_is_none(tmp_path: Path, name: 
 )
 def test_names(name: str, expected: tuple[str, str] | None) -> None:
     assert split_name(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b.c/22.05.PNG", ("a/b.c/22.05", "png")),
+        ("a.b.json.gz", ("a.b", "json.gz")),
+        ("a.gz", ("a", "gz")),
+        (".hidden", None),
+        ("a/._22.05.png", None),
+        ("__meta__/x.txt", None),
+        ("000", None),
+    ],
+)
+def test_names_at_the_last_dot(name: str, expected: tuple[str, str] | None) -> None:
+    assert split_at_last_dot(name) == expected
+
+
+def test_what_macos_adds_to_a_folder_is_no_member(tmp_path: Path) -> None:
+    members = [(f"p/{dots}{i}.{e}", b"x") for i in range(2) for e in ("bin", "txt") for dots in ("._", "")]
+    path = write_tar(tmp_path / "a.tar", [("./._p", b"x"), ("p/.DS_Store", b"x"), *members, ("p/.hidden", b"x")])
+    found = [(row["key"], row["field"]) for row in rows(path)]
+    assert found == [*((f"p/{i}", e) for i in range(2) for e in ("bin", "txt")), ("p/", "hidden")]
+
+
+def test_names_are_compared_in_nfc(tmp_path: Path) -> None:
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    path = write_tar(tmp_path / "a.tar", [(f"{apart}.bin", b"x"), (f"{composed}.txt", b"x"), ("b.txt", b"x")])
+    assert [(row["sample"], row["key"], row["error"]) for row in rows(path)] == [
+        *((0, apart, None), (0, apart, None)),  # as it is written
+        (1, "b", None),
+    ]
+    path = write_tar(tmp_path / "b.tar", [(f"{apart}.txt", b"x"), (f"{composed}.txt", b"x"), (f"a.{apart}", b"x")])
+    assert [(row["field"], row["error"]) for row in rows(path)] == [
+        ("txt", None),
+        ("txt", f"field 'txt' comes twice in sample {apart!r}"),
+        (composed, None),
+    ]
 
 
 def refusal(row: dict[str, Any], limits: Limits) -> str | None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from map_dataset import Numbers
 from PIL import Image
+from tars import write_tar
 from typer.testing import CliRunner
 
 import orchdata as od
@@ -65,6 +66,33 @@ def delivered(batches: Iterable[od.Batch]) -> list[str]:
 
 def spoil(folder: Path) -> None:
     (folder / "images" / "1" / "6.png").unlink()
+
+
+def test_keys_of_a_tar_end_at_the_last_dot(tmp_path: Path) -> None:
+    members = [(f"22.0{n}.{e}", x) for n in (5, 6) for e, x in (("png", image(n)), ("txt", b"text %d" % n))]
+    url = str(write_tar(tmp_path / "a.tar", members))
+    at_first, at_last = od.ShardDataset(url), od.ShardDataset(url, key="last_dot")
+    with pytest.raises(DataError, match=r"are texts of one sample.*, or pass ShardDataset\(key=\"last_dot\"\)"):
+        od.DataLoader(at_first, batch_size=1)
+    for workers in (0, 1):
+        loader = od.DataLoader(at_last, batch_size=2, num_workers=workers, shuffle=False)
+        assert [key for batch in loader for _, key in batch.sample_ids] == ["22.05", "22.06"]
+    assert pickle.loads(pickle.dumps(at_last))[1].key == "22.06"
+    assert at_first.index().fingerprint != at_last.index().fingerprint
+    (tmp_path / "m.yaml").write_text(json.dumps({"sources": {"a": {"paths": url, "weight": 1, "key": "last_dot"}}}))
+    for given in ([url, "--key", "last_dot"], [str(tmp_path / "m.yaml")]):
+        assert "text 6" in CliRunner().invoke(app, ["show", *given]).stdout
+    assert CliRunner().invoke(app, ["index", url]).exit_code == 1
+    assert CliRunner().invoke(app, ["index", url, "--key", "last_dot"]).exit_code == 0
+    with pytest.raises(ValueError, match="key is 'last_dot', or left out"):
+        od.ShardDataset(url, key="dot")  # type: ignore[arg-type]
+
+
+def test_the_last_dot_is_named_only_where_it_makes_samples_alike(tmp_path: Path) -> None:
+    members = [("0.png", image(0)), ("0.question.txt", b"q"), ("0.answer.txt", b"a")]
+    with pytest.raises(DataError, match="are texts of one sample") as caught:
+        od.DataLoader(od.ShardDataset(write_tar(tmp_path / "a.tar", members)), batch_size=1)
+    assert 'key="last_dot"' not in str(caught.value)
 
 
 def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
