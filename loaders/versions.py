@@ -34,8 +34,8 @@ RULES: Final = {
     "image": 10,
     "audio": 10,
     "video": 10,
-    "text": 11,
-    "chats": 11,
+    "text": 12,
+    "chats": 12,
     "counts": 10,
 }
 """How samples are judged, by topic: a topic is increased by each change after which the same shard, under the same

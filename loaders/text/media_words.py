@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from orchdata.loaders.errors import DecodeError
 
 _NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
-# Square brackets after a name or a bracket index a value in code, and before a round one they are a link. Angle brackets
-# may be around the id of an e-mail's part.
+# Square brackets after a name or a bracket index a value in code, and before a round one they are a link. Angle
+# brackets may be around the id of an e-mail's part.
 _MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|(?<!-I[Dd]: )<{_NAME}>|(?<![\w\])(])\[{_NAME}\](?!\()")
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")

@@ -15,6 +15,7 @@ from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer, fast_tokenizer
 from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.loss_spans import ending_of
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
@@ -203,6 +204,19 @@ class TextPreprocessor:
     def token_id(self, text: str | None) -> int | None:
         """The id of a text that is one token of a fast tokenizer, else None."""
         return self.tokenizer.token_id(text) if isinstance(self.tokenizer, FastTokenizer) and text else None
+
+    @property
+    def ending(self) -> str:
+        """What the template writes after the last answer, without blanks around it."""
+        if isinstance(self.template, JinjaTemplate):
+            return ending_of(self.template)
+        return self.template.after(self.template.loss_roles[-1] if self.template.loss_roles else "").strip()
+
+    def is_ended(self, answer: str) -> bool:
+        """Whether an answer ends with what the template writes after it, or with an added token of a fast tokenizer."""
+        answer = answer.rstrip()
+        added = tuple(self.tokenizer.added.values()) if isinstance(self.tokenizer, FastTokenizer) else ()
+        return bool(self.ending and answer.endswith(self.ending)) or answer.endswith(added)
 
     def is_added_token(self, text: str) -> bool:
         """Whether a fast tokenizer has this text as an added token."""
