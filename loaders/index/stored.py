@@ -25,7 +25,7 @@ from orchdata.loaders.modalities.modality import PartSize, counts_from_header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
-from orchdata.loaders.samples.compose import compose, compose_piece, text_members
+from orchdata.loaders.samples.compose import Composition, compose, compose_piece, composition_of, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.kept import KeptValue, kept_values, key_of
 from orchdata.loaders.samples.members import is_made, uses_of
@@ -232,6 +232,11 @@ class StoredSample:
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
         return pieces[self.piece]
+
+    def composition(self, recipe: Recipe) -> Composition:
+        """Return the sample's text and media in order. Raises DataError or FieldError."""
+        payloads = self.read(recipe, parts=())
+        return composition_of(self.members, payloads, recipe, self._made(recipe, payloads))
 
     def look(self, recipe: Recipe) -> tuple[list[Span], dict[int, PartSize]]:
         """Return the spans of the row, and the size of each part by its member, without reading media. Raises DataError

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -17,10 +15,10 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, named_modality, stem, uses_of
 from orchdata.loaders.samples.values import json_or_text, text_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, says, shown
+from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import Document, is_whole, named_in, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
-from orchdata.loaders.text.media_words import NOT_DECODED
+from orchdata.loaders.text.media_words import NOT_DECODED, holds_mark, is_part, media_marks, words_of_media
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn
@@ -225,9 +223,7 @@ def unplaced(
     """Check media against placeholders. Return the modalities without placeholders: their media come first."""
     marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
     if not marks:
-        leading = [name for name, indices in media.items() if indices]
-        _check_foreign(leading, segments, where, recipe)
-        return leading
+        return [name for name, indices in media.items() if indices]
     for name in sorted(set(marks)):
         mark = recipe.slots[name].mark
         if name not in media:
@@ -247,35 +243,45 @@ def unplaced(
     return [name for name, indices in media.items() if indices and name not in marks]
 
 
-def _check_foreign(names: Sequence[str], segments: Iterable[Segment], where: str, recipe: Recipe) -> None:
-    """Raise FieldError for placeholders of other tools in the text of a sample with media and without placeholders.
+def check_marks(
+    segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, beside_media: bool
+) -> None:
+    """Raise FieldError for a mark of media, of any tool, that is left in the text.
 
-    Left alone are recipes without a mark, whose texts mean what they say, and chat templates that write such words.
+    Left alone are added tokens that stand for no part of media, and `<image>` where the recipe says that it is text.
+
+    Args:
+        said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
     """
-    template = recipe.text.template
-    written = template.source if isinstance(template, JinjaTemplate) else ""
-    patterns = {name: _foreign(name) for name in names if recipe.slots[name].mark}
-    for segment in segments if patterns else ():
-        if isinstance(segment, TextSegment) and "<" in segment.text:
-            for name, pattern in patterns.items():
-                if (found := pattern.search(segment.text)) and not pattern.search(written):
-                    raise FieldError(
-                        where,
-                        f"{shown(found[0])} is not a placeholder of this recipe, and the model would read it as text: "
-                        f"{_way_to_read(name, found[0], recipe)}, or leave it out: without a placeholder, media come "
-                        "first",
-                    )
+    placeholders = recipe.rules.words.slots.values()
+    plain = [f"<{name}>" for name, slot in recipe.slots.items() if not slot.mark]
+    for segment in segments:
+        for mark in media_marks(segment.text, beside_media=beside_media) if isinstance(segment, TextSegment) else ():
+            is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
+            if (
+                is_token
+                or mark in plain
+                or (said is not None and not any(mark in phrase for phrase in phrases(said())))
+            ):
+                continue
+            if (own := dict(recipe.rules.words.marks).get(mark)) is not None:  # next to items that place its parts
+                raise FieldError(where, holds_mark(own, mark))
+            raise FieldError(
+                where,
+                f"{shown(mark)} is no placeholder here, and the model would read it as text: "
+                f'{_way_to_read(mark, recipe)}; leave it out, or TextPreprocessor(marks="keep") keeps it',
+            )
 
 
-def _way_to_read(name: str, mark: str, recipe: Recipe) -> str:
-    written = f"write {recipe.slots[name].mark} for it, in the data or by Recipe(record=...)"
-    is_numbered = any(map(str.isdigit, mark))
-    return written if is_numbered or name not in BUILTINS else f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
-
-
-@lru_cache
-def _foreign(name: str) -> re.Pattern[str]:
-    return re.compile(rf"<\|{name}(?:[ _]?\d+)?\|>|<{name}[ _]?\d+>|<__dj__{name}>", re.IGNORECASE)
+def _way_to_read(mark: str, recipe: Recipe) -> str:
+    name = next((name for name in recipe.modalities if name in words_of_media(mark) and recipe.slots[name].mark), None)
+    if name is None:
+        return "write what it stands for in its place, in the data or by Recipe(record=...)"
+    own = f"<{name}>"
+    if name in BUILTINS and recipe.slots[name].mark == own != mark and not any(map(str.isdigit, mark)):
+        return f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
+    own = own if own in dict(recipe.rules.words.marks) else str(recipe.slots[name].mark)
+    return f"write {own} for it, in the data or by Recipe(record=...)"
 
 
 def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:

@@ -6,6 +6,7 @@ The indexer and the decoder both use this module, so decoding yields what the in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -15,6 +16,7 @@ from orchdata.loaders.samples.agreement import (
     NO_RECORD,
     OWN_LAYOUT,
     check_context,
+    check_marks,
     check_media_order,
     check_named,
     check_named_columns,
@@ -168,6 +170,9 @@ def composition_of(
         raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
     where = members[used[0]].field if used and made is None else "*"
     leading = unplaced(media, segments, where, recipe)
+    if recipe.text.marks == "refuse":
+        said = partial(_said, used, members, texts, recipe, made) if is_chat else None
+        check_marks(segments, said, where, recipe, beside_media=any(media.values()))
     ordered: list[TextSegment | tuple[str, int]] = [
         (modality, member) for modality in leading for member in media[modality]
     ]
@@ -181,6 +186,19 @@ def composition_of(
         else:
             ordered.append(segment)
     return Composition(ordered, used, is_chat, where, items, None if made is None else made.record)
+
+
+def _said(
+    used: Sequence[int],
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+    made: MadeSample | None,
+) -> Any:
+    """Return the values that a chat is from."""
+    if made is not None:
+        return made.record
+    return [json_or_text(members[index], texts[index], recipe) for index in used]
 
 
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:

@@ -246,7 +246,12 @@ def _tokenized(
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
         trained = [at for at in texts if whole[at].is_trained_text]
-        found = recipe.text.count_all([texts[at] for at in trained], recipe.mark_tokens.values()) if trained else ()
+        # An end token of the text's or the tokenizer's own takes the place of the recipe's.
+        without = [
+            *recipe.mark_tokens.values(),
+            *([] if recipe.text.eos_token_id is None else [recipe.text.eos_token_id]),
+        ]
+        found = recipe.text.count_all([texts[at] for at in trained], without) if trained else ()
         counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
     others = [at for at in texts if at not in counts]
     encoded = dict(zip(others, recipe.text.encode_all([texts[at] for at in others]) if others else (), strict=True))

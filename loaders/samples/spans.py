@@ -163,9 +163,21 @@ class _Spans:
         self.spans.append(slot)
         self._leads = self._leads and slot.tokens == 0
 
-    def ends_with_loss(self) -> bool:
+    def end(self, token_id: int | None) -> None:
+        """Add an end token, unless the text or the tokenizer ends with it."""
         last = self.spans[-1] if self.spans else None
-        return isinstance(last, TextSpan) and last.loss
+        if not isinstance(last, TextSpan) or last.token_ids[-1] != token_id:
+            self.special(token_id, isinstance(last, TextSpan) and last.loss)
+
+    def end_answer(self, token_id: int) -> None:
+        """Put the end token after the last token with loss; one that is there without loss gets it."""
+        at = max(at for at, span in enumerate(self.spans) if isinstance(span, TextSpan) and span.loss) + 1
+        after = self.spans[at] if at < len(self.spans) else None
+        rest: list[Span] = []
+        if isinstance(after, TextSpan) and after.first_id == token_id:
+            rest = [after.cut(1, after.num_tokens, leads=False)] if after.num_tokens > 1 else []
+            del self.spans[at]
+        self.spans[at:at] = [TextSpan(np.array([token_id], np.int32), True), *rest]
 
 
 class StretchWriter:
@@ -207,7 +219,7 @@ class StretchWriter:
 
     def close(self) -> list[Span]:
         self._flush()
-        self._spans.special(self._pre.eos_token_id, self._spans.ends_with_loss())
+        self._spans.end(self._pre.eos_token_id)
         return self._spans.spans
 
     def _flush(self) -> None:
@@ -348,8 +360,18 @@ class WholeWriter:
         spans.special(None if self._closed else pre.bos_token_id)
         if encoded is not None:
             self._fill(spans, encoded, self._loss(encoded))
-        spans.special(None if self._closed else pre.eos_token_id, spans.ends_with_loss())
+        self._end(spans)
         return spans.spans
+
+    def _end(self, spans: _Spans) -> None:
+        pre = self._recipe.text
+        if not self._closed:
+            spans.end(pre.eos_token_id)
+        elif pre.eos_token_id is not None and self._trained:
+            start, stop = self._trained[-1]
+            answer, rest = self._text()[start:stop], self._text()[stop:].strip()
+            if rest in ("", pre.ending) and not pre.is_ended(answer):
+                spans.end_answer(pre.eos_token_id)
 
     def window(self, window: Window) -> list[Span]:
         """Return the spans of a piece, tokenized from its own text with some context. They are those of `close`, unless
@@ -371,7 +393,7 @@ class WholeWriter:
         mine = slice(low, low + window.tokens - around)
         spans.special(None if self._closed or not first else pre.bos_token_id)
         self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
-        spans.special(None if self._closed or not last else pre.eos_token_id, spans.ends_with_loss())
+        spans.end(None if self._closed or not last else pre.eos_token_id)
         return spans.spans
 
     def _text(self) -> str:

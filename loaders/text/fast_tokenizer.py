@@ -126,6 +126,11 @@ class FastTokenizer:
         token: int | None = self._running.token_to_id(text)
         return token if token is not None and self(text).count(token) == 1 else None
 
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """Id -> text of its added tokens."""
+        return {token: added.content for token, added in self._running.get_added_tokens_decoder().items()}
+
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._encoding(text, False).ids
         return ids

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -44,10 +44,24 @@ class _Template:
     work: Work
 
     @cached_property
+    def asked(self) -> list[Message]:
+        """A question, of a marker word, after a system prompt where the template wants one."""
+        question = {"role": "user", "content": _like([] if self.listed else "", _BEFORE)}
+        system = {"role": "system", "content": _like([] if self.listed else "", "-")}
+        return [question] if self.rendered([question]) is not None else [system, question]
+
+    @cached_property
+    def answered(self) -> str:
+        """The rendering of the question and an answer, of another marker word; "" if it does not show them."""
+        answer = {"role": TRAINED_ROLE, "content": _like([] if self.listed else "", _ANSWER)}
+        text = self.of([*self.asked, answer])
+        return text if text is not None and _ANSWER in text else ""
+
+    @cached_property
     def tail(self) -> str:
         """`eos_token` if it ends chats without a prompt for an answer, after any role; else ""."""
-        asked = [{"role": "user", "content": _like([] if self.listed else "", _BEFORE)}]
-        eos, plain, prompted = self.template.eos_token, self.rendered(asked), self.rendered(asked, prompt=True)
+        asked, eos = self.asked, self.template.eos_token
+        plain, prompted = self.rendered(asked), self.rendered(asked, prompt=True)
         if not eos or plain is None or prompted is None or not plain.endswith(eos) or prompted.startswith(plain):
             return ""
         return eos if prompted.startswith(plain.removesuffix(eos)) else ""
@@ -55,11 +69,19 @@ class _Template:
     @cached_property
     def around(self) -> tuple[str, str]:
         """The text before an answer, and the text that ends it if it is the last turn."""
-        listed = self.listed
-        asked = {"role": "user", "content": _like([] if listed else "", _BEFORE)}
-        plain, prompted = self.of([asked]) or "", self.of([asked], prompt=True) or ""
-        answered = self.of([asked, {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)}]) or ""
-        return prompted[len(plain) :] if prompted.startswith(plain) else "", answered.rpartition(_ANSWER)[2]
+        plain, prompted = self.of(self.asked) or "", self.of(self.asked, prompt=True) or ""
+        return prompted[len(plain) :] if prompted.startswith(plain) else "", self.answered.rpartition(_ANSWER)[2]
+
+    @cached_property
+    def header(self) -> str | None:
+        """The text before each answer if the prompt for an answer lacks it: "" if blank, None if unknown."""
+        plain = self.of(self.asked)
+        if plain is not None and self.of(self.asked, prompt=True) != plain:
+            return ""
+        if plain is None or not self.answered.startswith(plain):
+            return None
+        header = self.answered[len(plain) :].partition(_ANSWER)[0]
+        return header if header.strip() else ""
 
     def ways(self) -> tuple[_Template, ...]:
         """Templates for stretches: first with one tool and document, as few stretches show them; then with all."""
@@ -136,6 +158,13 @@ def loss_spans(
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
         raise DecodeError("two turns of the assistant are rendered into one another")
     return spans
+
+
+@lru_cache(maxsize=64)
+def ending_of(template: JinjaTemplate) -> str:
+    """Return what a template writes after the last answer, without blanks around it."""
+    templates = (_Template(template, Inputs(), listed, Work()) for listed in (False, True))
+    return next((ending for each in templates if (ending := each.around[1].strip())), "")
 
 
 def _apart(spans: Spans, others: Spans) -> Spans:
@@ -246,7 +275,11 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     if through is None or not text.startswith(through):
         return None
     before = rendering.by.of(messages[:turn], prompt=True)
-    if before is None or not through.startswith(before):
+    header = rendering.by.header
+    if before is None or (header is None and before == rendering.by.of(messages[:turn])):
+        return None
+    before += header or ""
+    if not through.startswith(before):
         return None
     end = through.rstrip()
     said = _last_text(messages[turn])

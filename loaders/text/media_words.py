@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 
 NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"
+_NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
+# Square brackets after a name or a bracket index a value in code, and before a round one they are a link. Angle
+# brackets may be around the id of an e-mail's part.
+_MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|(?<!-I[Dd]: )<{_NAME}>|(?<![\w\])(])\[{_NAME}\](?!\()")
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
+_BARS: Final = ("<|", "<\uff5c")
+_MEDIA: Final = frozenset("image img picture pic photo frame video vid audio speech sound voice wav clip media".split())
+_GROUNDING: Final = frozenset("bbox bboxe box boxe ref object obj region point quad polygon".split())
+_EDGES: Final = frozenset("start end begin bos eos break newline around".split())
+"""Words of tokens that stand before, after or between the parts of media."""
+_CLOSING_TAGS: Final = frozenset(("</audio>", "</object>", "</picture>", "</video>"))
+"""Of HTML."""
 
 
 class MediaWords(NamedTuple):
@@ -45,3 +60,31 @@ def holds_mark(name: str, mark: str | None) -> str:
         f"its text holds {mark}, which stands for a part of {name}: write <{name}>, or an item of type {name!r}, where "
         "one goes, and no mark anywhere else"
     )
+
+
+def media_marks(text: str, *, beside_media: bool) -> Iterator[str]:
+    """Yield the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
+
+    Args:
+        beside_media: whether the sample has media. In others only marks with a number or bars are meant.
+    """
+    if "<" in text or "[" in text:
+        for found in _MARK.finditer(text):
+            mark = found[0]
+            if words_of_media(mark) and (beside_media or mark[:2] in _BARS or _NUMBERED.search(mark)):
+                yield mark
+
+
+@lru_cache(maxsize=4096)
+def words_of_media(mark: str) -> frozenset[str]:
+    """Return the words for media and for places in them in a mark, in the singular."""
+    words = {word.lower().removesuffix("s") for word in _WORD.findall(mark)}
+    if mark.startswith("["):
+        words.discard("ref")  # a citation
+    return frozenset() if mark.lower() in _CLOSING_TAGS else frozenset(words & (_MEDIA | _GROUNDING))
+
+
+def is_part(mark: str) -> bool:
+    """Whether a token with this text stands for a part of media, and not for a place in it or for its start or end."""
+    words = {word.lower() for word in _WORD.findall(mark)}
+    return not words_of_media(mark).isdisjoint(_MEDIA) and words.isdisjoint(_EDGES)

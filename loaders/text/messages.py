@@ -140,18 +140,23 @@ def _same(key: str, known: list[Any] | None, other: list[Any] | None) -> list[An
 
 
 def _listed(key: str, value: Any) -> list[Any] | None:
-    """Return a list, which may be JSON in a string. Raises DecodeError."""
+    """Return a list, which may be JSON in a string, or hold such strings. Raises DecodeError."""
     if not says(value):
         return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise DecodeError(f"{key!r} next to the turns is a string that is no JSON") from None
+    value = _parsed(key, value) if isinstance(value, str) else value
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list):
         raise DecodeError(f"{key!r} next to the turns is a {type(value).__name__}, not a list")
+    if key == "tools":  # a string of documents is a text
+        value = [_parsed(key, one) if isinstance(one, str) else one for one in value]
     return value or None
+
+
+def _parsed(key: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise DecodeError(f"{key!r} next to the turns is a string that is no JSON") from None
 
 
 def chat_of_turns(value: list[Any], template: JinjaTemplate, words: MediaWords) -> Chat:

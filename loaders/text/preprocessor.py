@@ -15,10 +15,12 @@ from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer, fast_tokenizer
 from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.loss_spans import ending_of
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
 Overflow = Literal["error", "truncate", "split"]
+Marks = Literal["refuse", "keep"]
 
 BYTES_ID: Final = "utf-8-bytes"
 _AUTOMATIC: Final = -1
@@ -54,6 +56,8 @@ class TextPreprocessor:
             with a tokenizer. Never carry loss.
         image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
         image_placeholder, audio_placeholder: text that marks where a part goes; "" for no such text.
+        marks: whether a word in brackets that stands for media in the data of some tool (`<image_1>`, `<|video|>`,
+            `<bbox>`) makes a sample bad where it is left in the text ("refuse"), or is text ("keep").
         add_special_tokens: whether plain text gets the tokens that a fast tokenizer puts around every text; they carry
             loss as the text does. For chats the template decides.
         thread_safe: let several threads call the tokenizer at the same time. It is not part of the fingerprint:
@@ -85,6 +89,7 @@ class TextPreprocessor:
     audio_end_id: int | None = None
     image_placeholder: str = "<image>"
     audio_placeholder: str = "<audio>"
+    marks: Marks = "refuse"
     add_special_tokens: bool = True
     thread_safe: bool = False
     fields: tuple[str, ...] = TEXT_FIELDS
@@ -115,6 +120,8 @@ class TextPreprocessor:
             )
         if isinstance(self.fields, str):
             raise ValueError(f"TextPreprocessor.fields must be a tuple of names, got the string {self.fields!r}")
+        if self.marks not in get_args(Marks):
+            raise ValueError(f'TextPreprocessor.marks must be "refuse" or "keep", got {self.marks!r}')
         if self.image_placeholder and self.image_placeholder == self.audio_placeholder:
             raise ValueError(f"image_placeholder and audio_placeholder are both {self.image_placeholder!r}")
         # Resolve the defaults that depend on the tokenizer.
@@ -198,6 +205,23 @@ class TextPreprocessor:
     def token_id(self, text: str | None) -> int | None:
         """The id of a text that is one token of a fast tokenizer, else None."""
         return self.tokenizer.token_id(text) if isinstance(self.tokenizer, FastTokenizer) and text else None
+
+    @property
+    def ending(self) -> str:
+        """What the template writes after the last answer, without blanks around it."""
+        if isinstance(self.template, JinjaTemplate):
+            return ending_of(self.template)
+        return self.template.after(self.template.loss_roles[-1] if self.template.loss_roles else "").strip()
+
+    def is_ended(self, answer: str) -> bool:
+        """Whether an answer ends with what the template writes after it, or with an added token of a fast tokenizer."""
+        answer = answer.rstrip()
+        added = tuple(self.tokenizer.added.values()) if isinstance(self.tokenizer, FastTokenizer) else ()
+        return bool(self.ending and answer.endswith(self.ending)) or answer.endswith(added)
+
+    def is_added_token(self, text: str) -> bool:
+        """Whether a fast tokenizer has this text as an added token."""
+        return isinstance(self.tokenizer, FastTokenizer) and text in self.tokenizer.added.values()
 
     def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[Encoded | DecodeError]:
         """Return the tokens of whole texts, with offsets, or the error of each text that the tokenizer fails for.
@@ -285,6 +309,8 @@ class TextPreprocessor:
         described["template"] = _described(self.template)
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
+        if self.marks != "refuse":
+            described["marks"] = self.marks
         if self.whole:
             described["add_special_tokens"] = self.add_special_tokens
         if self.max_tokens is not None:

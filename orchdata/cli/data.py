@@ -92,7 +92,10 @@ def index(
     Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
+    from orchdata.building.spec import IndexedShards
     from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.shards.open import by_identity
+    from orchdata.unended_chats import warn_of_unended
 
     start = time.perf_counter()
     given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key)
@@ -113,6 +116,15 @@ def index(
     else:
         built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
     own = _open_fields(dataset, built, force=force)
+    warn_of_unended(
+        IndexedShards(
+            index=built,
+            build_id=built.build_id,
+            recipe=dataset.recipe,
+            containers=by_identity(dataset.containers),
+            files=dataset.files,
+        )
+    )
     report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {}) | where
     if as_json:
         print_json(report)

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
+from orchdata.building.spec import SampleContent, ShardContent
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.iterable import prepare_iterable
@@ -21,6 +22,7 @@ from orchdata.notices import warn_once
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.repeatable import warn_unless_repeatable
+from orchdata.unended_chats import warn_of_unended
 
 
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
@@ -59,6 +61,8 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     check_declared_counts(prepared.spec)
     if options.rank.rank == 0:
         warn_unless_repeatable(prepared.spec)
+        if isinstance(prepared.spec.content, ShardContent | SampleContent):
+            warn_of_unended(prepared.spec.content.shards)
     return prepared
 
 

@@ -69,8 +69,8 @@ def recipe(
         variables: what the chat template sees besides turns, as `add_vision_id`.
         ignore_keys: keys of chats that may be lost where the template does not render them.
         date: the day that the chat template takes for today, as in `od.ChatTemplate.from_jinja`.
-        append_eos: whether plain text and completions end with the tokenizer's `eos_token`, and learn it. A processor
-            writes none after them; chats end as their template says.
+        append_eos: whether texts, completions and the last answer of a chat end with the tokenizer's `eos_token`, and
+            learn it, where neither the data nor the template has an end there.
         long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
             "split" into windows.
         video: whether videos are read, as the processor's `video_processor` prepares them, of Qwen2-VL, Qwen2.5-VL and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from itertools import pairwise
@@ -73,3 +74,44 @@ def test_samples_without_loss_are_counted(tmp_path):
     rows = [{"messages": json.dumps([ask, {**answer, "weight": weight}])} for weight in (0, 1, 0)]
     dataset = od.ShardDataset(write(tmp_path / "masked.parquet", rows), recipe=recipe_of(CHATML))
     assert dataset.index().totals["without_loss"] == 2
+
+
+LLAVA = (
+    "{% for m in messages %}{{ m.role.upper() }}: {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+OUTSIDE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n{% endfor %}"
+GLM = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "warns"),
+    [
+        (LLAVA, "A cat.", True),
+        (OUTSIDE, "A cat.", True),
+        (GLM, "A cat.", True),
+        (GLM, "A cat.<|im_end|>", False),
+        (CHATML, "A cat.", False),
+        (untagged(CHATML), "A cat.", False),
+        (LLAVA.replace("{{ m.content }} ", "{{ m.content }}; "), "A cat.", False),
+    ],
+)
+def test_chats_that_never_learn_to_stop_are_said_and_an_end_token_is_appended_where_asked(
+    tmp_path, template, answer, warns, recwarn
+):
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": answer}]
+    path = write(tmp_path / f"{hash(template + answer)}.parquet", [{"messages": json.dumps(chat * 2)}] * 3)
+    plain = recipe_of(template)
+    end = hf_tokenizer(template).convert_tokens_to_ids("<|im_end|>")
+    (ids, loss), *_ = arrived(path, plain).values()
+    assert any("never learn to stop" in str(each.message) for each in recwarn) == warns
+    recwarn.clear()
+    ended = dataclasses.replace(plain, text=dataclasses.replace(plain.text, eos_token_id=end))
+    (ended_ids, ended_loss), *_ = arrived(path, ended).values()
+    assert not any("never learn to stop" in str(each.message) for each in recwarn)
+    last = len(loss) - 1 - loss[::-1].index(1)
+    if not warns:
+        assert (ended_ids, ended_loss) == (ids, loss)
+    else:
+        assert ended_loss == [*loss[: last + 1], 1, *loss[last + 1 :]][: len(ended_ids)]
+        assert ended_ids[: last + 2] == [*ids[: last + 1], end] and ended_ids[last + 2 :].count(end) == 0

@@ -60,7 +60,7 @@ orchdata: engines
 orchdata: delivery measuring
 orchdata: loop
 orchdata: caching
-orchdata: trainers repeatable declared_counts
+orchdata: trainers repeatable declared_counts unended_chats
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps

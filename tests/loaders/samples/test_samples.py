@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import io
 import json
 from pathlib import Path
@@ -101,8 +102,8 @@ USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assi
         ({"txt": "yes", "jsonl": '{"a": 1}\n{"a": 2}'}, ["yes!"]),
         ({"gz_txt": "gunzipped by the reader"}, ["gunzipped by the reader!"]),
         # Words in angle brackets that are no placeholders of anyone.
-        ({"txt": "<img> is a <video> tag of <image_1>"}, ["<img> is a <video> tag of <image_1>!"]),
-        ({"jpg": None, "txt": "<picture> tags"}, ["<jpg>", "<picture> tags!"]),
+        ({"txt": "<img> is a <video> tag of <i1>"}, ["<img> is a <video> tag of <i1>!"]),
+        ({"jpg": None, "txt": "<p> (image_1) </picture>"}, ["<jpg>", "<p> (image_1) </picture>!"]),
         # Several media under one text, or under one of several JSON members.
         ({"jpg_0": None, "jpg_1": None, "txt_1": "a"}, ["<0.jpg>", "<1.jpg>", "a!"]),
         (
@@ -135,14 +136,14 @@ def test_qwen_content_lists_say_themselves_where_media_go():
             "role": "user",
             "content": [
                 {"type": "image", "image": "file:///etc/passwd"},
-                {"type": "text", "text": "the mark <image> is text here"},
+                {"type": "text", "text": "the mark (image) is text here"},
                 {"type": "audio", "audio": "x.wav"},
             ],
         },
         {"role": "assistant", "content": [{"type": "text", "text": "ok"}]},
     ]
     spans = shown(*sample(wav=None, jpg=None, json={"messages": turns}))
-    assert spans == ["[user]", "<jpg>", "the mark <image> is text here", "<wav>", ";[assistant]", "ok;!"]
+    assert spans == ["[user]", "<jpg>", "the mark (image) is text here", "<wav>", ";[assistant]", "ok;!"]
 
 
 @pytest.mark.parametrize(
@@ -166,11 +167,11 @@ def test_qwen_content_lists_say_themselves_where_media_go():
         ({"json": {"width": 3}}, "*", "no usable field among: json"),
         ({"txt": ""}, "txt", "no tokens"),
         # Placeholders of other tools.
-        ({"txt": "see <image_1>", "jpg": None}, "txt", "'<image_1>' is not a placeholder of this recipe"),
-        ({"txt": "see <|image_1|>", "jpg": None}, "txt", "'<|image_1|>' is not a placeholder of this recipe"),
+        ({"txt": "see <image_1>", "jpg": None}, "txt", "'<image_1>' is no placeholder here"),
+        ({"txt": "see <|image_1|>", "jpg": None}, "txt", "'<|image_1|>' is no placeholder here"),
         ({"txt": "see <image 1>", "jpg": None}, "txt", "write <image> for it"),
-        ({"txt": "<__dj__audio> hear", "wav": None}, "txt", "'<__dj__audio>' is not a placeholder of this recipe"),
-        ({"json": [{"role": "user", "content": "<|image|> hi"}], "jpg": None}, "json", "not a placeholder of this"),
+        ({"txt": "<__dj__audio> hear", "wav": None}, "txt", "'<__dj__audio>' is no placeholder here"),
+        ({"json": [{"role": "user", "content": "<|image|> hi"}], "jpg": None}, "json", "no placeholder here"),
         # Files whose names have dots: 22.05.jpg and 22.06.jpg have the key 22.
         (
             {"jpg_05": None, "txt_05": "a", "jpg_06": None, "txt_06": "b"},
@@ -400,3 +401,41 @@ def rng_clip() -> bytes:
 def test_a_sample_is_not_a_mapping_and_says_where_to_look():
     with pytest.raises(TypeError, match=r"no \['image'\]: sample\.parts .* sample\.fields"):
         Sample(shard="a.tar", key="k", parts=())["image"]
+
+
+MARKS = ["<image_1>", "<Image 2>", "[IMG_3]", "<|video|>", "<|audio-4|>", "<frame7>", "<bbox_1>"]
+BESIDE_MEDIA = ["<bbox>", "<ref-object>", "[PHOTO]", "<ImageHere>", "<__dj__image>", "<speech>", "</img>", "[boxes]"]
+WORDS = ["(image 1)", "</object>", "</audio>", "<p>", "<i1>", "[1]", "a[image1]", "[image](u)", "<a img>", "<Imagine>"]
+
+
+@pytest.mark.parametrize("mark", [*MARKS, *BESIDE_MEDIA, *WORDS])
+def test_a_mark_of_any_tool_that_is_left_in_a_text_makes_its_sample_bad(mark):
+    ask = [{"role": "user", "content": f"see {mark} here"}, {"role": "assistant", "content": f"a {mark}"}]
+    for fields in ({"txt": f"see {mark} here"}, {"json": ask}, {"json": {"text": mark}}):
+        for media, marks in (({"jpg": None}, MARKS + BESIDE_MEDIA), ({}, MARKS)):
+            given = sample(**fields, **media)
+            if mark in marks:
+                with pytest.raises(FieldError, match="is no placeholder here"):
+                    composed(*given)
+            else:
+                composed(*given)
+            assert composed(*given, Recipe(text=TextPreprocessor(template=PLAIN, marks="keep")))
+
+
+def check_no_marks(text: str) -> None:
+    composed(*sample(txt=text), Recipe(text=TextPreprocessor(image_placeholder="", audio_placeholder="")))
+
+
+def test_texts_of_other_subjects_have_no_marks(fixtures_dir):
+    for name in ("email", "idlelib", "xml", "html"):
+        for path in (Path(email.__file__).parents[1] / name).rglob("*.[pht]*"):
+            check_no_marks(path.read_text(errors="replace"))
+    for path in (fixtures_dir / "text").rglob("*.json*"):
+        check_no_marks(path.read_text())
+
+
+@pytest.mark.slow
+def test_the_standard_library_has_no_marks():
+    for path in Path(email.__file__).parents[1].rglob("*"):
+        if path.suffix in (".py", ".txt", ".rst", ".html") and "site-packages" not in path.parts:
+            check_no_marks(path.read_text(errors="replace"))

@@ -437,14 +437,14 @@ def test_media_named_in_another_order_than_their_fields_are_refused():
 
 
 def test_marks_are_followed_where_only_media_of_another_kind_have_items():
-    content = [{"type": "image"}, {"type": "text", "text": "Look at <image>, hear <audio> and say."}]
+    content = [{"type": "image"}, {"type": "text", "text": "Look at it, hear <audio> and say."}]
     members = [Member("jpg", IMAGE, (56, 56), size=9), Member("wav", AUDIO, header=(16_000, 16_000), size=9)]
     payload = json.dumps([{"role": "user", "content": content}, ANSWER]).encode()
     spans = compose(
         [*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE, lambda *_: PartSize(4, 1, 4)
     )
     slots = [span.modality if isinstance(span, MediaSlot) else bytes(span.token_ids.tolist()) for span in spans]
-    assert slots == [b"[user]", "image", b"Look at <image>, hear ", "audio", b" and say.;[assistant]", b"It rains.;"]
+    assert slots == [b"[user]", "image", b"Look at it, hear ", "audio", b" and say.;[assistant]", b"It rains.;"]
 
 
 def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():

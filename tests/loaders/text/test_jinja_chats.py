@@ -225,6 +225,24 @@ def test_sharegpt_with_tools_is_openai_with_tools():
     assert expected == reference(hf_tokenizer(), tagged, openai()["messages"], tools=[TOOL])
 
 
+def test_tools_may_each_be_json_in_a_string():
+    recipe, chat = recipe_of(QWEN3), openai()["messages"]
+    whole = composed(recipe, {"messages": chat, "tools": [TOOL, TOOL]})
+    for tools in ([json.dumps(TOOL)] * 2, [TOOL, json.dumps(TOOL)]):
+        assert composed(recipe, {"messages": chat, "tools": tools}) == whole
+    with pytest.raises(FieldError, match="no JSON"):
+        composed(recipe, {"messages": chat, "tools": ["get_weather(city)"]})
+
+
+def test_the_header_of_an_answer_is_not_learned_where_the_template_has_no_prompt_for_an_answer():
+    turn = "### {{ 'Response' if m.role == 'assistant' else m.role }}:\n{{ m.content }}"
+    body = "{% for m in messages %}" + turn + "{{ '</s>' if m.role == 'assistant' else '' }}\n\n{% endfor %}"
+    system_first = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    chat = [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, {**ANSWER, "content": "Response:"}]
+    for template in (body, system_first + body, body + "{% if add_generation_prompt %}### Response:\n{% endif %}"):
+        assert decoded(recipe_of(template), chat)[1] == "It rains.</s>Response:</s>"
+
+
 def test_alpaca_records_are_chats():
     recipe = recipe_of(untagged(CHATML))
     record = {

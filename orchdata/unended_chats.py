@@ -1,0 +1,76 @@
+"""A warning where chats never learn to stop: nothing after their last answer carries loss."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Final
+
+from orchdata.building.spec import IndexedShards
+from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.samples.compose import Composition
+from orchdata.loaders.samples.members import uses_of
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.text.template import TextSegment
+from orchdata.notices import warn_once
+
+_CHATS: Final = 100
+_OTHERS: Final = 20
+"""Samples that are no chats, after which no more are read."""
+
+
+def warn_of_unended(shards: IndexedShards) -> None:
+    """Render the first chats, of each source of a mixture, and warn if none of them learns an end token or end mark."""
+    index = shards.index
+    starts = index.first_rows if isinstance(index, JoinedIndex) else [0, index.num_rows]
+    opened = shards.open()
+    try:
+        for start, stop in pairwise(starts):
+            if chats := _unended(shards, opened, int(start), int(stop)):
+                warn_once(
+                    f"unended chats of {index.fingerprint} from {start}",
+                    f"chats never learn to stop: of the first {chats} none has an end token or a text of its template "
+                    "with loss after its last answer. TextPreprocessor(eos_token_id=...), or append_eos=True of "
+                    "od.hf.recipe, appends the end token; or take a template that writes one, inside of its "
+                    "{% generation %} where it has that: docs/text.md",
+                )
+    finally:
+        opened.close()
+
+
+def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -> int:
+    """Return the number of chats that were rendered; 0 if one of them learns to stop."""
+    chats = others = 0
+    bad = shards.index.bad_rows()
+    for row in range(start, stop):
+        recipe = shards.recipe_of(row)
+        if chats == _CHATS or others == _OTHERS or recipe.text.eos_token_id is not None:
+            break
+        place = bad.searchsorted(row)
+        if place < len(bad) and bad[place] == row:
+            continue
+        sample = StoredSample(shards.index, opened, row)
+        uses = uses_of(sample.members, recipe)
+        answer = None
+        try:
+            if uses.json or uses.other_text or recipe.record is not None:
+                answer = _last_answer(sample.composition(recipe))
+        except (DataError, FieldError):
+            continue  # it is reported when it is loaded
+        if answer is None:
+            others += 1
+        elif recipe.text.is_ended(answer):
+            return 0
+        else:
+            chats += 1
+    return chats
+
+
+def _last_answer(composition: Composition) -> str | None:
+    """Return the text with loss at the end of a chat; None for other samples, and chats without loss."""
+    if not composition.is_chat:
+        return None
+    runs = groupby(composition.segments, lambda each: isinstance(each, TextSegment) and each.loss)
+    trained = ["".join(each.text for each in run if isinstance(each, TextSegment)) for loss, run in runs if loss]
+    return trained[-1] if trained else None
