@@ -44,6 +44,10 @@ IndexFieldsOption = Annotated[
     list[str] | None,
     typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
 ]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", metavar="NAME", help="A field, not read, to say no more of; repeatable."),
+]
 StorageOptionsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -110,6 +114,7 @@ class DataOptions(NamedTuple):
     index_fields: tuple[str, ...]
     storage_options: Mapping[str, str] | None = None
     index_store: str | None = None
+    ignore: tuple[str, ...] = ()
 
     @classmethod
     def parsed(
@@ -120,6 +125,7 @@ class DataOptions(NamedTuple):
         index_field: Sequence[str] | None,
         storage_options: Sequence[str] | None,
         index_store: str | None,
+        ignore: Sequence[str] | None = None,
     ) -> DataOptions:
         """Return the options as a command was given them. Raises ValueError for what they cannot be."""
         return cls(
@@ -129,6 +135,7 @@ class DataOptions(NamedTuple):
             tuple(index_field or ()),
             storage_options_of(storage_options),
             index_store,
+            tuple(ignore or ()),
         )
 
     @property
