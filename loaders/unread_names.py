@@ -27,11 +27,13 @@ INDEX_NAMES: Final = 1024
 UNREAD_SHAPE: Final = {"names": {str: COUNT}, "others": COUNT}
 """The shape of `UnreadNames.totals`, see `storage.shared.values`."""
 _FORGOTTEN_AT: Final = 4
+_MOST_SETS: Final = 1024
 _LEVELS: Final = 4
 _MOST_KEYS: Final = 64
 """The keys of an object with more of them are data, not names."""
 _MOST_ITEMS: Final = 256
 _CHARACTERS: Final = 80
+_FLAT: Final = frozenset((str, int, float, bool))
 _EMPTY: Final = (b"", b"null", b"[]", b"{}", b'""')
 _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
 _ITEM_KEYS: Final = ("type", "text", "path", "url", "base64", "bytes", "data", "index", "source")
@@ -52,25 +54,27 @@ class UnreadNames:
 
     def __init__(self, most: int = SHARD_NAMES) -> None:
         self._most = most
+        self._sets: dict[tuple[str, ...], list[Any]] = {}  # names of a sample -> [samples since `_forget`, numbers]
         self._known: dict[str, list[int]] = {}  # name -> [its number, count]
         self._given = 0
         self._others = 0
 
-    def add(self, names: Iterable[str], others: int = 0, *, count: int = 1) -> list[int]:
+    def add(self, names: tuple[str, ...], others: int = 0, *, count: int = 1) -> list[int]:
         """Count names of `count` samples, and others that are not known by name. Return the number of each name; a name
         that was forgotten in between gets another one.
         """
-        numbers = []
-        for name in names:
-            known = self._known.get(name)
-            if known is None:
-                known = self._known[name] = [self._given, 0]
-                self._given += 1
-            known[1] += count
-            numbers.append(known[0])
         self._others += others
-        if len(self._known) > _FORGOTTEN_AT * self._most:
-            self._forget()
+        found = self._sets.get(names)  # most samples have the names of others
+        if found is None:
+            if len(self._known) > _FORGOTTEN_AT * self._most or len(self._sets) > _MOST_SETS:
+                self._forget()
+            for name in names:
+                if name not in self._known:
+                    self._known[name] = [self._given, 0]
+                    self._given += 1
+            found = self._sets[names] = [0, [self._known[name][0] for name in names]]
+        found[0] += count
+        numbers: list[int] = found[1]
         return numbers
 
     def numbers(self) -> dict[str, int]:
@@ -84,6 +88,10 @@ class UnreadNames:
         return {"names": {name: count for name, (_, count) in self._known.items()}, "others": self._others}
 
     def _forget(self) -> None:
+        for names, (count, _) in self._sets.items():
+            for name in names:
+                self._known[name][1] += count
+        self._sets = {}
         ordered = sorted(self._known.items(), key=lambda each: (-each[1][1], each[1][0]))
         self._known = dict(ordered[: self._most])
         self._others += sum(count for _, (_, count) in ordered[self._most :])
@@ -128,19 +136,24 @@ def names_of_record(
         has: modalities of the sample's media: what names them is read.
     """
     found: dict[str, None] = {}
+    is_chat = document is not None and document.is_chat
     if not isinstance(record, dict):
-        if document is not None and document.is_chat:
+        if is_chat:
             _add_turns(f"{name}[]", record, rules, found)
         else:
             _add(name, record, found)
-    elif document is not None and document.is_chat and _turns_of(record) is None and _is_turn(record):
+    elif is_chat and any(map(record.get, _ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
         _add_turns("", [record], rules, found)
     else:
         mine = () if document is None else _keys_read(record, document, rules)
-        media = [key for key, modality in rules.words.records.items() if modality in has and key in record]
-        for key, its_name in _others(tuple(record), (*_KEYS, *mine, *media, *read)):
-            _add(its_name, record[key], found)
-        if document is not None and document.is_chat:
+        media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
+        keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read))
+        values = [record[key] for key in keys]
+        if not is_chat and _FLAT.issuperset(map(type, values)) and "" not in values:
+            return names
+        for its_name, value in zip(names, values, strict=True):
+            _add(its_name, value, found)
+        if is_chat:
             for key in (*CHAT_KEYS, *_PAIR):
                 if key in mine:
                     _add_turns(f"{key}[]", _listed(record[key]), rules, found)
@@ -155,15 +168,6 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else ()
 
 
-def _turns_of(record: Mapping[str, Any]) -> str | None:
-    """Return the first key with the turns of a record."""
-    return next((key for key in CHAT_KEYS if isinstance(record.get(key), list) and record[key]), None)
-
-
-def _is_turn(record: Mapping[str, Any]) -> bool:
-    return any(record.get(key) is not None for key in _ROLE_KEYS)
-
-
 def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> list[str]:
     """Return the keys of a record that its document was made of."""
     if document.completion is not None:
@@ -173,19 +177,27 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
     if not document.is_chat:
         return []
     template = rules.template
-    ignored = template.ignore_keys if isinstance(template, JinjaTemplate) else ()
-    systems = [key for key in SYSTEM if says(record.get(key))][1:]  # the first one is read
     is_jinja = isinstance(template, JinjaTemplate)
-    context = [
-        key
-        for key, value in record.items()
-        if key in ignored or (is_chat_context(key) and says(value) and (is_jinja or not is_flag(value)))
-    ]
-    read = [key for key in context if key not in (REJECTED, *systems)]
-    if _turns_of(record) is not None:
-        return [*read, *(key for key in CHAT_KEYS if isinstance(record.get(key), list))]
-    pair = _ALPACA if all(isinstance(record.get(key), str) for key in _ALPACA) else _PAIR
-    return [*read, *pair, *(("input", "history") if pair is _ALPACA else ())]
+    ignored = template.ignore_keys if isinstance(template, JinjaTemplate) else ()
+    read = [key for key in CHAT_KEYS if isinstance(record.get(key), list)]
+    if not any(record[key] for key in read):
+        is_alpaca = all(isinstance(record.get(key), str) for key in _ALPACA)
+        read += (*_ALPACA, "input", "history") if is_alpaca else _PAIR
+    context = _context(tuple(record), ignored)
+    systems = (
+        [key for key in SYSTEM if key in context and says(record[key])][1:] if context else ()
+    )  # the first is read
+    for key in context:
+        is_said = says(record[key]) and (is_jinja or not is_flag(record[key]))
+        if key in ignored or (is_said and key != REJECTED and key not in systems):
+            read.append(key)
+    return read
+
+
+@lru_cache(maxsize=256)
+def _context(keys: tuple[str, ...], ignored: tuple[str, ...]) -> list[str]:
+    """Return the keys that belong to a conversation, or that its template may lose."""
+    return [key for key in keys if key in ignored or is_chat_context(key)]
 
 
 def _is_in(value: Any, texts: Sequence[str]) -> bool:
@@ -193,9 +205,10 @@ def _is_in(value: Any, texts: Sequence[str]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _others(keys: tuple[str, ...], read: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the keys that are not read, each with its name."""
-    return [(key, _short(key)) for key in keys if key not in read]
+def _others(keys: tuple[str, ...], read: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the keys that are not read, and their names."""
+    others = [key for key in keys if key not in read]
+    return others, tuple(map(_short, others))
 
 
 def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> None:
@@ -205,7 +218,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
     if isinstance(template, JinjaTemplate):
         named = (template.source, template.tool_source or "", *template.ignore_keys)
     for turn in turns:
-        if not isinstance(turn, dict):
+        if not isinstance(turn, dict) or (len(turn) == 2 and isinstance(turn.get("content", turn.get("value")), str)):
             continue
         for key, its_name in _others_of_turn(tuple(turn), name, named):
             if not speaks(key, turn[key], rules.words.records):
@@ -221,9 +234,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
 def _others_of_turn(keys: tuple[str, ...], name: str, named: tuple[str, ...]) -> list[tuple[str, str]]:
     own = (*_ROLE_KEYS, *CONTENT_KEYS)
     return [
-        (key, _short(_below(name, key)))
-        for key in keys
-        if key not in own and not is_loss_flag(key) and not _names(named, key)
+        (key, _below(name, key)) for key in keys if key not in own and not is_loss_flag(key) and not _names(named, key)
     ]
 
 
@@ -238,7 +249,7 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
     for key, value in item.items():
         is_checked = is_part_of_media(key) if modality else bool(named) and (_names(named, key) or says(value))
         if key not in words.items and key not in _ITEM_KEYS and not is_checked:
-            _add(_short(_below(name, key)), value, found)
+            _add(_below(name, key), value, found)
 
 
 @lru_cache(maxsize=1024)
@@ -265,11 +276,12 @@ def _add_below(name: str, value: list[Any] | dict[str, Any], found: dict[str, No
                 _add_below(f"{name}[]", item, found, levels - isinstance(item, list))
     elif len(value) <= _MOST_KEYS:
         for key, item in value.items():
-            _add(_short(_below(name, key)), item, found, levels - 1)
+            _add(_below(name, key), item, found, levels - 1)
 
 
+@lru_cache(maxsize=4096)
 def _below(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
+    return _short(f"{name}.{key}" if name else key)
 
 
 def _short(name: str) -> str:

@@ -201,13 +201,18 @@ def unread_in(
     Args:
         payloads: of the members that were read.
     """
+    if len(members) == len(composition.texts) == 1 and not composition.records:
+        return ()
     found: dict[str, None] = {}
     parts = composition.parts
     has = {modality for modality, _ in parts}
     for at, value, document in composition.records:
         name = "" if at is None else name_of_member(members[at].field)
         read = _keys_about_media(value, parts, members)
-        found |= dict.fromkeys(names_of_record(value, document, recipe.rules, name, read, has))
+        names = names_of_record(value, document, recipe.rules, name, read, has)
+        if len(members) == 1:
+            return names
+        found |= dict.fromkeys(names)
     used = {*composition.texts, *(member for _, member in parts), *(each.member for each in composition.records)}
     for index, member in enumerate(members):
         if index in used and not (composition.is_chat and member.field.startswith(REJECTED)):
@@ -226,7 +231,7 @@ def unread_in(
 
 def _keys_about_media(record: Any, parts: Sequence[tuple[str, int]], members: Sequence[Member]) -> list[str]:
     """Return the keys of a record of a file of records that are read with the media that it names."""
-    named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
+    named = {name for name, member in parts if members[member].field.partition(".")[0] == name} if parts else set()
     if not named or not isinstance(record, dict):
         return []
     read = [key for key in record if FILE_NAMES.fullmatch(key)] if named.isdisjoint(record) else []

@@ -164,7 +164,9 @@ def prepare(
     composition = composition_of(members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     declared = declared_counts(members, payloads, recipe)
-    return Prepared(composition, sizes, declared, unread_in(composition, members, payloads, recipe))
+    unread = unread_in(composition, members, payloads, recipe)
+    # Without the values of its records: many objects at a time would slow the garbage collector.
+    return Prepared(Composition(*composition[:-1]), sizes, declared, unread)
 
 
 def part_sizes(

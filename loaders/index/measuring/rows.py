@@ -88,14 +88,15 @@ class CostRows:
         else:
             self.add(sample, outcome)
             if text is not None and (text.unread or text.others):
-                self.unread.add(self._not_kept(text.unread), text.others)
+                self.unread.add(tuple(self._not_kept(text.unread)) if self._asked else text.unread, text.others)
 
     def _not_kept(self, names: tuple[str, ...]) -> Iterator[str]:
         """Yield the names of what the recipe neither keeps nor counts, with all below it."""
         asked: set[str] = set()
         for name in names:
-            parents = above(name) if self._asked else [name]
-            if asked.isdisjoint(parents) and not any(is_kept_as(name, each) for each in self._asked if "[" not in name):
+            if asked.isdisjoint(above(name)) and not any(
+                is_kept_as(name, each) for each in self._asked if "[" not in name
+            ):
                 yield name
             else:
                 asked.add(name)
