@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
+from pathlib import Path
 
+from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.unread_names import SHARD_NAMES, UnreadNames, above, names_of_record, sum_unread
 
 RULES = Recipe().rules
+LAYOUTS = Path(__file__).parents[2] / "docs" / "layouts.md"
+
+
+def test_the_docs_list_the_names_of_which_the_warning_is_silent() -> None:
+    listed = LAYOUTS.read_text().partition("compared whole:")[2].partition("###")[0]
+    assert {*re.findall("`(.+?)`", listed)} == HARMLESS
 
 
 def test_frequent_names_are_counted_exactly_in_memory_that_does_not_grow_with_names() -> None:
