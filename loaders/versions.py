@@ -7,16 +7,16 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-FACTS_FORMAT = 4
+FACTS_FORMAT = 5
 """Layout of facts files: their head and their table."""
 
-TEXTS_FORMAT = 1
+TEXTS_FORMAT = 2
 """Layout of files with the counts of a shard's texts."""
 
 SIZES_FORMAT = 1
 """Layout of files with the sizes of a shard's parts that a modality counts from their bytes."""
 
-COSTS_FORMAT = 5
+COSTS_FORMAT = 6
 """Layout of cost tables."""
 
 TABLE_FORMAT = 4

@@ -31,6 +31,7 @@ from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.agreement import LAST_DOT, SEVERAL_TEXTS
 from orchdata.loaders.samples.measure import parts_to_read, texts_to_read
 from orchdata.loaders.samples.members import Member
@@ -43,6 +44,7 @@ from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.unread_names import name_of_member
 from orchdata.loaders.versions import COSTS_FORMAT
 
 if TYPE_CHECKING:
@@ -251,12 +253,16 @@ def cost_shard(
                 if isinstance(outcome, tuple) and outcome[1].endswith(SEVERAL_TEXTS):
                     way_out = _way_out_of_dots(scanned.table) if way_out is None else way_out
                     outcome = outcome[0], outcome[1] + way_out
-                rows.put(sample, outcome)
+                rows.put(sample, outcome, text)
                 if new is not None:
                     new.put(sample, text, sizes)
     columns = rows.columns()
     fields = list(rows.field_numbers)
-    totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}, facts.meta.unread)
+    unscanned = _unscanned(facts)
+    for name, count in unscanned.items():
+        if count and name != LEFT_OUT:
+            rows.unread.add((name_of_member(name),), count=count)
+    totals = summarize(columns, recipe.kinds, {**unscanned, **rows.ignored}, rows.unread.totals())
     return ShardCosts(columns, fields, totals, recipe.kinds, row_marks(scanned, columns))
 
 

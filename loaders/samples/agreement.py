@@ -145,7 +145,7 @@ def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
 
 def edges_of(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Return the indices of columns, and of fields of containers, that may name a stretch of the sample's clip."""
-    if not any(_has_length(name, recipe) for name, media in uses_of(members, recipe).media.items() if media):
+    if not any(has_length(name, recipe) for name, media in uses_of(members, recipe).media.items() if media):
         return []
     return [index for index, member in enumerate(members) if is_edge(bare_name(member.field), or_length=True)]
 
@@ -168,7 +168,7 @@ def check_whole(
     media: dict[str, list[int]] = {}
     for name, index in parts:
         media.setdefault(name, []).append(index)
-    has_clips = any(_has_length(name, recipe) for name in media)
+    has_clips = any(has_length(name, recipe) for name in media)
     if not has_clips and not any(items.values()):
         return
     records = [] if not has_clips else [record] if record is not None else [*_records(members, texts)]
@@ -213,7 +213,7 @@ def _records(members: Sequence[Member], texts: Mapping[int, bytes | memoryview])
     yield row
 
 
-def _has_length(name: str, recipe: Recipe) -> bool:
+def has_length(name: str, recipe: Recipe) -> bool:
     return type(recipe.modalities[name]).seconds is not Modality.seconds
 
 

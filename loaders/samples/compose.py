@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.field_names import VALUE
+from orchdata.loaders.modalities.modality import outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.samples.agreement import (
@@ -23,6 +25,7 @@ from orchdata.loaders.samples.agreement import (
     check_one_text,
     check_unfit,
     check_unread,
+    has_length,
     unplaced,
 )
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
@@ -38,13 +41,14 @@ from orchdata.loaders.samples.spans import (
     Window,
 )
 from orchdata.loaders.samples.values import check_text, json_or_text, text_of
+from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
+from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     Document,
     document_of,
     document_of_fields,
     parse_json,
-    read_document,
     split_placeholders,
     why_unread,
 )
@@ -53,6 +57,7 @@ from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
 from orchdata.loaders.text.rendering.render import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
 from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
 __all__ = [
     "Composition",
@@ -69,6 +74,7 @@ __all__ = [
 _SHOWN_KEYS = 8
 _MARK_BYTES = 16
 """A text of more bytes is no placeholder alone."""
+_UNKNOWN = b"not read"
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -116,6 +122,19 @@ def compose_piece(
     return writer.window(window)
 
 
+class ReadRecord(NamedTuple):
+    """A JSON value of a sample, and what its text was read from it.
+
+    Attributes:
+        member: index of the member that it is; None for a record of several members, or of the user's function.
+        document: None if no text is from it.
+    """
+
+    member: int | None
+    value: Any
+    document: Document | None
+
+
 class Composition(NamedTuple):
     """A sample's text and media in order.
 
@@ -126,6 +145,7 @@ class Composition(NamedTuple):
         where: field that errors of its text name.
         items: index of a member -> what an item of a turn says about it.
         record: made by the user's function.
+        records: JSON in the sample.
     """
 
     segments: Sequence[TextSegment | tuple[str, int]]
@@ -134,6 +154,7 @@ class Composition(NamedTuple):
     where: str
     items: Mapping[int, Mapping[str, Any]] = {}
     record: Mapping[str, Any] | None = None
+    records: Sequence[ReadRecord] = ()
 
     @property
     def parts(self) -> list[tuple[str, int]]:
@@ -161,10 +182,10 @@ def composition_of(
     if made is None and is_made(members, recipe):
         made = made_sample(members, uses, texts, recipe)
     if made is not None:
-        uses, segments, is_chat = _made_segments(made, members, uses, texts, recipe)
-        used = list(range(len(members)))
+        uses, segments, is_chat, record = _made_segments(made, members, uses, texts, recipe)
+        used, records = list(range(len(members))), [record]
     else:
-        used, segments, is_chat = _segments(members, uses, texts, recipe)
+        used, segments, is_chat, records = _segments(members, uses, texts, recipe)
     media = uses.media
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
@@ -185,7 +206,7 @@ def composition_of(
             items[index] = segment.about
         else:
             ordered.append(segment)
-    return Composition(ordered, used, is_chat, where, items, None if made is None else made.record)
+    return Composition(ordered, used, is_chat, where, items, None if made is None else made.record, records)
 
 
 def _said(
@@ -201,6 +222,57 @@ def _said(
     return [json_or_text(members[index], texts[index], recipe) for index in used]
 
 
+def unread_in(
+    composition: Composition, members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> tuple[str, ...]:
+    """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON.
+
+    What `Recipe.keep` or a count needs is among them.
+
+    Args:
+        payloads: of the members that were read.
+    """
+    if len(members) == len(composition.texts) == 1 and not composition.records:
+        return ()
+    found: dict[str, None] = {}
+    parts = composition.parts
+    has = {modality for modality, _ in parts}
+    for at, value, document in composition.records:
+        name = "" if at is None else name_of_member(members[at].field)
+        read = _keys_about_media(value, parts, members, recipe)
+        names = names_of_record(value, document, recipe.rules, name, read, has)
+        if len(members) == 1:
+            return names
+        found |= dict.fromkeys(names)
+    used = {*composition.texts, *(member for _, member in parts), *(each.member for each in composition.records)}
+    for index, member in enumerate(members):
+        if index in used and not (composition.is_chat and member.field.startswith(REJECTED)):
+            continue
+        name = name_of_member(member.field)
+        if not member.size or member.field.endswith(VALUE) or outer_of(member.field)[1]:
+            continue
+        if recipe.rules.words.records.get(name) in has or f"{name}s" in found:  # checked, or named by a key
+            continue
+        if (member.size <= 2 and member.field.endswith(WORDS_SUFFIX)) or is_empty(payloads.get(index, _UNKNOWN)):
+            continue
+        if not (composition.is_chat and name != REJECTED and index in payloads and is_chat_context(name)):
+            found[name] = None
+    return tuple(found)
+
+
+def _keys_about_media(
+    record: Any, parts: Sequence[tuple[str, int]], members: Sequence[Member], recipe: Recipe
+) -> list[str]:
+    """Return the keys of a record that are read with the media of its sample."""
+    if not parts or not isinstance(record, dict):
+        return []
+    named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
+    read = [key for key in record if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(record) else []
+    if sum(has_length(name, recipe) for name, _ in parts) == 1:
+        read += [key for key in record if is_edge(key, or_length=True)]
+    return read
+
+
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:
     text = recipe.text
     if not text.whole:
@@ -214,36 +286,53 @@ def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> Sp
 
 def _segments(
     members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> tuple[list[int], list[Segment], bool]:
-    """Return the members that the sample's text is from (none: no text), its segments, and whether it is a chat."""
+) -> tuple[list[int], list[Segment], bool, list[ReadRecord]]:
+    """Return the members that the sample's text is from (none: no text), its segments, whether it is a chat, and all
+    JSON.
+    """
     if uses.media_paths:
         check_named_columns(uses.media_paths, members, texts, recipe)
     if uses.unfit:
         no_chats = [index for index in uses.unfit if members[index].field.partition(".")[0] in CHAT_KEYS]
         check_unfit(no_chats, members, texts, recipe)
     # A conversation: in fields of the sample together, or in one of its members.
+    values: dict[int, Any] = {}
     documents: dict[int, Document] = {}
-    used, document = _record_of_fields(uses, members, texts, recipe)
+    used, document, records = _record_of_fields(uses, members, texts, recipe)
     if document is None and (uses.json or uses.other_text):
-        documents = {index: _document(members[index], texts[index], recipe) for index in uses.json}
+        for index in uses.json:
+            values[index], documents[index] = _document(members[index], texts[index], recipe)
         for index in uses.other_text:
-            documents[index] = _chat_only(members[index], texts[index], recipe)
+            value, documents[index] = _chat_only(members[index], texts[index], recipe)
+            if documents[index].is_chat:
+                values[index] = value
         chat = _conversation(documents, members)
         if chat is not None:
             used, document = [chat], documents[chat]
-    segments: list[Segment]
     if document is not None and document.is_chat:
         used, segments = _chat_segments(document, used, uses, members, texts, recipe)
         if not _learns(segments):
             check_unread(documents, used, uses, members, texts, recipe)
-        return used, segments, True
+        return used, segments, True, records or _records(values, documents, used)
     # A prompt with its completion.
     if document is None:
         completions = [index for index, each in documents.items() if each.completion is not None]
         used, document = (completions[:1], documents[completions[0]]) if completions else ([], None)
     if document is not None and document.completion is not None:
-        return used, _completion_segments(document.completion, recipe), False
-    # Plain text, or the text in a JSON record.
+        records = records or _records(values, documents, used)
+        return used, _completion_segments(document.completion, recipe), False, records
+    used, segments = _plain_segments(documents, uses, members, texts, recipe)
+    return used, segments, False, _records(values, documents, used)
+
+
+def _plain_segments(
+    documents: Mapping[int, Document],
+    uses: Uses,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> tuple[list[int], list[Segment]]:
+    """Return the member with plain text, or with a text in JSON (none: no text), and the segments."""
     check_one_text(members, uses.plain)
     check_unfit(uses.unfit, members, texts, recipe)
     for each in documents.values():
@@ -256,11 +345,15 @@ def _segments(
     segments = _text_segments(chosen[0][1], members[used[0]].field, recipe) if chosen else []
     if not _learns(segments):
         check_unread(documents, used, uses, members, texts, recipe)
-    return used[:1], segments, False
+    return used, segments
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
     return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
+
+
+def _records(values: Mapping[int, Any], documents: Mapping[int, Document], used: Sequence[int]) -> list[ReadRecord]:
+    return [ReadRecord(index, value, documents[index] if index in used else None) for index, value in values.items()]
 
 
 def _made_segments(
@@ -269,25 +362,26 @@ def _made_segments(
     uses: Uses,
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
-) -> tuple[Uses, list[Segment], bool]:
-    """Return the media that the user's record refers to, its segments, and whether it is a chat."""
+) -> tuple[Uses, list[Segment], bool, ReadRecord]:
+    """Return the media that the user's record refers to, its segments, whether it is a chat, and the record."""
     uses = uses._replace(media=made.media)
     try:
         document = document_of(made.record, recipe.rules)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
+    record = ReadRecord(None, made.record, document)
     if document.is_chat:
-        return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True
+        return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True, record
     check_named(document.named, members, recipe, exactly=False)
     if document.completion is not None:
-        return uses, _completion_segments(document.completion, recipe), False
+        return uses, _completion_segments(document.completion, recipe), False, record
     segments = _text_segments(document.text or "", "*", recipe)
     if document.text is None or not _learns(segments):
         left = {key: item for key, item in made.record.items() if key != ADDED_FIELDS and item != document.text}
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
         if reason:
             raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return uses, segments, False
+    return uses, segments, False, record
 
 
 def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
@@ -362,14 +456,14 @@ def _rendered(
 
 def _record_of_fields(
     uses: Uses, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> tuple[list[int], Document | None]:
+) -> tuple[list[int], Document | None, list[ReadRecord]]:
     """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
     if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
-        return [], None
+        return [], None, []
     indices = sorted({*uses.other_text, *uses.chat_context})
     names = {stem(members[index].field): index for index in indices}
     if not is_record(names):
-        return [], None
+        return [], None, []
     unfit = [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}]
     check_unfit(unfit, members, texts, recipe)
     if len(names) < len(indices):
@@ -379,7 +473,9 @@ def _record_of_fields(
         document = document_of_fields(record, recipe.rules)
     except DecodeError as error:
         raise error.at(", ".join(members[at].field for at in names.values())) from None
-    return sorted(names.values()), document
+    if document is None:
+        return [], None, []
+    return sorted(names.values()), document, [ReadRecord(None, record, document)]
 
 
 def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
@@ -403,24 +499,25 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
     return chosen[:1]
 
 
-def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
+def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> tuple[Any, Document]:
     check_text(member, payload, recipe)
     try:
-        return read_document(payload, recipe.rules, lines=member.field.removesuffix(".gz").endswith("jsonl"))
+        value = parse_json(payload, lines=member.field.removesuffix(".gz").endswith("jsonl"))
+        return value, document_of(value, recipe.rules)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
 
 
-def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
-    """Return the document of a text under any name if it is a chat, else an empty one."""
-    document = Document()
+def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> tuple[Any, Document]:
+    """Return value and document of a text under any name if it is a chat, else an empty document."""
+    value, document = None, Document()
     if member.error is None and not is_chat_context(stem(member.field)) and bytes(payload[:1]) in (b"[", b"{"):
         try:
             parse_json(payload)
         except DecodeError:
-            return document
-        document = _document(member, payload, recipe)
-    return document if document.is_chat else Document()
+            return value, document
+        value, document = _document(member, payload, recipe)
+    return value, document if document.is_chat else Document()
 
 
 def _nothing_usable(

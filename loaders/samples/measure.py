@@ -22,7 +22,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.agreement import check_whole, edges_of
-from orchdata.loaders.samples.compose import Composition, composition_of, text_members
+from orchdata.loaders.samples.compose import Composition, composition_of, text_members, unread_in
 from orchdata.loaders.samples.declared import Declared, declared_counts, declared_runs, fields_with_counts
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
@@ -135,13 +135,14 @@ class Outline:
 
 
 class Prepared(NamedTuple):
-    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, and the counts that
-    it declares.
+    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, the counts that it
+    declares, and the names of what is not read.
     """
 
     composition: Composition
     sizes: list[PartSize]
     declared: Declared | None
+    unread: tuple[str, ...]
 
 
 _Waiting = tuple[int, Prepared, SpanWriter]
@@ -165,7 +166,10 @@ def prepare(
     if composition.parts:
         check_whole(composition.parts, composition.items, composition.record, members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
-    return Prepared(composition, sizes, declared_counts(members, payloads, recipe))
+    declared = declared_counts(members, payloads, recipe)
+    unread = unread_in(composition, members, payloads, recipe)
+    # Without the values of its records: many objects at a time would slow the garbage collector.
+    return Prepared(Composition(*composition[:4]), sizes, declared, unread)
 
 
 def part_sizes(

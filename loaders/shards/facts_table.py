@@ -47,7 +47,7 @@ _NUMBERS = tuple(field.name for field in SCHEMA if field.name not in (*_STRINGS,
 _ROW = ("sample", "key", "field", "kind", "offset", "size", "encoding")
 HEADERS = tuple(f"header{i}" for i in range(NUM_FACTS))
 NO_HEADER: Header = (0,) * NUM_FACTS
-OPTIONAL = ("met", "packed", "unread")
+OPTIONAL = ("met", "packed")
 """Attributes of FactsMeta that only some shards have."""
 
 
@@ -66,7 +66,6 @@ class FactsMeta:
         media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
         packed: whether an object of storage is compressed.
         met: name -> number of samples with a field of this name as stored, of the names that `columns=` has.
-        unread: names of media that no rule reads, as `UnreadNames.counts`.
     """
 
     url: str
@@ -79,7 +78,6 @@ class FactsMeta:
     media: str = ""
     met: Mapping[str, int] = dataclasses.field(default_factory=dict)
     packed: bool = False
-    unread: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-safe dict: `FactsMeta(**values)` equals this one. Of `OPTIONAL`, empty values are left out."""

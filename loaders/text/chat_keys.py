@@ -149,7 +149,7 @@ def check_turn(
         words, name = _split(key[:_KEY_CHARACTERS])
         if words & _LOSS:
             _check_loss(where, key, value, loss, words)
-        elif name in _OF_TURN or name in media or (words & _WORDS and not _is_flag(value)):
+        elif name in _OF_TURN or name in media or (words & _WORDS and not is_flag(value)):
             _check_said(where, key, value, said)
 
 
@@ -158,7 +158,7 @@ def speaks(key: str, value: Any, media: Collection[str]) -> bool:
     words, name = _split(key[:_KEY_CHARACTERS])
     if words & _LOSS or not says(value):
         return False
-    return name in _OF_TURN or name in media or bool(words & _WORDS and not _is_flag(value))
+    return name in _OF_TURN or name in media or bool(words & _WORDS and not is_flag(value))
 
 
 def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool) -> bool:
@@ -189,8 +189,13 @@ def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, med
         if value is None or key in own:
             continue
         words, name = _split(key[:_KEY_CHARACTERS])
-        if (words & _WORDS and not _is_flag(value)) or (media and name in _OF_MEDIA):
+        if (words & _WORDS and not is_flag(value)) or (media and name in _OF_MEDIA):
             _check_said(where, key, value, Spoken((), Work()))
+
+
+def is_loss_flag(key: str) -> bool:
+    """Whether a key of a turn says whether it is learned: it is followed, or an error."""
+    return not _LOSS.isdisjoint(_split(key[:_KEY_CHARACTERS])[0])
 
 
 def is_chat_context(key: str) -> bool:
@@ -208,7 +213,7 @@ def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequenc
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
     for key in context:
-        if key not in settled and not (_is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
+        if key not in settled and not (is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
             _check_said("the conversation", key, record[key], said)
 
 
@@ -231,7 +236,7 @@ def _check_said(where: str, key: str, value: Any, said: Spoken) -> None:
         raise DecodeError(f"{where} has {shown(key)}, which no template renders: {WAY_OUT}")
 
 
-def _is_flag(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
     """Whether a value is a setting of a generation and has no content: `reasoning: "on"`, `thinking_budget: "1024"`."""
     return isinstance(value, str) and (value.strip().lower() in _FLAGS or value.strip().isdecimal())
 

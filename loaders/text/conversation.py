@@ -105,14 +105,6 @@ class Rules(NamedTuple):
         return cls(template, words, tuple(dict.fromkeys((*fields, *TEXT_FIELDS))))
 
 
-def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = False) -> Document:
-    """Parse one JSON member; with `lines` each line is JSON, and several lines are a list.
-
-    Raises DecodeError for broken JSON, or a conversation that cannot be read completely.
-    """
-    return document_of(parse_json(payload, lines=lines), rules)
-
-
 def document_of(value: Any, rules: Rules) -> Document:
     """Return the content of a parsed value. Raises DecodeError for a conversation that cannot be read completely."""
     if isinstance(value, dict):
@@ -122,27 +114,6 @@ def document_of(value: Any, rules: Rules) -> Document:
     if isinstance(value, list) and any(map(_is_turn, value)):
         return _chat(value, rules)
     return Document(rest=value)
-
-
-def unread_words(record: Any) -> tuple[str, ...]:
-    """Return the keys with words that are not read in a record whose text is, as `question` next to `text`.
-
-    Left out are conversations, pairs of a prompt and its completion, and words that the text has too.
-    """
-    others = _keys_of_words(tuple(record)) if isinstance(record, dict) else ()
-    if not others or completion_of(record) is not None:
-        return ()
-    text = "\n".join(value for key in TEXT_FIELDS if isinstance(value := record.get(key), str))
-    if not text.strip():
-        return ()
-    return tuple(key for key in others if isinstance(value := record[key], str) and value.strip() not in text)
-
-
-@lru_cache(maxsize=1024)
-def _keys_of_words(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the keys of words of a record besides its text; none of a conversation."""
-    is_chat = not {*keys}.isdisjoint(CHAT_KEYS)
-    return () if is_chat else tuple(key for key in keys if key not in TEXT_FIELDS and names_words(key))
 
 
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:

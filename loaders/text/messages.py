@@ -32,8 +32,8 @@ _ROLES: Final = SPEAKERS | {
 _NAMES: Final = {"from": "role", "value": "content"}
 _CALL: Final = "function_call"
 _PREFERENCE: Final = ("chosen", "rejected")
-_SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
-_CONTEXT: Final = (*_SYSTEM, "tools", "documents", "chat_template_kwargs")
+SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
+_CONTEXT: Final = (*SYSTEM, "tools", "documents", "chat_template_kwargs")
 _ALPACA: Final = ("instruction", "output")
 _PAIR: Final = ("prompt", "completion")
 PAIRS: Final = (_PAIR, _ALPACA)
@@ -101,7 +101,7 @@ class Chat:
     def with_context(self, record: Mapping[str, Any]) -> Chat:
         """Return the chat with the context in its record. Raises DecodeError."""
         chat = self
-        system = next((value for key in _SYSTEM if says(value := record.get(key))), None)
+        system = next((value for key in SYSTEM if says(value := record.get(key))), None)
         if system is not None:
             if not isinstance(system, str):
                 raise DecodeError("'system' next to the turns is no string")

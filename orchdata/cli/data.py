@@ -21,6 +21,7 @@ from orchdata.cli.options import (
     CostOption,
     DataOptions,
     FilterOption,
+    IgnoreOption,
     IndexFieldsOption,
     IndexStoreOption,
     JsonOption,
@@ -42,6 +43,7 @@ from orchdata.cli.output import (
     print_json,
     print_table,
     print_unit,
+    print_unread,
     print_verified,
 )
 from orchdata.progress import progress_bar
@@ -67,6 +69,7 @@ def index(
     key: KeyOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
+    ignore: IgnoreOption = None,
     storage_options: StorageOptionsOption = None,
     to: Annotated[
         str | None,
@@ -98,7 +101,7 @@ def index(
     from orchdata.unended_chats import warn_of_unended
 
     start = time.perf_counter()
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key, ignore)
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
     if dataset.index_store is not None and dataset.index_store.generation is not None:
         raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
@@ -125,12 +128,17 @@ def index(
             files=dataset.files,
         )
     )
-    report = index_report(built, scanned, time.perf_counter() - start) | ({"index_fields": own} if own else {}) | where
+    report = (
+        index_report(dataset, built, scanned, time.perf_counter() - start)
+        | ({"index_fields": own} if own else {})
+        | where
+    )
     if as_json:
         print_json(report)
     else:
         print_index(report)
         print_unit(dataset)
+    print_unread(dataset, built)
     if code := _exit_code(report, max_failures):
         raise typer.Exit(code)
 
@@ -144,6 +152,7 @@ def profile(
     key: KeyOption = None,
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
+    ignore: IgnoreOption = None,
     storage_options: StorageOptionsOption = None,
     index_store: IndexStoreOption = None,
     expression: FilterOption = None,
@@ -217,7 +226,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, key)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, key, ignore)
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -234,6 +243,7 @@ def profile(
         seed=seed,
         cache_bytes=None if cache_bytes is None else bytes_of(cache_bytes, "--cache-bytes"),
     )
+    print_unread(dataset, built)
     if html is not None:
         result.write_html(html, dataset, samples=samples)
     if as_json:
@@ -462,7 +472,7 @@ def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fract
     start = time.perf_counter()
     built = complete_index(dataset)
     if built is not None:
-        report = index_report(built, 0, time.perf_counter() - start) | {"estimate": False}
+        report = index_report(dataset, built, 0, time.perf_counter() - start) | {"estimate": False}
     else:
         report = estimate_report(dataset, limit)
     if as_json:
@@ -478,8 +488,9 @@ def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fract
         raise typer.Exit(code)
 
 
-def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
+def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
+    from orchdata.dataset.indexed.unread import unread_of
     from orchdata.profiling.failures import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
@@ -494,7 +505,7 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
         "bad_by_reason": count_reasons(bad_samples),
         "failures": [_as_dict(failure) for failure in bad_samples[:FIRST_FAILURES]],
         "failed_shards": [_as_dict(failure) for failure in failed_shards],
-        "totals": dict(index.totals),
+        "totals": {**index.totals, "unread": unread_of(dataset, index)},
         "seconds": round(seconds, 3),
     }
 

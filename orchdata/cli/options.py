@@ -47,6 +47,10 @@ IndexFieldsOption = Annotated[
     list[str] | None,
     typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
 ]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", metavar="NAME", help="A field, not read, to say no more of; repeatable."),
+]
 StorageOptionsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -114,6 +118,7 @@ class DataOptions(NamedTuple):
     storage_options: Mapping[str, str] | None = None
     index_store: str | None = None
     key: str = ""
+    ignore: tuple[str, ...] = ()
 
     @classmethod
     def parsed(
@@ -125,6 +130,7 @@ class DataOptions(NamedTuple):
         storage_options: Sequence[str] | None,
         index_store: str | None,
         key: str | None,
+        ignore: Sequence[str] | None = None,
     ) -> DataOptions:
         """Return the options as a command was given them. Raises ValueError for what they cannot be."""
         return cls(
@@ -135,6 +141,7 @@ class DataOptions(NamedTuple):
             storage_options_of(storage_options),
             index_store,
             key or "",
+            tuple(ignore or ()),
         )
 
     @property

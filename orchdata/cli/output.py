@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.index.index import Index
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
@@ -128,14 +129,10 @@ def print_index(report: dict[str, Any]) -> None:
     without_loss = report["totals"]["without_loss"]
     if without_loss:
         typer.echo(f"  without a token to learn: {without_loss:,} samples")
-    ignored = dict(report["totals"]["ignored_fields"])
-    if left_out := ignored.pop(LEFT_OUT, 0):
+    if left_out := report["totals"]["ignored_fields"].get(LEFT_OUT, 0):
         typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
-    if ignored:
-        typer.echo(f"  not read: {ignored_words(ignored)}")
-    for modality, fields in report["totals"].get("unread_media", {}).items():
-        named = ", ".join(f"{field} ({each['samples']:,})" for field, each in fields.items())
-        typer.echo(f"  not read, and names {modality}: {named}")
+    for line in unread_lines(report["totals"]["unread"]):
+        typer.echo(f"  {line}")
     for name, field in report.get("index_fields", {}).items():
         typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
     _print_bad(report)
@@ -153,6 +150,22 @@ def print_unit(dataset: ShardDataset | Mixture) -> None:
 
     if text_is_bytes(dataset):
         typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
+
+
+def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
+    """Say as a loader does which fields are not read."""
+    from orchdata.dataset.indexed.unread import unread_in_words
+
+    if message := unread_in_words(dataset, index):
+        typer.echo(f"orchdata: {message}", err=True)
+
+
+def unread_lines(unread: Mapping[str, Any]) -> list[str]:
+    """Fields that are not read, each with the samples that have it, as lines of a table."""
+    names, others = unread["names"], unread["others"]
+    lines = ["not read, by field, with the samples that have it:"] if names else []
+    lines += [f"  {count:>13,}  {name}" for name, count in names.items()]
+    return [*lines, f"  {others:>13,}  values of more fields"] if others else lines
 
 
 def ignored_words(ignored: Mapping[str, int]) -> str:

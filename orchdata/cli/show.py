@@ -174,9 +174,11 @@ def show(
         ignored = dict(index.totals["ignored_fields"])
         print_json({"groups": [group.as_dict() for group in groups], "ignored_fields": ignored, "files": files})
         return
+    from orchdata.dataset.indexed.unread import unread_of
     from orchdata.showing.text import print_groups
 
-    print_groups(groups, ignored_words(index.totals["ignored_fields"]), files, full=full)
+    unread = unread_of(dataset, index)["names"]
+    print_groups(groups, ignored_words(unread), files, full=full)
 
 
 def _check_together(context: typer.Context) -> None:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchdata.cli.output import human_bytes, overflow_words, plain_table
+from orchdata.cli.output import human_bytes, overflow_words, plain_table, unread_lines
 from orchdata.loaders.amounts import counted
 from orchdata.profiling.report.summary import left_out_words, stored_words
 
@@ -35,6 +35,7 @@ def profile_table(profile: Profile) -> RenderableType:
         *(Text(reason, style="yellow") for reason in reasons),
         *_overflow_line(profile),
         *_caps_line(profile),
+        *map(Text, unread_lines({"names": profile.unread, "others": profile.unread_others})),
         *([_source_table(profile)] if profile.sources else []),
         _modality_table(profile),
         _phase_table(profile),

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.arguments import checked_fields, checked_store, command_arguments, reading_of
+from orchdata.dataset.indexed.arguments import (
+    checked_fields,
+    checked_ignore,
+    checked_store,
+    command_arguments,
+    reading_of,
+)
 from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
@@ -84,6 +90,7 @@ class ShardDataset(Seen):
             the paths they read; part of the identity of the data set.
         index_fields: fields of yours (columns, keys of records, members of tars) with numbers, short strings or
             booleans, which the index keeps for `filter`; names after `columns`.
+        ignore: names of fields, with all below them, of which the warning of fields that are not read says nothing.
         storage_options: how objects of storage are read: names of obstore (`endpoint`, `region`, `access_key_id`,
             `allow_http`, `read_timeout`, ...), and `retry_seconds`, `profile`, `anonymous`. Credentials that are not
             here are found as usual.
@@ -102,6 +109,7 @@ class ShardDataset(Seen):
     selections: tuple[Selection | Taken, ...] = ()
     reading: Reading = PLAIN
     index_store: IndexStore | None = None
+    ignore: tuple[str, ...] = ()
     _urls: tuple[str, ...] | None = None
     _manifest: Manifest | None = None
 
@@ -115,6 +123,7 @@ class ShardDataset(Seen):
         key: Literal["", "last_dot"] = "",
         containers: Iterable[Container] = (),
         index_fields: Sequence[str] = (),
+        ignore: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         store: Any = None,
         index_store: str | PathLike[str] | None = None,
@@ -128,6 +137,7 @@ class ShardDataset(Seen):
             self._urls = self._expanded(given)
         self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
+        self.ignore = checked_ignore(ignore)
         self._opened = Opened()
 
     @property
@@ -483,8 +493,13 @@ class ShardDataset(Seen):
     def _how_to_index(self) -> str:
         return (
             "let them build it together (index='build' under torch.distributed), or build it once before training: "
-            f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
+            f"{self.index_command}"
         )
+
+    @property
+    def index_command(self) -> str:
+        """The command that builds the index, to be shown: values of options are secret."""
+        return f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
 
     def __repr__(self) -> str:
         if self._urls is None:

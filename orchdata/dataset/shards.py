@@ -83,7 +83,7 @@ def prepare_shards(
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
     _refuse_none_left(index)
-    warn_of_unread(dataset, index)
+    warn_of_unread(dataset, index, options.rank.rank)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
     warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.dataset.indexed.column_reads import chunks_of
+from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
@@ -231,6 +232,7 @@ def profile(
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
     )
     sources = _sources(order_of(1))
+    unread = unread_of(dataset, index)
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
@@ -273,6 +275,8 @@ def profile(
         is_of_processor=is_of_processor(dataset),
         sources=sources,
         epoch=_epoch(index, unchosen, sources, content),
+        unread=unread["names"],
+        unread_others=unread["others"],
         failures=failure_examples(bad_samples),
         content=content,
         largest=largest,

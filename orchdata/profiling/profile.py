@@ -176,6 +176,8 @@ class Profile:
         sources: sources of a mixture, by name; empty without a mixture.
         epoch: modality -> what the first epoch of a mixture delivers; empty without a mixture. `modalities`, `phases`,
             `content` and `largest` are of the stored samples, each once.
+        unread: field that is not read -> number of samples that have it, the most frequent first.
+        unread_others: the sum of the counts of all other fields.
         failures: examples of bad samples, at most three for each of the ten most frequent reasons.
         content: what samples are made of.
         largest: of the samples that are not dropped, those that cost the most, at most ten.
@@ -209,6 +211,8 @@ class Profile:
     is_of_processor: bool
     sources: Mapping[str, SourceShare]
     epoch: Mapping[str, EpochModality]
+    unread: Mapping[str, int]
+    unread_others: int
     failures: tuple[FailureExample, ...]
     content: Content
     largest: tuple[LargestSample, ...]

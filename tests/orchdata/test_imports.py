@@ -37,7 +37,7 @@ loaders: environment limited_process collector
 loaders: memory waits
 loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
 loaders: limits resampling functions generators spread
-loaders: records
+loaders: records harmless_names
 loaders: storage
 loaders: html
 loaders: claims
@@ -45,6 +45,7 @@ loaders: kept
 loaders: harmless_names
 loaders: text modalities
 loaders: field_names media_names
+loaders: unread_names
 loaders: recipe
 loaders: required
 loaders: shards

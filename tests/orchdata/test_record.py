@@ -449,7 +449,7 @@ def test_text_that_is_not_read_is_one_warning(tmp_path: Path) -> None:
     rows = [{"query": "How many?", "label": ["14"], "n": 1, "meta": {"source": "x"}}]
     url = parquet(tmp_path / "a.parquet", rows)
     text = od.TextPreprocessor(fields=("query",))
-    with pytest.warns(UserWarning, match=r"does not learn: 'label' \(1\). Read it with") as caught:
+    with pytest.warns(UserWarning, match=r"have them: 'label' \(1\), 'meta' \(1\), 'n' \(1\)\. Recipe") as caught:
         od.DataLoader(od.ShardDataset(url, recipe(text=text)))
     assert len(caught) == 1
 

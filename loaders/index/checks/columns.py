@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns
-from orchdata.loaders.index.totals import UNREAD, Totals, sum_totals, summarize
+from orchdata.loaders.index.totals import OPTIONAL, Totals, sum_totals, summarize
 from orchdata.loaders.modalities.builtin import UNUSED
 from orchdata.loaders.shards.fields import OWN_JSON, RAW
 
@@ -65,7 +65,7 @@ def check_columns(
     for chunk in _chunks(columns):
         _check_rows(chunk)
         sums.append(summarize(chunk, modalities, {}))
-    counted = sum_totals(sums) | {name: totals[name] for name in ("ignored_fields", UNREAD) if name in totals}
+    counted = sum_totals(sums) | {name: totals[name] for name in ("ignored_fields", *OPTIONAL) if name in totals}
     if counted != totals:
         wrong = next(name for name in counted if counted[name] != totals[name])
         raise ValueError(f"{wrong} add up to {counted[wrong]!r:.80}, and the totals say {totals[wrong]!r:.80}")

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
+from orchdata.loaders.index.totals import OPTIONAL as OPTIONAL_TOTALS
 from orchdata.loaders.index.totals import UNREAD
-from orchdata.loaders.media_names import UNREAD_SHAPE
 from orchdata.loaders.shards.facts_table import OPTIONAL
 from orchdata.loaders.storage.shared.values import COUNT, Check, check_of
+from orchdata.loaders.unread_names import UNREAD_SHAPE
 
 _OVERFLOW: Final = dict.fromkeys(("truncated", "cut_tokens", "split", "pieces"), COUNT)
 _STRINGS: Final = [str]
@@ -106,16 +107,15 @@ def _without_marks(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_optional(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of facts without what only some shards have, after a check of it."""
     _check_met(meta.get("met", {}), "met")
-    _check_unread(meta.get("unread", {}), "unread")
     if meta.get("packed", True) is not True:
         raise ValueError(f"packed is said to be {meta['packed']!r:.40}")
     return {name: value for name, value in meta.items() if name not in OPTIONAL}
 
 
 def _without_unread(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return totals without the names of media that only some data sets have, after a check of them."""
-    _check_unread(totals.get(UNREAD, {}), UNREAD)
-    return {name: value for name, value in totals.items() if name != UNREAD}
+    """Return totals without the counts of what is not read, after a check of them."""
+    _check_unread(totals.get(UNREAD, {"names": {}, "others": 0}), UNREAD)
+    return {name: value for name, value in totals.items() if name not in OPTIONAL_TOTALS}
 
 
 _check_met = check_of({str: COUNT})

@@ -161,7 +161,7 @@ def _result(
         return _reason(outline), None if sizes else Kept(outline, 0)
     kept = None
     try:
-        kept = Kept(outline, shape_of(outline.parts, sizes, recipe))
+        kept = Kept(outline, shape_of(outline.parts, sizes, recipe), prepared.unread)
         return counted(outline, sizes, sample.members, recipe), kept
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error

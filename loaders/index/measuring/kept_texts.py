@@ -28,11 +28,13 @@ from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.storage.shared.values import COUNT, check_of
+from orchdata.loaders.unread_names import UnreadNames
 from orchdata.loaders.versions import RULES, TEXTS_FORMAT
 
 FOLDER: Final = "texts"
 KIND: Final = b"text"
 _NONE, _TEXT, _CHAT, _LEFT_OUT, _FAILED = range(5)
+_OTHER_NAME: Final = -1
 _LEAST_KIND: Final = -4  # of a run of text: -1, less 1 if it carries loss, less 2 if it leads
 _TOPICS: Final = ("text", "chats")
 
@@ -46,6 +48,7 @@ _COLUMNS: Final[dict[str, tuple[Any, str | None]]] = {
     "num_parts": (np.int32, None),
     "num_spans": (np.int32, None),
     "num_starts": (np.int32, None),
+    "num_names": (np.int32, None),
     "text": (np.int32, "num_texts"),
     "part_modality": (np.int32, "num_parts"),
     "part_member": (np.int32, "num_parts"),
@@ -53,6 +56,7 @@ _COLUMNS: Final[dict[str, tuple[Any, str | None]]] = {
     "span_tokens": (np.int32, "num_spans"),
     "span_first": (np.int32, "num_spans"),
     "start": (np.int32, "num_starts"),
+    "name": (np.int32, "num_names"),
 }
 _LENGTHS: Final = tuple(name for name in _COLUMNS if name.startswith("num_"))
 _check_head = check_of(
@@ -63,6 +67,7 @@ _check_head = check_of(
         "limits": {str: float},
         "modalities": [str],
         "layouts": [str],
+        "names": [str],
         "failed": [(COUNT, str, str)],
         "sizes": {str: COUNT},
         "uncompressed_bytes": COUNT,
@@ -80,10 +85,13 @@ class Kept(NamedTuple):
     Attributes:
         counted: see `Counted`.
         shape: as `shape_of`, of the expansions that were tokenized with the text.
+        unread: names of the sample that are not read, see `unread_names`; and the number of others.
     """
 
     counted: Counted
     shape: int
+    unread: tuple[str, ...] = ()
+    others: int = 0
 
 
 def layout_digest(layout: Sequence[object]) -> str:
@@ -104,6 +112,7 @@ class KeptTexts:
     limits: Mapping[str, float]
     _modalities: Sequence[str]
     _layouts: dict[str, int]
+    _names: Sequence[str]
     _failed: Mapping[int, FieldError]
     _columns: Mapping[str, NDArray[Any]]
     _offsets: Mapping[str, NDArray[np.int64]]
@@ -129,7 +138,13 @@ class KeptTexts:
         if state == _FAILED:
             return Kept(self._failed[number], 0) if number in self._failed else None
         outline = self._outline(number, num_members, state == _CHAT)
-        return None if outline is None else Kept(outline, int(columns["shape"][number]))
+        if outline is None:
+            return None
+        names = columns["name"][slice(*self._offsets["num_names"][number : number + 2])].tolist()
+        if any(not _OTHER_NAME <= name < len(self._names) for name in names):
+            return None
+        unread = tuple(self._names[name] for name in names if name != _OTHER_NAME)
+        return Kept(outline, int(columns["shape"][number]), unread, len(names) - len(unread))
 
     def _outline(self, number: int, num_members: int, is_chat: bool) -> Outline | None:
         """Return an outline, or None if it has impossible values."""
@@ -190,6 +205,7 @@ def read_texts(path: str, identity: Sequence[str], access: Access) -> KeptTexts 
         values["limits"],
         values["modalities"],
         {layout: number for number, layout in enumerate(values["layouts"])},
+        values["names"],
         {number: FieldError(name, reason) for number, name, reason in values["failed"]},
         columns,
         offsets,
@@ -208,6 +224,7 @@ class TextsWriter:
         self._codes = {name: code for code, name in enumerate(modalities)}
         self._columns = {name: array(np.dtype(dtype).char) for name, (dtype, _) in _COLUMNS.items()}
         self._layouts: dict[str, int] = {}
+        self._names = UnreadNames()
         self._failed: list[tuple[int, str, str]] = []
 
     def put(self, kept: Kept | None, layout: str) -> None:
@@ -238,12 +255,24 @@ class TextsWriter:
             for name, value in (("span_kind", kind), ("span_tokens", tokens), ("span_first", first_id)):
                 columns[name].append(value)
         columns["start"].extend(outline.starts)
+        names = [] if kept is None else [*self._names.add(kept.unread), *[_OTHER_NAME] * kept.others]
+        columns["num_names"].append(len(names))
+        columns["name"].extend(names)
 
     def write(
         self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float], access: Access
     ) -> None:
         """Write the file for `read_texts`, which appears when it is complete. Raises StorageError."""
-        body = b"".join(self._columns.values())
+        # Names are numbered as they came; of those that are kept, in the order in which they are stored.
+        names = self._names.numbers()
+        numbers = np.array([*names.values()], np.int32)
+        places = np.argsort(numbers)
+        given = np.asarray(self._columns["name"], np.int32)
+        found = np.searchsorted(numbers, given, sorter=places)
+        found[found == len(numbers)] = 0
+        stored = np.where(numbers[places[found]] == given, places[found], _OTHER_NAME) if len(numbers) else given
+        columns: dict[str, Any] = {**self._columns, "name": stored.astype(np.int32)}
+        body = b"".join(columns.values())
         values = {
             "meta": identity,
             "rules": {topic: RULES[topic] for topic in _TOPICS},
@@ -251,6 +280,7 @@ class TextsWriter:
             "limits": dict(limits),
             "modalities": list(self._codes),
             "layouts": list(self._layouts),
+            "names": list(names),
             "failed": self._failed,
             "sizes": {name: len(column) for name, column in self._columns.items()},
             "uncompressed_bytes": len(body),

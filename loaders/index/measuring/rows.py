@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.measure import Measured, Sizes
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.unread_names import UnreadNames, above
 
 Outcome = Measured | tuple[str, str] | None
 """Of one sample: its counts, the field and reason of its error, or None if the recipe's function leaves it out."""
@@ -64,6 +65,8 @@ class CostRows:
         self._encodings = table.encoding
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
+        self.unread = UnreadNames()
+        self._asked = recipe.read_columns
         self._counts = recipe.text.count_fields
         # Without an object for each row: millions of them would slow the garbage collector.
         self._rows = {name: array("i") for name in _ROW}
@@ -72,14 +75,31 @@ class CostRows:
         self._parts = {name: array(np.dtype(dtype).char) for name, dtype in PARTS.items()}
         self._members = {name: array(np.dtype(dtype).char) for name, dtype in MEMBERS.items()}
 
-    def put(self, sample: ShardSample, outcome: Outcome) -> None:
-        """Add the next sample of the shard."""
+    def put(self, sample: ShardSample, outcome: Outcome, text: Kept | None = None) -> None:
+        """Add the next sample of the shard.
+
+        Args:
+            text: what is known of its text, with its unread names.
+        """
         if outcome is None:
             self.ignored[LEFT_OUT] += 1
         elif isinstance(outcome, tuple):
             self.add_bad(sample, *outcome)
         else:
             self.add(sample, outcome)
+            if text is not None and (text.unread or text.others):
+                self.unread.add(tuple(self._not_kept(text.unread)) if self._asked else text.unread, text.others)
+
+    def _not_kept(self, names: tuple[str, ...]) -> Iterator[str]:
+        """Yield the names of what the recipe neither keeps nor counts, with all below it."""
+        asked: set[str] = set()
+        for name in names:
+            if asked.isdisjoint(above(name)) and not any(
+                is_kept_as(name, each) for each in self._asked if "[" not in name
+            ):
+                yield name
+            else:
+                asked.add(name)
 
     def add(self, sample: ShardSample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -98,9 +98,10 @@ class ArrowReader:
         if rows > max(_FREE_ROWS, limits.decompression_ratio * self._file.size / INDEX_BYTES_OF_A_ROW):
             raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
 
-    def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the rows of each batch, and the bytes that are read together to decode any of them: of rows alone."""
-        return [(batch.num_rows, 0) for batch in self._batches]
+    def nulls(self, name: str) -> int:
+        """Return how many rows of a column are null by its type; a file has no statistics."""
+        is_null = any(field.name == name and pa.types.is_null(field.type) for field in self.schema)
+        return self.promised_rows if is_null else 0
 
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
@@ -148,11 +149,10 @@ class ArrowShard:
     def facts(self) -> Facts:
         """Read all cells of the columns with media or text. Bad data become rows with an error."""
         ignored: dict[str, int] = {}
-        unread: dict[str, Any] = {}
         met = Met(self._rules.names)
         lost = 0
         try:
-            table, ignored, unread = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
+            table, ignored = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
         except NOT_DATA:
             raise
         except Refused as error:
@@ -162,7 +162,7 @@ class ArrowShard:
             table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        more = {"ignored": ignored, "unread": unread, "met": met.counts, "lost_bytes": lost}
+        more = {"ignored": ignored, "met": met.counts, "lost_bytes": lost}
         return facts_of(self, table, checksum, **more)
 
     def begin(self, most: int) -> Beginning:

@@ -32,7 +32,7 @@ _CONTENTS: Final = ("content", "value")
 _NAMING: Final = frozenset((*_RECORD_KEYS, *_CHATS, *_CONTENTS))
 _BEGINNINGS: Final = tuple(BUILTINS)
 _LISTED: Final = "frames"
-_FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
+FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _NUMBERED: Final = re.compile(r"_?\d+(_?(file_?)?(path|name))?")
@@ -185,7 +185,7 @@ def _list_of(value: Any) -> list[Any]:
 
 def _add_files(value: Mapping[str, Any], by_key: dict[str, list[Any]]) -> None:
     for key, names in value.items():
-        if _FILE_NAMES.fullmatch(key):
+        if FILE_NAMES.fullmatch(key):
             for name in _list_of(names):
                 kind = classify(name.lower())[0] if isinstance(name, str) else OTHER
                 if kind in (OTHER, 0):

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.media_names import MediaNames, may_name_media, names_in
 from orchdata.loaders.records import RECORD_FIELD, LeftOut, Media, check_function, made_record
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import Met
@@ -21,7 +20,7 @@ from orchdata.loaders.shards.jsonl.records import Record, records_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import Repeating
-from orchdata.loaders.text.conversation import parse_json, unread_words
+from orchdata.loaders.text.conversation import parse_json
 
 _KEYS: Final = ("__key__", "id")
 _JSON_FIELD: Final = "json"
@@ -114,19 +113,6 @@ class RecordReader:
     def media(self, value: Any) -> list[NamedMedia]:
         """Return the media that a record names. Raises DecodeError."""
         return media_of(value, file_names=self._is_table)
-
-    def unread_names(self, data: bytes, made: Any) -> MediaNames | None:
-        """Return the names of media in a record that no rule reads; None for a record that can have none.
-
-        Args:
-            data: the record as stored.
-            made: the record as it is read.
-        """
-        return names_in(made) if self._function is not None or may_name_media(data) else None
-
-    def unread_words(self, made: Any) -> tuple[str, ...]:
-        """Return the keys with words that no rule reads; a function of the user's leaves them out on purpose."""
-        return unread_words(made) if self._function is None else ()
 
     def key(self, value: Any) -> str | None:
         """Return the key that a record gives itself."""

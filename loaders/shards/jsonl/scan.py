@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
-from orchdata.loaders.media_names import MediaNames, UnreadNames, modality_of_member
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
@@ -36,25 +34,20 @@ from orchdata.loaders.storage.remote.stamps import STAMP_BITS
 _THREADS: Final = 8
 _CHUNK: Final = 256
 _TIMED: Final = 8
-_KEY_CHARACTERS: Final = 256
-_MOST_WORDS: Final = 64
-"""Keys with words that are not read are counted until there are so many."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, the number
-    of records that the user's function leaves out, and counts of names of media, and of words, that are not read.
+    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, and the
+    number of records that the user's function leaves out.
     """
 
     table: FactsTable
     lost_bytes: int
     media: str
     left_out: int = 0
-    unread: Mapping[str, Any] = {}
-    words: Mapping[str, int] = {}
 
 
 def scan(reader: RecordReader, limits: Limits) -> Scanned:
@@ -68,7 +61,7 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
             return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
     if not len(rows.table) and not rows.left_out:
         return Scanned(shard_failure("no samples: the file has no records"), 0, "")
-    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out, rows.unread.counts, rows.words)
+    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out)
 
 
 def scan_first(reader: RecordReader, limits: Limits, most: int) -> tuple[FactsTable, int | None]:
@@ -143,8 +136,6 @@ class _Read(NamedTuple):
     media: Sequence[NamedMedia] = ()
     error: str | None = None
     is_left_out: bool = False
-    unread: MediaNames | None = None
-    words: Sequence[str] = ()
 
     @staticmethod
     def of(record: Record, reader: RecordReader, limits: Limits, number: int | None = None) -> _Read:
@@ -162,10 +153,7 @@ class _Read(NamedTuple):
             names_itself = isinstance(value, dict) and "__key__" in value
             if number is not None:
                 reader.check_function(record.data, number)
-            made = reader.made(value)
-            media = reader.media(made)
-            unread = None if number is None else reader.unread_names(record.data, made)
-            words = () if number is None else reader.unread_words(made)
+            media = reader.media(reader.made(value))
         except LeftOut:
             return _Read(record, key, is_left_out=True)
         except DecodeError as error:
@@ -174,7 +162,7 @@ class _Read(NamedTuple):
         if count > limits.sample_parts:
             reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
             return _Read(record, key, error=reason)
-        return _Read(record, key, names_itself, len(record.data), media, unread=unread, words=words)
+        return _Read(record, key, names_itself, len(record.data), media)
 
 
 def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
@@ -293,8 +281,6 @@ class _Scan:
         self.table = FactsTable()
         self.lost_bytes = 0
         self.left_out = 0
-        self.unread = UnreadNames()
-        self.words: Counter[str] = Counter()
         self._field = reader.field
         self._limits = limits
         self._url = reader.url
@@ -329,11 +315,6 @@ class _Scan:
         if not read.names_itself:
             while key in self._first_row:  # every record is a sample, also if its id comes twice
                 key = f"{key}#{number}"
-
-        if len(self.words) < _MOST_WORDS:
-            self.words.update(printable(word[:_KEY_CHARACTERS]) for word in read.words)
-        if read.unread:
-            self.unread.add(read.unread, {modality_of_member(one.field, one.kind) for one in read.media})
 
         # The record, then its media.
         first = len(table)

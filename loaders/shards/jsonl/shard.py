@@ -130,10 +130,10 @@ class JsonLinesShard:
             scanned = scan(self._reader, self._limits)
         checksum = self.checksum()
         self._file.check_unchanged()
-        table, lost, media, left_out, unread, words = scanned
-        ignored = table.ignored() | dict(words) | ({LEFT_OUT: left_out} if left_out else {})
+        table, lost, media, left_out = scanned
+        ignored = table.ignored() | ({LEFT_OUT: left_out} if left_out else {})
         more: dict[str, Any] = {"ignored": ignored, "lost_bytes": lost, "media": media, "met": self._reader.met.counts}
-        return facts_of(self, table, checksum, unread=unread, **more)
+        return facts_of(self, table, checksum, **more)
 
     def begin(self, most: int) -> Beginning:
         """Read the first records, and the headers of the media that they name. Bad data become rows with an error."""

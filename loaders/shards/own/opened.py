@@ -17,9 +17,8 @@ from typing import Any, Final, TypeVar
 
 from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import NOT_DATA, ContainerError, DecodeError, FieldError, ShardError, pass_trouble
-from orchdata.loaders.field_names import NULL, bare_name
+from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
-from orchdata.loaders.media_names import MediaNames, UnreadNames, is_watched, modality_of_member, names_in_cell
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
@@ -88,11 +87,10 @@ class OpenedShard:
 
     def facts(self) -> Facts:
         """Ask for every sample once. Bad samples become rows with an error."""
-        rows = _Scan(self)
-        table = rows.run()
+        table = _Scan(self).run()
         checksum = self.checksum()
         self._source.check_unchanged()
-        more = {"ignored": table.ignored(), "met": self._met.counts, "unread": rows.unread.counts}
+        more = {"ignored": table.ignored(), "met": self._met.counts}
         return facts_of(self, table, checksum, **more)
 
     def begin(self, most: int) -> Beginning:
@@ -249,7 +247,6 @@ class _Scan:
         self._shard = shard
         self._limits: Limits = shard._limits
         self._table = FactsTable()
-        self.unread = UnreadNames()
         self._first_row = RowsOfKeys(self._table.key)
 
     def run(self) -> FactsTable:
@@ -282,18 +279,13 @@ class _Scan:
         if too_long is not None:
             table.append(number, shortened(key), "", error=too_long)
             return
-        names: MediaNames = {}
         try:
             for cell in self._shard.cells(number):
                 self._add_cell(number, key, cell)
-                names |= self._names_in(cell)
         except FieldError as error:
             table.append(number, key, error.field, error=error.reason)
         except DecodeError as error:
             table.append(number, key, "*", error=error.reason)
-        if names:
-            kinds = zip(table.field[first:], table.kind[first:], strict=True)
-            self.unread.add(names, {modality_of_member(*each) for each in kinds})
         if len(table) == first:
             table.append(number, key, "")
         earlier = self._first_row.setdefault(key, first)
@@ -326,15 +318,6 @@ class _Scan:
         self._table.append(
             number, key, field, kind=kind, offset=offset, size=size, encoding=cell.encoding, header=header, error=error
         )
-
-    def _names_in(self, cell: Cell) -> MediaNames:
-        """Return the names of media in a field that no rule reads; a function of the user's reads all fields."""
-        field = bare_name(cell.field)
-        if self._shard._all_values or not isinstance(cell.value, bytes) or not is_watched(field):
-            return {}
-        if cell.encoding not in (OWN_TEXT, OWN_JSON):
-            return {}
-        return names_in_cell(field, cell.value, is_json=cell.encoding == OWN_JSON)
 
     def _header(self, kind: int, cell: Cell, size: int, key: str) -> tuple[Header, str | None]:
         modality = BUILTINS[KINDS[kind]]

@@ -94,7 +94,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
-        table, ignored, unread = scan(reader, limits, int(request["most"]) or sys.maxsize)
+        table, ignored = scan(reader, limits, int(request["most"]) or sys.maxsize)
         facts = _serialized(table.arrow())
     except Ended:
         raise
@@ -117,7 +117,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         else:
             _send(replies, {"broken": package_error(broken.cause, "reading Parquet", broken.package).args})
     else:
-        more = {"ignored": ignored, "met": reader.met, "unread": unread}
+        more = {"ignored": ignored, "met": reader.met}
         _send(replies, {"facts": {"bytes": len(facts), **more}}, memoryview(facts))
 
 

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
@@ -39,7 +38,7 @@ class Measurement:
         checksum: of size and content, hex; empty if only the first rows were measured.
         failed: whether the file as a whole failed.
         promised_rows: number of rows in its footer; 0 if the footer could not be read.
-        met, unread: as of FactsMeta.
+        met: as of FactsMeta.
     """
 
     table: FactsTable
@@ -48,7 +47,6 @@ class Measurement:
     failed: bool
     promised_rows: int
     met: dict[str, int]
-    unread: dict[str, Any]
 
 
 @contextmanager
@@ -106,7 +104,7 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, mo
 
 def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest | None) -> Measurement:
     failed = isinstance(scanned, str)
-    table, ignored, met, unread = (shard_failure(scanned), {}, {}, {}) if isinstance(scanned, str) else scanned
+    table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
     checksum = "" if digest is None else digest.hexdigest()
     return Measurement(
         table=table,
@@ -115,7 +113,6 @@ def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDige
         failed=failed,
         promised_rows=promised_rows,
         met=met,
-        unread=unread,
     )
 
 

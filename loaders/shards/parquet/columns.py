@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.shards.parquet.unread import RowReader
+from orchdata.loaders.shards.parquet.cells import Columns
+
+
+class RowReader(Protocol):
+    """A reader of rows in groups: a ParquetReader, or one of another format."""
+
+    schema: pa.Schema
+    columns: Columns
+    ignored: list[str]
+    key: str | None
+    starts: Any
+    promised_rows: int
+
+    def check(self) -> None: ...
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
+    def nulls(self, name: str) -> int: ...
 
 
 class ColumnValues(NamedTuple):

@@ -141,6 +141,23 @@ class ParquetReader:
             f"Limits.decompression_ratio={limits.decompression_ratio:g}: write smaller row groups, or raise one"
         )
 
+    def nulls(self, name: str) -> int:
+        """Return how many rows of a column are null, as far as the file's statistics state it; nothing is decoded."""
+        if any(field.name == name and pa.types.is_null(field.type) for field in self.schema):
+            return self.promised_rows
+        stated = []
+        try:
+            for leaf in self._leaves.get(name, ()):
+                chunks = [self._metadata.row_group(at).column(leaf) for at in range(self._metadata.num_row_groups)]
+                stats = [chunk.statistics for chunk in chunks]
+                nulls = sum(each.null_count for each in stats if each is not None and each.has_null_count)
+                # Values in lists are more than rows, or all of them are null.
+                values = sum(chunk.num_values for chunk in chunks)
+                stated.append(nulls if values == self.promised_rows else self.promised_rows if nulls == values else 0)
+        except (pa.ArrowException, OSError, ValueError):  # metadata that cannot be read, of a column that is not
+            return 0
+        return min(max(0, min(stated, default=0)), self.promised_rows)
+
     def chunk_bytes(self, names: Sequence[str]) -> list[tuple[int, int]]:
         """Return the rows of each row group, and the stored bytes of the chunks of these columns in it."""
         leaves = [leaf for name in names for leaf in self._leaves.get(name, ())]

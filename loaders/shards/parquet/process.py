@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.media_names import UNREAD_SHAPE
 from orchdata.loaders.memory import UnmeasuredError, measured_at
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.fields import ColumnRules
@@ -29,10 +28,9 @@ from orchdata.loaders.shards.parquet.child import cpu_seconds
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
 from orchdata.loaders.slow import log
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
-from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.storage.storage import Storage
 
-Scanned = tuple[FactsTable, dict[str, int], dict[str, int], dict[str, Any]]
+Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
@@ -152,7 +150,7 @@ class MeasuringProcess:
                     return value
                 elif kind == "facts" and isinstance(value, dict):
                     facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
-                    return _checked(facts), _counts(value["ignored"]), _counts(value["met"]), _unread(value["unread"])
+                    return _checked(facts), _counts(value["ignored"]), _counts(value["met"])
                 else:
                     raise Died(f"sent an unknown message {kind!r}")
         except Silent:
@@ -193,14 +191,6 @@ class MeasuringProcess:
 
 def _counts(value: dict[str, Any]) -> dict[str, int]:
     return {str(name): int(count) for name, count in value.items()}
-
-
-def _unread(value: Any) -> dict[str, Any]:
-    try:
-        check_shape(value, UNREAD_SHAPE, "unread")
-    except ValueError as error:
-        raise Died(f"sent names of another shape: {error}") from error
-    return dict(value)
 
 
 def _checked(data: bytes) -> FactsTable:

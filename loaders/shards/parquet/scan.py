@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -15,13 +15,6 @@ from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
 from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
-from orchdata.loaders.media_names import (
-    MediaNames,
-    UnreadNames,
-    is_watched,
-    modality_of_member,
-    names_in_cell,
-)
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
@@ -29,20 +22,20 @@ from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, sniff, text_bytes
+from orchdata.loaders.shards.parquet.columns import RowReader
 from orchdata.loaders.shards.parquet.file import Refused
-from orchdata.loaders.shards.parquet.unread import RowReader, count_unread
 from orchdata.loaders.slow import here
+from orchdata.loaders.text.words import WORDS_SUFFIX
 
 # A date or time outside of Python's range is an ArithmeticError.
 _CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
 
 
 class ScannedRows(NamedTuple):
-    """Facts of a file, the number of rows of each ignored column, and counts of names of media that are not read."""
+    """Facts of a file, and the number of rows of each ignored column that have a value, as far as that is known."""
 
     table: FactsTable
     ignored: dict[str, int]
-    unread: dict[str, Any]
 
 
 def scan(reader: RowReader, limits: Limits, most: int = sys.maxsize) -> ScannedRows:
@@ -63,9 +56,8 @@ def scan(reader: RowReader, limits: Limits, most: int = sys.maxsize) -> ScannedR
             raise Refused(f"{shortened(column.name)!r}: {too_long}")
     rows = _Scan(reader, limits)
     table = rows.run(most)
-    if most == sys.maxsize:
-        count_unread(reader, table, limits, rows.unread)
-    return ScannedRows(table, dict.fromkeys(reader.ignored, reader.promised_rows), rows.unread.counts)
+    ignored = {name: reader.promised_rows - reader.nulls(name.removesuffix(WORDS_SUFFIX)) for name in reader.ignored}
+    return ScannedRows(table, ignored)
 
 
 class _Scan:
@@ -75,13 +67,6 @@ class _Scan:
         self._reader = reader
         self._limits = limits
         self._table = FactsTable()
-        self.unread = UnreadNames()
-        self._watched = frozenset(
-            column.name
-            for column in reader.columns
-            if column.form in ("text", "words") and not column.has_nulls and is_watched(column.name)
-        )
-        self._names: MediaNames = {}
         self._first_row = RowsOfKeys(self._table.key)
 
     def run(self, most: int) -> FactsTable:
@@ -126,10 +111,6 @@ class _Scan:
             except _CELL_ERRORS as error:  # the other cells may be readable
                 pass_trouble(error)
                 self._append(number, key, column.name, column.kind, 0, f"cannot be read: {one_line(error)}")
-        if self._names:
-            kinds = zip(table.field[first:], table.kind[first:], strict=True)
-            self.unread.add(self._names, {modality_of_member(*each) for each in kinds})
-            self._names = {}
         if len(table) == first:
             self._append(number, key, "", OTHER, 0, None)
         earlier = self._first_row.setdefault(key, first)
@@ -183,8 +164,6 @@ class _Scan:
                 return
             size = len(data)
             kind = column.kind_of(data, path)
-            if column.name in self._watched:
-                self._names |= names_in_cell(column.name, data, is_json=column.is_json)
             if kind != OTHER or column.is_json:
                 error = self._limits.size_error(size, is_text=kind == TEXT or column.is_json)
             if error is None and kind not in (TEXT, OTHER):

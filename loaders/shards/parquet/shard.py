@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -126,16 +125,15 @@ class ParquetShard:
         if self.size == 0:
             table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
             met: dict[str, int] = {}
-            unread: dict[str, Any] = {}
         else:
             measured = measure(self._file, self._limits, self._rules)
             table, ignored, checksum = measured.table, measured.ignored, measured.checksum
-            failed, met, unread = measured.failed, measured.met, measured.unread
+            failed, met = measured.failed, measured.met
             lost = measured.promised_rows if failed else 0
         self._file.check_unchanged()
         lost_bytes = max(1, self.size) if failed else 0
         lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
-        return facts_of(self, table, checksum, ignored=ignored, met=met, unread=unread, **lost_data)
+        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
 
     def begin(self, most: int) -> Beginning:
         """Read the cells of the first rows, in a child process. Afterwards only rows that it decoded can be read."""

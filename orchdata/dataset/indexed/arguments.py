@@ -127,6 +127,14 @@ def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
+def checked_ignore(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `ignore=`. Raises TypeError for what is no list of names."""
+    names = names if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"ignore is a tuple of names of fields, such as ('label', 'meta'), got {names!r}")
+    return names
+
+
 def checked_store(
     given: str | PathLike[str] | None, paths: Sequence[str | PathLike[str]], store: Any
 ) -> IndexStore | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,188 +10,94 @@ from numpy.typing import NDArray
 from orchdata.dataset.indexed.first import is_partial
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.amounts import counted
+from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import UNREAD
-from orchdata.loaders.media_names import modality_of_ending, modality_of_member
-from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST
-from orchdata.loaders.samples.members import stem
-from orchdata.loaders.shards.fields import classify
+from orchdata.loaders.media_names import modality_of_name
+from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
-from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
+from orchdata.loaders.unread_names import above
 from orchdata.notices import warn_once
 
 Ints = NDArray[np.int64]
-_SHOWN: Final = 5
+_SHOWN: Final = 40
+_MEDIA_SHOWN: Final = 3
 _FEW: Final = 0.01
 """Share of samples without a token to learn that is no reason for a warning."""
-_LEAST_ADDRESSES: Final = 0.01
-"""Share of samples from which on a field of addresses is taken for media, and not for pages of the web."""
-_PATHS: Final = record_keys((*BUILTINS, *ON_REQUEST))
-"""Columns of strings that name media by path, and are compared with the media of the row."""
 
 
-class _UnreadName(NamedTuple):
-    """A field with names of media, the number of samples that have one, its modality, and one of the names."""
-
-    samples: int
-    field: str
-    modality: str
-    example: str
-
-    @property
-    def is_address(self) -> bool:
-        return "://" in self.example
-
-
-def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
-    """Warn once about text, media and names of media that are not read."""
-    parts = whole_parts(dataset, index)
-    _warn_of_text(index, {field for one, _ in parts for field in one.recipe.text.fields})
-    for one, each in parts:
-        unread = _unread_media(one, each)
-        names = _unread_names(one, each)
-        if unread:
-            _warn_of_media(each, unread)
-        if undecoded := _undecoded(one, each):
-            _warn_of_endings(each, undecoded)
-        if names:
-            _warn_of_names(each, names)
-        if not unread and not names:
-            _warn_of_unused_root(one, each)
-
-
-def _warn_of_text(index: Index | JoinedIndex, read: Collection[str]) -> None:
-    """Warn once about text that no rule reads: the model would not learn it.
-
-    Args:
-        read: names that recipes read in records, besides those of all records.
+def unread_of(dataset: ShardDataset | Mixture | None, index: Index | JoinedIndex) -> dict[str, Any]:
+    """Return {"names": name -> number of samples, "others": the sum of all other counts} of fields that are not read,
+    the most frequent first; without those of `index_fields`.
     """
-    names_media = {field for fields in index.totals.get(UNREAD, {}).values() for field in fields}
-    ignored = {
-        name: count
-        for name, count in index.totals["ignored_fields"].items()
-        if _is_unread_text(name) and name not in read and name.removesuffix(WORDS_SUFFIX) not in names_media
-    }
-    if ignored:
-        names = ", ".join(f"{name.removesuffix(WORDS_SUFFIX)!r} ({count:,})" for name, count in [*ignored.items()][:5])
-        warn_once(
-            f"unread text of {index.fingerprint}",
-            f"text that is not read, and that the model does not learn: {names}{', ...' if len(ignored) > 5 else ''}. "
-            "Read it with Recipe(record=...), a function of yours, with columns={old: 'text'}, or with "
-            "TextPreprocessor(fields=...): docs/layouts.md",
-        )
+    own = {field for _, one, _ in _named_parts(dataset, index) for field in one.index_fields} if dataset else set()
+    unread = index.totals.get(UNREAD, {"names": {}, "others": 0})
+    names = sorted(unread["names"].items(), key=lambda each: (-each[1], each[0]))
+    return {"names": {name: count for name, count in names if own.isdisjoint(above(name))}, "others": unread["others"]}
 
 
-def _unread_media(one: ShardDataset, index: Index) -> dict[str, int]:
-    """Return how many media of each modality of the library there are that the recipe lacks."""
-    counts: dict[str, int] = {}
-    for name, count in index.totals["ignored_fields"].items():
-        modality = modality_of_member(name, classify(name)[0])
-        if modality is not None and modality not in one.recipe.modalities:
-            counts[modality] = counts.get(modality, 0) + count
-    return counts
+def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex, rank: int) -> None:
+    """Warn once about fields that are not read, those of each source of a mixture. One rank speaks for all."""
+    if not rank and (message := unread_in_words(dataset, index)):
+        warn_once(f"unread fields of {index.fingerprint} {message}", message)
 
 
-def _undecoded(one: ShardDataset, index: Index) -> dict[str, int]:
-    """Return how many members there are of each ending of media that the modality of the recipe does not read, if not
-    all samples have other media of it.
+def unread_in_words(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> str:
+    """Return what a warning says of fields that are not read; "" if there is nothing to say.
+
+    Named are fields that are below no other, but for harmless ones, and those that the data set ignores.
     """
-    totals, counts = index.totals, dict[str, int]()
-    for name, count in totals["ignored_fields"].items():
-        ending = name.rpartition(".")[2]
-        modality = modality_of_ending(f".{ending}")
-        if modality not in one.recipe.modalities or ending in one.recipe.modalities[modality].fields:
-            continue
-        if totals["modalities"][modality]["samples"] < totals["samples"] - totals["bad"]:
-            counts[ending] = counts.get(ending, 0) + count
-    return counts
-
-
-def _unread_names(one: ShardDataset, index: Index) -> list[_UnreadName]:
-    """Return the fields with names of media that no rule reads, the most frequent first.
-
-    Left out are fields that the recipe keeps for the user, and addresses of few samples: pages of the web may have the
-    endings of media.
-    """
-    least = _LEAST_ADDRESSES * index.totals["samples"]
-    names = [
-        _UnreadName(each["samples"], field, modality, each["example"])
-        for modality, fields in index.totals.get(UNREAD, {}).items()
-        for field, each in fields.items()
-        if field.partition(".")[0] not in one.recipe.keep
+    said, more, media, known = list[str](), list[str](), dict[str, str](), set[str]()
+    for source, one, each in _named_parts(dataset, index):
+        of = f"of source {source!r} " if source else ""
+        if UNREAD not in each.totals:
+            more.append(
+                f"fields that are not read are not known, because the index {of}is of an earlier release: "
+                f"`{one.index_command}` counts them"
+            )
+        if root := _unused_root(one, each):
+            more.append(root)
+        counts = unread_of(one, each)["names"]
+        top = {
+            name: count
+            for name, count in counts.items()
+            if name not in HARMLESS
+            and counts.keys().isdisjoint(parents := above(name)[:-1])
+            and {name, *parents}.isdisjoint(one.ignore)
+        }
+        if top:
+            shown = ", ".join(f"{name!r} ({count:,})" for name, count in [*top.items()][:_SHOWN])
+            said.append(f"{of}{shown}{f' and {len(top) - _SHOWN:,} more' if len(top) > _SHOWN else ''}")
+            media |= {name: kind for name in top if (kind := modality_of_name(name)) is not None}
+            known |= one.recipe.modalities.keys()
+    if not said:
+        return ". ".join(more)
+    ways = [
+        f"{name!r} is {kind} in a format or under a name that is not read: convert or rename it"
+        if kind in known
+        else f"{name!r} is of a modality that the recipe lacks: {kind}= of od.Recipe, or od.hf.recipe(processor)"
+        for name, kind in [*media.items()][:_MEDIA_SHOWN]
     ]
-    likely = [name for name in names if not name.is_address or name.samples >= least]
-    return sorted(likely, key=lambda name: -name.samples)
-
-
-def _warn_of_media(index: Index, unread: Mapping[str, int]) -> None:
-    """Warn once about media under a recipe without their modality: the model would get the text alone."""
-    found = ", ".join(f"{modality} ({count:,})" for modality, count in unread.items())
-    warn_once(
-        f"unread media of {index.fingerprint}",
-        f"media that the recipe does not read, so the model gets the text without them: {found}. Give the recipe "
-        f"their modality: {next(iter(unread))}= of od.Recipe, or od.hf.recipe(processor) of one that has it",
+    ways.append(
+        "Recipe(keep=...) delivers a field, Recipe(record=...) or columns= reads it, and ShardDataset(ignore=...) says "
+        "no more of it: docs/layouts.md#fields-that-are-not-read"
     )
+    return ". ".join([f"fields that are not read, with the samples that have them: {'; '.join(said)}", *more, *ways])
 
 
-def _warn_of_endings(index: Index, counts: Mapping[str, int]) -> None:
-    """Warn once about members in formats that are not read: the model would get the text alone."""
-    found = ", ".join(f".{ending} ({count:,})" for ending, count in [*counts.items()][:_SHOWN])
-    warn_once(
-        f"undecoded media of {index.fingerprint}",
-        f"media in formats that are not read, so the model gets the text without them: {found}. Convert them, to JPEG, "
-        "PNG, FLAC or MP4 for example: docs/layouts.md#media-that-are-not-read",
-    )
-
-
-def _warn_of_names(index: Index, names: Sequence[_UnreadName]) -> None:
-    """Warn once about paths and addresses of media that no rule reads: the model would get the text alone."""
-    found = ", ".join(
-        f"{one.field!r} ({counted(one.samples, 'sample')}, such as {one.example!r})" for one in names[:_SHOWN]
-    )
-    # What reads them depends on the names, and on what has them.
-    ways = []
-    if any(one.is_address for one in names):
-        ways.append("Nothing is downloaded: download the files, and give their paths or bytes")
-    if path := next((one for one in names if not one.is_address), None):
-        renamed = "" if "." in path.field else f"columns={{{path.field!r}: {path.modality!r}}} or "
-        ways.append(
-            f"Read a path with {renamed}Recipe(record=...), a function of yours"
-            if _opens_paths(index)
-            else "Paths are read from JSON and CSV alone: write the bytes into the table, or its rows as JSON Lines"
-        )
-    warn_once(
-        f"unread names of media of {index.fingerprint}",
-        f"names of media that are not read, so the model gets the text without them: {found}"
-        f"{', ...' if len(names) > _SHOWN else ''}. {'. '.join(ways)}. To train on the text alone, leave these fields "
-        "out in Recipe(record=...): docs/layouts.md#media-that-are-not-read",
-    )
-
-
-def _opens_paths(index: Index) -> bool:
-    """Return whether shards are records, whose paths are opened."""
-    others = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
-    return any(not shard.container and not shard.url.lower().endswith(others) for shard in index.shards)
-
-
-def _warn_of_unused_root(one: ShardDataset, index: Index) -> None:
-    """Warn once about a `media_root` without media: their names are probably under a key that is not read."""
+def _unused_root(one: ShardDataset, index: Index) -> str:
+    """Say that a `media_root` is without media: their names are probably under a key that is not read."""
     totals = index.totals
     if one.media_root is None or totals["samples"] == totals["bad"] or not one.recipe.modalities:
-        return
-    if not any(kind.get("parts") for kind in totals["modalities"].values()):
-        warn_once(
-            f"no media below {one.media_root} of {index.fingerprint}",
-            f"media_root={one.media_root!r} is given, and no sample has media: records name them under "
-            f"{', '.join(record_keys(BUILTINS))}. Rename another key with columns=, or read it with "
-            "Recipe(record=...): docs/layouts.md",
-        )
+        return ""
+    if is_partial(index, one.urls) or any(kind.get("parts") for kind in totals["modalities"].values()):
+        return ""
+    keys = ", ".join(record_keys(BUILTINS))
+    return f"media_root={one.media_root!r} is given, and no sample has media: records name them under {keys}"
 
 
 def warn_of_no_loss(
@@ -269,11 +174,3 @@ def _named_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) ->
         return [("", dataset, index)]
     assert isinstance(index, JoinedIndex)
     return [(leaf.name, leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
-
-
-def _is_unread_text(name: str) -> bool:
-    """Return whether an ignored field has words that no rule reads. Names that rules know gave way to another field."""
-    base = stem(name.removesuffix(WORDS_SUFFIX))
-    if name.endswith(WORDS_SUFFIX):
-        return base not in _PATHS
-    return base.rpartition(".")[2] not in TEXT_FIELDS and names_words(base)

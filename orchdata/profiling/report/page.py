@@ -88,6 +88,7 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         _largest(profile, names, named=named),
         _unlike(profile, names),
         _failures(profile, names, named=named),
+        _unread(profile),
         _samples(views, names),
         _call(profile),
         section("Words", table(("word", "meaning"), _WORDS, numbers_from=99)),
@@ -417,6 +418,15 @@ def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
             numbers_from=99,
         )
     return section("Failures", reasons, examples)
+
+
+def _unread(profile: Profile) -> str:
+    """Return the fields that no recipe reads; their names are those of columns and keys, not of samples."""
+    rows = [(shown(name), f"{count:,}") for name, count in profile.unread.items()]
+    rows += [("values of more fields", f"{profile.unread_others:,}")] if profile.unread_others else []
+    if not rows:
+        return section("Fields that are not read", paragraph("None, as far as the index says."))
+    return section("Fields that are not read", table(("field", "samples that have it"), rows, numbers_from=1))
 
 
 def _without_texts(counts: Mapping[str, int]) -> dict[str, int]:

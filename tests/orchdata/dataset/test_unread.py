@@ -11,8 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, jpeg, write_shard
+from typer.testing import CliRunner
 
 import orchdata as od
+from orchdata.cli import app
+from orchdata.dataset.indexed.unread import unread_of, warn_of_unread
+from orchdata.loaders.index import shard_costs
+from orchdata.loaders.index.building import builder
+from orchdata.loaders.index.totals import summarize
+from orchdata.loaders.samples import compose
+from orchdata.loaders.versions import COSTS_FORMAT
 
 
 def warned(shards: str, recipe: od.Recipe, **options: Any) -> list[str]:
@@ -38,39 +46,170 @@ def pictures(tmp_path: Path) -> str:
 @pytest.mark.parametrize("recipe", [od.Recipe(image=None), od.Recipe(image=None, audio=None)])
 def test_images_under_a_recipe_without_images_are_one_warning(pictures: str, recipe: od.Recipe) -> None:
     (message,) = warned(pictures, recipe)
-    assert "the model gets the text without them: image (4)" in message
-    assert "od.hf.recipe(processor)" in message
+    assert "with the samples that have them: 'jpg' (4)" in message
+    assert "'jpg' is of a modality that the recipe lacks: image= of od.Recipe, or od.hf.recipe(processor)" in message
 
 
 def test_what_is_read_is_no_warning(pictures: str) -> None:
     assert warned(pictures, RECIPE) == []
 
 
+def names_of(dataset: od.ShardDataset) -> dict[str, int]:
+    return dict(dataset.index().totals["unread"]["names"])
+
+
+def run_cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments])
+
+
 def records(folder: Path, *rows: dict[str, Any], **options: Any) -> od.ShardDataset:
+    folder.mkdir(exist_ok=True)
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe = od.Recipe(text=od.TextPreprocessor(**options))
     return od.ShardDataset(str(folder / "a.jsonl"), recipe=recipe)
 
 
-def test_words_of_records_next_to_their_text_are_one_warning(tmp_path: Path) -> None:
-    """As `question` where columns= makes the answer the text."""
-    rows = [{"text": "four", "question": "what is 2 + 2?"}, {"caption": "five", "question": "and 2 + 3?"}]
-    (message,) = warned_of(records(tmp_path, *rows))
-    assert "text that is not read, and that the model does not learn: 'question' (2)" in message
-
-
-def test_words_of_records_that_are_read_are_no_warning(tmp_path: Path) -> None:
-    alpaca = {"instruction": "Add.", "output": "4", "text": "### Instruction: Add.\n### Response: 4"}
+def test_what_gives_way_or_says_nothing_is_told_apart(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    chat = {"messages": turns, "text": "hi ho", "answer": "ho ho"}
-    assert warned_of(records(tmp_path, alpaca, chat, {"text": "abc", "title": "b", "question_id": "q1"})) == []
-    assert warned_of(records(tmp_path, {"text": "abc", "question": "why?"}, fields=("question",))) == []
+    rows = [
+        {
+            "text": "four",
+            "question": "what is 2 + 2?",
+            "label": False,
+            "weight": 0,
+            "n": None,
+            "e": "",
+            "l": [],
+            "d": {},
+        },
+        {"caption": "five", "meta": {"a": {"b": {"c": {"d": 1}}}}, "id": "1", "url": "https://a.b"},
+        {"messages": turns, "text": "hi ho", "prompt": "hi", "many": {f"{at}": 1 for at in range(65)}},
+    ]
+    dataset = records(tmp_path, *rows)
+    assert names_of(dataset) == {
+        **dict.fromkeys(("question", "label", "weight", "url", "text", "prompt", "many"), 1),
+        **dict.fromkeys(("meta", "meta.a", "meta.a.b", "meta.a.b.c"), 1),
+    }
+    (message,) = warned_of(dataset)
+    said = "'label' (1), 'many' (1), 'meta' (1), 'prompt' (1), 'question' (1), 'text' (1), 'weight' (1). Recipe(keep"
+    assert said in message
+    assert names_of(records(tmp_path / "b", {"text": "abc", "question": "why?"}, fields=("question",))) == {"text": 1}
+    assert warned_of(records(tmp_path / "c", *({"text": "abc", "id": each, "width": 3} for each in "ab"))) == []
+
+
+CHAT = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 0}], "time": 3},
+    {"role": "assistant", "content": "ho", "weight": 1, "name": "assistant", "meta": {"x": 1}},
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}"
+    "{{ m.time }}{{ m.name }}</s>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [(None, {}), (od.ChatTemplate.from_jinja(TEMPLATE), {"messages[].time"})],
+)
+def test_keys_of_turns_that_neither_the_library_nor_the_template_names(
+    tmp_path: Path, template: Any, read: Any
+) -> None:
+    options = {} if template is None else {"template": template}
+    tools = [{"type": "function", "function": {"name": "f", "arguments": {"own": 1}}}] if template is None else None
+    rows = [{"messages": CHAT, "loss_mask": [0, 1], "tools": [] if tools else None}]
+    dataset = records(tmp_path, *rows, **options)
+    of_turns = {"messages[].content[].weight", "messages[].time", "messages[].meta", "messages[].meta.x"} - {*read}
+    assert names_of(dataset) == dict.fromkeys(("loss_mask", *of_turns), 1)
+    (message,) = warned_of(dataset)
+    assert "'messages[].meta' (1)" in message and "messages[].meta.x" not in message
+
+
+def test_members_of_tars_are_named_without_numbers_and_their_json_by_its_keys(tmp_path: Path) -> None:
+    sample = {"0.jpg": jpeg(40, 30), "txt": b"a cat", "0.sph": b"...", "1.sph": b"...", "ts": b"..", "wv": b""}
+    said = json.dumps({"start_sample": 3, "sha256": "0", "caption": "b", "objects": [{"bbox": [1]}, {"ref": "x"}]})
+    samples = [{"__key__": f"{at}", **sample, "json": said.encode()} for at in range(2)]
+    path = write_shard(tmp_path / "a.tar", samples)
+    first = od.ShardDataset(path, recipe=RECIPE, index_fields=("ts",))
+    names = ("sph", "start_sample", "sha256", "caption", "objects", "objects[].bbox", "objects[].ref")
+    assert unread_of(first, first.index())["names"] == dict.fromkeys(names, 2)
+    # Another recipe reads no JSON again, and counts the same.
+    image = od.ImagePreprocessor(patch_size=14, merge=2, max_tokens=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "parse_json", None)
+        assert names_of(od.ShardDataset(path, recipe=od.Recipe(image=image))) == dict.fromkeys((*names, "ts"), 2)
+    # What is kept is read.
+    counts = names_of(od.ShardDataset(path, recipe=od.Recipe(image=image, keep=("objects", "ts"))))
+    assert counts == {name: 2 for name in names if not name.startswith("objects")}
+
+
+def test_columns_are_counted_by_statistics_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {
+        "text": ["a", "b", "c"],
+        "labels": [[1, 2], None, []],
+        "weight": [0.0, None, 0.5],
+        "empty": pa.nulls(3, pa.int64()),
+        "none": pa.nulls(3),
+        "boxes": [[{"x": 1}], None, None],
+        "response": ["a", "", None],
+        "id": [1, 2, 3],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    dataset = od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)
+    assert names_of(dataset) == {"labels": 3, "weight": 2, "boxes": 1, "response": 1}
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet", write_statistics=False)
+    plain = od.ShardDataset(tmp_path / "b.parquet", recipe=RECIPE)
+    assert names_of(plain) == {"labels": 3, "weight": 3, "boxes": 3, "empty": 3, "response": 1}
+
+
+def test_what_ignore_names_is_not_said_and_changes_nothing_else(tmp_path: Path) -> None:
+    rows = [{"text": "abc", "label": 1, "meta": {"a": 1}, "meta_too": 1}]
+    records(tmp_path, *rows)
+    path, quiet = tmp_path / "a.jsonl", ("label", "meta")
+    loud, ignoring = od.ShardDataset(path), od.ShardDataset(path, ignore=quiet)
+    assert "'label' (1), 'meta' (1), 'meta_too' (1)." in warned_of(loud)[0]
+    assert "have them: 'meta_too' (1)." in warned_of(ignoring)[0]
+    assert ignoring.index().fingerprint == loud.index().fingerprint and names_of(ignoring) == names_of(loud)
+    with pytest.raises(TypeError, match="ignore is a tuple of names"):
+        od.ShardDataset(path, ignore="label")
+
+
+def test_sources_are_named_one_rank_speaks_and_an_index_without_counts_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (records(tmp_path / name, {"text": "abc", name: 1}) for name in ("weight", "mask"))
+    mixture = od.Mixture({"a": od.Source(one, weight=1), "b": od.Source(two, weight=1)})
+    with warnings.catch_warnings(action="error"):
+        warn_of_unread(one, one.index(), rank=1)
+    assert "of source 'a' 'weight' (1); of source 'b' 'mask' (1)." in warned_of(mixture)[0]
+    # As an index of before: no counts.
+    former = records(tmp_path / "c", {"text": "abc", "weight": 1})
+    with monkeypatch.context() as before:
+        before.setattr(shard_costs, "summarize", lambda *given: summarize(*given[:3]))
+        before.setattr(builder, "COSTS_FORMAT", COSTS_FORMAT - 1)
+        former.index()
+    (message,) = warned_of(former)
+    assert "of an earlier release: `orchdata index" in message
+    assert run_cli("index", *former.urls).exit_code == 0
+    assert "'weight' (1)" in warned_of(od.ShardDataset(former.urls, recipe=former.recipe))[0]
+
+
+def test_the_table_has_all_names_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    records(tmp_path, {"text": "abc", "weight": 0, "meta": {"id": 1}, "id": "x", "url": "u"})
+    path = str(tmp_path / "a.jsonl")
+    printed = run_cli("index", path, "--ignore", "meta")
+    assert printed.exit_code == 0 and all(f"1  {name}\n" in printed.stdout for name in ("meta", "meta.id", "url"))
+    assert "'weight' (1). " in printed.stderr and "'meta'" not in printed.stderr
+    names = {"weight": 1, "meta": 1, "meta.id": 1, "url": 1}
+    assert json.loads(run_cli("index", path, "--json").stdout)["totals"]["unread"] == {"names": names, "others": 0}
+    profiled = run_cli("profile", path, "--json", "--html", str(tmp_path / "a.html"))
+    assert json.loads(profiled.stdout)["unread"] == names
+    assert "<bdi>meta.id</bdi>" in (tmp_path / "a.html").read_text()
 
 
 def test_data_without_a_token_to_learn_are_one_warning(tmp_path: Path) -> None:
     shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
-    (message,) = warned(shards, RECIPE)
-    assert "no sample has a token to learn" in message
+    classes, message = warned(shards, RECIPE)
+    assert "'cls' (1)" in classes and "no sample has a token to learn" in message
 
 
 @pytest.fixture
@@ -104,7 +243,7 @@ def test_each_source_of_a_mixture_without_a_token_to_learn_is_one_warning(halves
 
 def test_images_alone_are_fine_where_the_user_s_function_or_a_kept_field_is_learned(tmp_path: Path) -> None:
     shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
-    assert warned(shards, RECIPE, collate_fn=len) == []
+    assert not any("to learn" in message for message in warned(shards, RECIPE, collate_fn=len))
     assert warned(shards, od.Recipe(image=RECIPE.image, keep=("cls",))) == []
 
 
@@ -112,10 +251,10 @@ def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> No
     (tmp_path / "0.jpg").write_bytes(jpeg(40, 30))
     (tmp_path / "a.jsonl").write_text('{"image": "0.jpg", "text": "a cat"}\n')
     dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=od.Recipe(image=None), media_root=tmp_path)
-    with pytest.warns(UserWarning, match=r"the model gets the text without them: image \(1\)"):
+    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
         od.DataLoader(dataset, batch_size=1)
     pq.write_table(
         pa.table({"image": [{"bytes": jpeg(40, 30), "path": None}], "text": ["a cat"]}), tmp_path / "a.parquet"
     )
-    with pytest.warns(UserWarning, match=r"the model gets the text without them: image \(1\)"):
+    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
         od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)
