@@ -150,6 +150,10 @@ def names_of_record(
         media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
         keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read))
         values = [record[key] for key in keys]
+        if False in values:  # in place of media it says nothing
+            no_media = [key for key in keys if record[key] is False and key in rules.words.records]
+            keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read, *no_media))
+            values = [record[key] for key in keys]
         if not is_chat and _FLAT.issuperset(map(type, values)) and "" not in values:
             return names
         for its_name, value in zip(names, values, strict=True):

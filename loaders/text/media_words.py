@@ -17,7 +17,9 @@ _MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|(?<!-I[Dd]: )<{_NAME}>|
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
 _BARS: Final = ("<|", "<\uff5c")
-_MEDIA: Final = frozenset("image img picture pic photo frame video vid audio speech sound voice wav clip media".split())
+_MEDIA: Final = frozenset(
+    "image img picture pic photo vision frame video vid audio speech sound voice wav clip media".split()
+)
 _GROUNDING: Final = frozenset("bbox bboxe box boxe ref object obj region point quad polygon".split())
 _EDGES: Final = frozenset("start end begin bos eos break newline around".split())
 """Words of tokens that stand before, after or between the parts of media."""

@@ -81,6 +81,7 @@ def test_what_gives_way_or_says_nothing_is_told_apart(tmp_path: Path) -> None:
             "e": "",
             "l": [],
             "d": {},
+            "image": False,
         },
         {"caption": "five", "meta": {"a": {"b": {"c": {"d": 1}}}}, "id": "1", "url": "https://a.b"},
         {"messages": turns, "text": "hi ho", "prompt": "hi", "many": {f"{at}": 1 for at in range(65)}},
