@@ -16,9 +16,9 @@ import hashlib
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.finalizers import Ending
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.native.jit import load_numba, sources_stamp
 from orchdata.progress import progress_bar
@@ -109,7 +110,7 @@ class Warming:
                         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                     )
                 )
-        self._end = weakref.finalize(self, _end, self._children)
+        self._ending = Ending(self, partial(_end, self._children)) if self._children else None
 
     def wait(self) -> None:
         """Wait until all kernels are compiled, with a progress bar."""
@@ -119,7 +120,9 @@ class Warming:
                     progress(done, len(self._children))
                     with contextlib.suppress(subprocess.TimeoutExpired):  # then this process compiles the missing ones
                         child.wait(_PATIENCE_SECONDS)
-        self._end()
+        _end(self._children)
+        if self._ending is not None:
+            self._ending.cancel()
 
     def finish(self, spec: BuildSpec) -> None:
         """Wait, then load the kernels into this process, once. An error occurs again in the step that needs them."""
@@ -131,8 +134,8 @@ class Warming:
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        with child:  # waits for its end, and closes its pipe
+    while children:
+        with children.pop() as child:  # waits for its end, and closes its pipe
             child.kill()
 
 

@@ -18,6 +18,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.engines import warm
 from orchdata.engines.warm import Warming, kernel_families
+from orchdata.finalizers import wait_for_finalizers
 from orchdata.planning.costs import IndexCosts
 
 
@@ -77,6 +78,7 @@ def test_children_end_with_the_loader_and_with_its_process() -> None:
         assert child.poll() is None
         del warming
         gc.collect()
+        wait_for_finalizers()
         assert child.returncode is not None
 
 
