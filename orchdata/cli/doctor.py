@@ -91,7 +91,7 @@ def _tried(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "orchdata", version("orchdata"))
     yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
-    for package, wanted in requirements("").items():
+    for package, wanted in (requirements("") | requirements("audio")).items():
         state, advice = _installed(package, wanted)
         if advice and package in _REPLACED:
             yield Finding("versions", package, state, "note", _REPLACED[package])

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from orchdata.finalizers import Ending
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.native.jit import load_numba, sources_stamp
-from orchdata.progress import progress_bar
+from orchdata.progress import in_words, progress_bar
 
 if TYPE_CHECKING:
     from orchdata.building.spec import BuildSpec
@@ -40,6 +40,7 @@ Ints = NDArray[np.int64]
 
 _COMPILING = "compiling kernels, once on this machine"
 _PATIENCE_SECONDS = 600.0
+_FAMILY_SECONDS = 30.0  # on one core
 _COSTS = np.tile(np.array([9, 7, 5, 4, 3, 2, 2, 1]), 4)
 _RANKS, _CAP = 4, 24
 
@@ -102,6 +103,12 @@ class Warming:
         num_children = min(len(missing), len(os.sched_getaffinity(0)))
         self._children: list[subprocess.Popen[bytes]] = []
         self._is_done = False
+        if missing and os.environ.get("LOCAL_RANK", "0") == "0":
+            seconds = _FAMILY_SECONDS * -(-len(missing) // num_children)
+            sys.stderr.write(
+                f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead, for an image)\n"
+            )
+            sys.stderr.flush()
         for number in range(num_children):
             command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
             with contextlib.suppress(OSError):  # then this process compiles them, when it needs them

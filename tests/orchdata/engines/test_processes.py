@@ -32,8 +32,8 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import engine as engine_module
-from orchdata.engines.processes import process as process_module
 from orchdata.engines.processes import isolate
+from orchdata.engines.processes import process as process_module
 from orchdata.engines.processes.isolate import Trial
 from orchdata.engines.processes.slabs import MappedSlabs, Slabs, StepMemory
 
