@@ -105,9 +105,7 @@ class Warming:
         self._is_done = False
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
             seconds = _FAMILY_SECONDS * -(-len(missing) // num_children)
-            sys.stderr.write(
-                f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead, for an image)\n"
-            )
+            sys.stderr.write(f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead, for an image)\n")
             sys.stderr.flush()
         for number in range(num_children):
             command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
@@ -275,11 +273,15 @@ def _packed() -> None:
 
 def _microbatches() -> None:
     from orchdata.balancers import pack_micro_steps, split_microbatches
+    from orchdata.balancers.bins.micro_steps import LOOK_PAIRS
+    from orchdata.native.microbatches.within_caps import looked_peaks
 
     rank = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     for in_step in (False, True):
         split_microbatches(_COSTS, rank, _RANKS, max_size=_CAP, oversize="own", in_step=in_step)
-    pack_micro_steps(_COSTS, 160, 2, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)
+    both = np.stack([_COSTS, _COSTS], axis=1)
+    pack_micro_steps(_COSTS, 160, 2, both, num_ranks=_RANKS)
+    looked_peaks(both, both, both, np.full(2, 160), np.zeros(len(both), np.int32), rank, 2, _RANKS, LOOK_PAIRS)
 
 
 def _swaps() -> None:
@@ -293,7 +295,9 @@ def _swaps() -> None:
 
 def _bins() -> None:
     from orchdata.balancers import pack_bins
+    from orchdata.balancers.bins.pack import _items, first_fit_bins
 
+    first_fit_bins(_items(_COSTS, 12, None))
     pack_bins(_COSTS, 12, None, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)
 
 
@@ -364,6 +368,12 @@ def _usual_folder(source: Path) -> Path:
     # The hash names a folder, and protects nothing.
     hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
     return Path(chosen, f"{os.path.basename(folder)}_{hashed}")
+
+
+def stored_in() -> list[str]:
+    """Return the folders in which compiled kernels of the families are stored."""
+    folders = {_cache_folder(_head(name)) for name in FAMILIES}
+    return sorted(str(folder) for folder in folders if folder is not None)
 
 
 def _cache_folder(kernel: Any) -> Path | None:
