@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import bench, cache, data, doctor, runs, show, warm
+from orchdata.cli import bench, cache, data, doctor, runs, show
 
 app = typer.Typer(
     name="orchdata",
@@ -41,7 +41,7 @@ app.command()(data.profile)
 app.command()(data.verify)
 app.command()(show.show)
 app.command()(doctor.doctor)
-app.command()(warm.warm)
+app.command()(doctor.warm)
 app.command()(runs.synth)
 app.command()(runs.demo)
 app.add_typer(cache.app, name="cache")

@@ -295,7 +295,8 @@ def _swaps() -> None:
 
 def _bins() -> None:
     from orchdata.balancers import pack_bins
-    from orchdata.balancers.bins.pack import _items, first_fit_bins
+    from orchdata.balancers.bins.pack import _items
+    from orchdata.native.bins.pack import first_fit_bins
 
     first_fit_bins(_items(_COSTS, 12, None))
     pack_bins(_COSTS, 12, None, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)

@@ -181,7 +181,9 @@ class CrashSuspects:
                 seconds = max(self._timeout, _FRESH_SECONDS) if self._timeout else 0.0
                 self.trial = Trial(row, self._start_fresh, seconds, trial.verdict)
                 continue
-            verdict = trial.verdict and f"{trial.confirms or trial.verdict}, whenever this sample was loaded alone"
+            verdict = (
+                "" if not trial.verdict else f"{trial.confirms or trial.verdict}, whenever this sample was loaded alone"
+            )
             if trial.confirms and trial.untried:
                 verdict = (
                     f"{trial.confirms}, whenever this sample was loaded alone by a forked worker; whether one that is "
