@@ -267,6 +267,7 @@ class Bad(Numbers):
         return super().__getitem__(number)
 
 
+@pytest.mark.slow  # processes that are not forked start from scratch
 @pytest.mark.filterwarnings("ignore:DataLoader worker", "ignore:item 7")
 @pytest.mark.parametrize(
     ("what", "options", "reason"),
