@@ -5,7 +5,6 @@ Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime -
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +39,7 @@ from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.iterables import IterableContent
 from orchdata.engines.seeds import WorkerSeeds
 from orchdata.engines.warm import Warming, kernel_families
+from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import StateError
 from orchdata.loop.engines import Engines
 from orchdata.loop.loop import EpochLoop, Stream
@@ -111,7 +111,7 @@ class Runtime:
         reads = None if self.builder is None else self.builder.reads
         self._filler = filler_of(self.prepared.spec, rank, cache, reads, forks=choice.forks)
         if self._filler is not None:
-            weakref.finalize(self, self._filler.stop)
+            Ending(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
         budget = FailureBudget(options.policy, self.stats, num_samples, rank.size)
         delivery = Delivery(
@@ -292,9 +292,11 @@ class Runtime:
             self._filler.stop()
         if self._iterable is not None:
             self._iterable.close()
+        wait_for_finalizers()
 
     def _open_stream(self, loop: EpochLoop) -> Stream:
         """Open the steps of one iteration: from torch's own loader if nothing is planned, else from an engine."""
+        wait_for_finalizers()  # what an iteration before has left
         steps, spec = self.prepared.steps, self.prepared.spec
         if self._iterable is not None and isinstance(steps, StreamSteps):
             return IterableStream(self._iterable, steps, loop, self.stats.torch)

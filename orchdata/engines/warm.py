@@ -16,9 +16,9 @@ import hashlib
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.finalizers import Ending
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.native.jit import load_numba, sources_stamp
-from orchdata.progress import progress_bar
+from orchdata.progress import in_words, progress_bar
 
 if TYPE_CHECKING:
     from orchdata.building.spec import BuildSpec
@@ -39,6 +40,7 @@ Ints = NDArray[np.int64]
 
 _COMPILING = "compiling kernels, once on this machine"
 _PATIENCE_SECONDS = 600.0
+_FAMILY_SECONDS = 30.0  # on one core
 _COSTS = np.tile(np.array([9, 7, 5, 4, 3, 2, 2, 1]), 4)
 _RANKS, _CAP = 4, 24
 
@@ -101,6 +103,10 @@ class Warming:
         num_children = min(len(missing), len(os.sched_getaffinity(0)))
         self._children: list[subprocess.Popen[bytes]] = []
         self._is_done = False
+        if missing and os.environ.get("LOCAL_RANK", "0") == "0":
+            seconds = _FAMILY_SECONDS * -(-len(missing) // num_children)
+            sys.stderr.write(f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead, for an image)\n")
+            sys.stderr.flush()
         for number in range(num_children):
             command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
             with contextlib.suppress(OSError):  # then this process compiles them, when it needs them
@@ -109,7 +115,7 @@ class Warming:
                         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                     )
                 )
-        self._end = weakref.finalize(self, _end, self._children)
+        self._ending = Ending(self, partial(_end, self._children)) if self._children else None
 
     def wait(self) -> None:
         """Wait until all kernels are compiled, with a progress bar."""
@@ -119,7 +125,9 @@ class Warming:
                     progress(done, len(self._children))
                     with contextlib.suppress(subprocess.TimeoutExpired):  # then this process compiles the missing ones
                         child.wait(_PATIENCE_SECONDS)
-        self._end()
+        _end(self._children)
+        if self._ending is not None:
+            self._ending.cancel()
 
     def finish(self, spec: BuildSpec) -> None:
         """Wait, then load the kernels into this process, once. An error occurs again in the step that needs them."""
@@ -131,8 +139,8 @@ class Warming:
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        with child:  # waits for its end, and closes its pipe
+    while children:
+        with children.pop() as child:  # waits for its end, and closes its pipe
             child.kill()
 
 
@@ -265,11 +273,15 @@ def _packed() -> None:
 
 def _microbatches() -> None:
     from orchdata.balancers import pack_micro_steps, split_microbatches
+    from orchdata.balancers.bins.micro_steps import LOOK_PAIRS
+    from orchdata.native.microbatches.within_caps import looked_peaks
 
     rank = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     for in_step in (False, True):
         split_microbatches(_COSTS, rank, _RANKS, max_size=_CAP, oversize="own", in_step=in_step)
-    pack_micro_steps(_COSTS, 160, 2, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)
+    both = np.stack([_COSTS, _COSTS], axis=1)
+    pack_micro_steps(_COSTS, 160, 2, both, num_ranks=_RANKS)
+    looked_peaks(both, both, both, np.full(2, 160), np.zeros(len(both), np.int32), rank, 2, _RANKS, LOOK_PAIRS)
 
 
 def _swaps() -> None:
@@ -283,7 +295,10 @@ def _swaps() -> None:
 
 def _bins() -> None:
     from orchdata.balancers import pack_bins
+    from orchdata.balancers.bins.pack import _items
+    from orchdata.native.bins.pack import first_fit_bins
 
+    first_fit_bins(_items(_COSTS, 12, None))
     pack_bins(_COSTS, 12, None, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)
 
 
@@ -354,6 +369,12 @@ def _usual_folder(source: Path) -> Path:
     # The hash names a folder, and protects nothing.
     hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
     return Path(chosen, f"{os.path.basename(folder)}_{hashed}")
+
+
+def stored_in() -> list[str]:
+    """Return the folders in which compiled kernels of the families are stored."""
+    folders = {_cache_folder(_head(name)) for name in FAMILIES}
+    return sorted(str(folder) for folder in folders if folder is not None)
 
 
 def _cache_folder(kernel: Any) -> Path | None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from orchdata.finalizers import User
 from orchdata.loaders.interrupts import interrupts_later
 from orchdata.loop.position import Position, Progress, Start
 from orchdata.order.steps import Draw
@@ -63,8 +64,8 @@ class Stream(Protocol):
         A step that is still under way after Ctrl-C is not skipped. For other errors `leave` was called before.
         """
 
-    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
-        """Stop the engine, or keep it for the next iteration."""
+    def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
+        """Stop the engine, or keep it for the next iteration. A finalizer does not wait for its end."""
 
 
 class EpochLoop:
@@ -177,6 +178,7 @@ class LoaderIterator:
         self._is_plain = not whole_steps and watcher is None
         self._process = _process
         self._stream: Stream | None = None
+        self._user: User | None = None
         self._rest: list[Any] = []  # of the step yielded last, the last microbatch first
         self._is_closed = False
         self._has_advanced = False
@@ -236,6 +238,7 @@ class LoaderIterator:
             ) from self._error
         if self._is_closed:
             raise StopIteration
+        self._user = User()
         try:
             if self._watcher is not None:
                 self._watcher.begin()
@@ -276,23 +279,23 @@ class LoaderIterator:
         elif self._watcher is not None:
             self._watcher.failed()
 
-    def _finish(self, error: BaseException | None = None) -> None:
+    def _finish(self, error: BaseException | None = None, *, waits: bool = True) -> None:
         """Stop the stream of this iteration, which has ended with an error, or which the caller leaves."""
         self._error = error
         self._is_closed = True
         stream, self._stream = self._stream, None
         if stream is not None:
-            stream.close(has_failed=error is not None)
+            stream.close(has_failed=error is not None, waits=waits)
         if self._watcher is not None:
             self._watcher.close()
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """End the iteration here, as `break` does."""
         if not self._is_closed:
-            self._finish()
+            self._finish(waits=waits)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid) -> None:
-        # What a finalizer raises is lost: a Ctrl-C that comes while `break` ends the workers is raised later.
+        # What a finalizer raises is lost: a Ctrl-C that comes in it is raised later.
         if not ends() and process() == self._process:
             with interrupts_later(sys._getframe()):
-                self.close()
+                self.close(waits=self._user is None or self._user.drops_it())

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from orchdata.building.step import BuiltStep
 from orchdata.delivery.delivery import Delivery
 from orchdata.engines.engine import Engine
+from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.notices import warn_once
 from orchdata.order.steps import Steps, StepTask
@@ -60,17 +62,19 @@ class PlannedStream:
     """The steps of one iteration, built by its own engine.
 
     Args:
-        engine: builds them; `close` closes it, or keeps it for the next iteration.
+        engine: builds them; `leave` closes it, or keeps it for the next iteration.
     """
 
     computes_position = False
 
-    def __init__(self, context: LoopContext, loop: EpochLoop, engine: Engine, close: Any) -> None:
+    def __init__(self, context: LoopContext, loop: EpochLoop, engine: Engine, leave: Callable[..., None]) -> None:
         self.position = loop.start.position
         self._context = context
         self._loop = loop
         self._engine = engine
-        self._close = close
+        self._leave = leave
+        left = partial(leave, engine, is_over=False, has_failed=False)
+        self._ending = Ending(self, left) if engine.depth else None
         self.next_step = self.position.step
         self._tasks: Iterator[StepTask] | None = None
         self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
@@ -156,7 +160,7 @@ class PlannedStream:
         self.next_step += 1
         return True
 
-    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+    def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         try:
             if is_over:
                 self._context.delivery.end_epoch(self.position.epoch)
@@ -164,7 +168,10 @@ class PlannedStream:
             has_failed = True
             raise
         finally:
-            self._close(self._engine, is_over=is_over, has_failed=has_failed)
+            if waits or self._ending is None:
+                self._leave(self._engine, is_over=is_over, has_failed=has_failed)
+            if self._ending is not None:
+                self._ending.cancel() if waits else self._ending.soon()
 
     def _draw(self) -> Iterator[StepTask]:
         """Return the steps of the epoch from here on, once all ranks have its random inputs."""

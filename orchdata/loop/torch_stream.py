@@ -19,6 +19,7 @@ from orchdata.building.spec import MapContent
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
 from orchdata.engines.processes.engine import Workers
+from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.loop.position import Position
 from orchdata.notices import warn_user
@@ -147,7 +148,7 @@ class MapStream:
         self.next_step += 1
         return True
 
-    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+    def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         pass
 
     def _state_of_sampler(self) -> Any:
@@ -240,12 +241,16 @@ class IterableStream:
         self._counts = counts
         self._stream, self._loader = source.open(loop)
         self._batches = iterate(self._loader)
+        # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
+        self._ending = Ending(self, [self._batches].clear) if source.has_workers else None
 
     def __next__(self) -> list[Any]:
         started = perf_counter()
         try:
             taken = next(self._batches)
             while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
+                if taken.error is not None:
+                    raise taken.error
                 taken = next(self._batches)
         except Exception as error:
             if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers
@@ -279,9 +284,11 @@ class IterableStream:
             self.next_step += 1
         return True
 
-    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+    def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         if is_over and not has_failed:
             self._source.keep(self.position.epoch, self._loader)
+        if self._ending is not None:
+            self._ending.cancel() if waits else self._ending.soon()
         del self._batches, self._loader  # its workers end with it
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loaders.errors import StateError
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.post_balancing.group import LostRanksError, RankGroup
@@ -103,8 +104,7 @@ class PostBalanced:
         self._loaded: Mapping[str, Any] | None = None  # start of the next iteration; None for the beginning
         self._state: Mapping[str, Any] | None = None  # after the last delivered step
         self._stats = PostStats()
-        self._running: list[Prefetcher] = []  # at most one; the finalizer must not refer to self
-        weakref.finalize(self, _end, self._running)
+        self._running: dict[Prefetcher, Ending] = {}
 
     def __iter__(self) -> Iterator[PostBatch]:
         """Iterate the steps from the loader's position to the end of the epoch. Closes an iteration still under way.
@@ -132,13 +132,13 @@ class PostBalanced:
         if self._rank_group.size == 1:
             yield from self._deliver(iter(maker.make, None))
         else:
-            prefetcher = Prefetcher(maker, _STEPS_AHEAD)
-            self._running.append(prefetcher)
+            prefetcher, user = Prefetcher(maker, _STEPS_AHEAD), User()
+            self._running[prefetcher] = Ending(self, partial(_end, prefetcher))
             try:
                 yield from self._deliver(iter(prefetcher))
             finally:
-                if prefetcher in self._running:
-                    self._stop(_CLOSE_SECONDS)
+                close = partial(_close, self._running, prefetcher, _CLOSE_SECONDS)
+                close() if user.drops_it() else call_soon(close)  # the collector may close this generator
         self._state = self._state_of(0, False, maker.state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,8 +186,7 @@ class PostBalanced:
     def _stop(self, timeout: float | None) -> None:
         """Close the iteration under way; without a timeout, wait until all ranks have closed it."""
         for prefetcher in list(self._running):
-            if prefetcher.close(timeout):
-                self._running.remove(prefetcher)
+            _close(self._running, prefetcher, timeout)
 
     @property
     def _has_state(self) -> bool:
@@ -204,12 +203,15 @@ class PostBalanced:
         return {"version": VERSION, "step": step, "exhausted": exhausted, "loader": loader}
 
 
-def _end(running: list[Prefetcher]) -> None:
-    """End iterations when the wrapper is collected or the process ends."""
-    for prefetcher in running:
-        if not prefetcher.close(_CLOSE_SECONDS):
-            prefetcher.leave()
-    running.clear()
+def _end(prefetcher: Prefetcher) -> None:
+    """End an iteration when the wrapper is collected or the process ends."""
+    if not prefetcher.close(_CLOSE_SECONDS):
+        prefetcher.leave()
+
+
+def _close(running: dict[Prefetcher, Ending], prefetcher: Prefetcher, timeout: float | None) -> None:
+    if prefetcher.close(timeout) and (ending := running.pop(prefetcher, None)):
+        ending.cancel()
 
 
 def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule:

@@ -51,7 +51,7 @@ loaders: required
 loaders: shards
 loaders: samples
 loaders: index
-orchdata: progress notices stuck_threads quarantine yaml_file
+orchdata: progress notices stuck_threads finalizers quarantine yaml_file
 orchdata: order
 orchdata: planning
 orchdata: ranks

@@ -90,6 +90,7 @@ class Objects:
         self._budget = float(options.get("retry_seconds", RETRY_SECONDS))
         self._clients: OrderedDict[tuple[str, str, str], Client] = OrderedDict()
         self._lock = threading.RLock()  # what is dropped by a collection of garbage may be dropped inside of it
+        self._dropped: deque[_Fetch] = deque()
         self._ahead: dict[tuple[str, str], list[_Fetch]] = {}
 
     def version(self, url: str) -> FileVersion | None:
@@ -133,6 +134,7 @@ class Objects:
             runs = runs_of(_apart(extents), gap_bytes=GAP_BYTES)
             fetches += self._begin([(run.start, run.stop) for run in runs], url, file, reads)
         with self._lock:
+            self._forget(())
             for fetch in fetches:
                 self._ahead.setdefault((fetch.range.url, fetch.range.file.version), []).append(fetch)
         return Ahead(self, fetches)
@@ -319,8 +321,13 @@ class Objects:
             return found
 
     def _forget(self, fetches: Sequence[_Fetch]) -> None:
-        with self._lock:
-            for fetch in fetches:
+        """Drop ranges. A finalizer calls this, and does not wait: what another thread's lock keeps is dropped later."""
+        self._dropped.extend(fetches)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._dropped:
+                fetch = self._dropped.popleft()
                 key = fetch.range.url, fetch.range.file.version
                 left = [each for each in self._ahead.get(key, ()) if each is not fetch]
                 if left:
@@ -329,6 +336,8 @@ class Objects:
                     self._ahead.pop(key, None)
                 if not fetch.pending.is_awaited:
                     fetch.pending.drop()
+        finally:
+            self._lock.release()
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,6 +38,7 @@ from orchdata.engines.on_ray.room import Waiting
 from orchdata.engines.processes.message import read_step
 from orchdata.engines.run import EngineRun
 from orchdata.engines.work import WorkerSpec, add_reads, error_of
+from orchdata.finalizers import Ending
 from orchdata.notices import warn_user
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
@@ -67,11 +67,12 @@ class ActorEngine(JobEngine["ActorDispatcher"]):
         workers = run.options
         dispatcher = ActorDispatcher(spec, run, options=options, start_timeout=start_timeout)
         super().__init__(dispatcher, num_workers=workers.num_workers, max_jobs=workers.max_jobs, in_turn=run.in_turn)
-        weakref.finalize(self, dispatcher.stop)
+        self._ending = Ending(self, dispatcher.stop)
         dispatcher.start()
 
     def close(self) -> None:
         self._dispatcher.stop()
+        self._ending.cancel()
 
 
 class ActorDispatcher(threading.Thread):

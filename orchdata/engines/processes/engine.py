@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -19,6 +19,7 @@ from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.run import WorkerOptions
 from orchdata.engines.work import WorkerSpec
+from orchdata.finalizers import Ending
 from orchdata.loaders.storage.counted import ReadBytes
 
 _PRELOADED = "orchdata.engines.processes.preload"
@@ -88,11 +89,12 @@ class ProcessEngine(JobEngine[Supervisor]):
         )
         self._is_polite = options.as_torch
         _supervisors.add(supervisor)
-        weakref.finalize(self, supervisor.stop, polite=False).atexit = False
+        self._ending = Ending(self, partial(supervisor.stop, polite=False))
         supervisor.start()
 
     def close(self) -> None:
         self._dispatcher.stop(polite=self._is_polite)
+        self._ending.cancel()
 
 
 def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:
@@ -129,9 +131,3 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
-
-
-@atexit.register
-def _stop_all() -> None:
-    for supervisor in list(_supervisors):
-        supervisor.stop(polite=False)

@@ -1,12 +1,12 @@
 """Does this sample crash or hang its process? It is loaded alone, in separate processes: it is marked bad after two
-crashes or hangs, or after four SIGKILLs (the OOM killer sends those too).
+crashes or hangs, or after four SIGKILLs (the OOM killer sends those too). Where workers are forked, processes that are
+not forked must confirm it: a fork copies locks that other threads hold, and whoever takes one of them hangs.
 
 rows of lost workers --CrashSuspects--> one at a time: Trial, two processes --> why the sample is bad, or ""
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -17,8 +17,14 @@ START_SECONDS = 120.0
 """How long a process may take to start, if the loader's timeout is shorter."""
 FORK_SECONDS = 30.0
 """A forked process that has not run our code after this time never will."""
+_FRESH_SECONDS = 10.0
+"""What a process that is not forked has at least for its first sample, which may import much."""
 _RUNS, _KILLED_RUNS = 2, 4
 _MAX_STARTS = 8
+FORKED = (
+    ". Workers are forked, and a fork copies locks that other threads hold (those of a library's pool): if a worker "
+    "waits for one of them, pass multiprocessing_context='forkserver' or 'spawn'"
+)
 
 
 class Trial:
@@ -27,15 +33,19 @@ class Trial:
     Args:
         start: starts a process that loads samples alone.
         timeout: seconds after which a process counts as hung; 0 for no limit.
+        confirms: the verdict of forked processes that it is to confirm; "" for none.
 
     Attributes:
         row: of the sample.
         processes: those that are running.
         verdict: None while the trial runs; then why the sample is bad, or "" if it is not.
+        untried: why no process could load the sample.
     """
 
-    def __init__(self, row: int, start: Callable[[], Process], timeout: float) -> None:
+    def __init__(self, row: int, start: Callable[[], Process], timeout: float, confirms: str = "") -> None:
         self.row = row
+        self.confirms = confirms
+        self.untried = ""
         self.processes: list[Process] = []
         self.verdict: str | None = None
         self._start = start
@@ -65,6 +75,9 @@ class Trial:
         """The process has ended; `is_killed`: by a SIGKILL of unknown origin."""
         loading = self.row in process.rows
         self.processes.remove(process)
+        if self.confirms and not process.is_ready:
+            self.untried = self.untried or how
+            self._decide("")
         if loading:
             self._endings.append(how)
             self._is_by_itself |= not is_killed
@@ -103,9 +116,16 @@ class Trial:
     def _start_one(self) -> None:
         while self._starts < _MAX_STARTS:
             self._starts += 1
-            with contextlib.suppress(EOFError, ConnectionError):  # the fork server was lost: the next try starts one
+            try:
                 self.processes.append(self._start())
                 return
+            except (EOFError, ConnectionError) as error:  # the fork server was lost: the next try starts one
+                self.untried = repr(error)
+            except Exception as error:
+                if not self.confirms:
+                    raise
+                self.untried = f"the data set does not pickle: {type(error).__name__}: {error}"
+                break
         self._decide("")
 
     def _decide(self, verdict: str) -> None:
@@ -119,14 +139,19 @@ class CrashSuspects:
 
     Args:
         start, timeout: see `Trial`.
+        start_fresh: starts a process that is not forked, where `start` forks one; else None.
 
     Attributes:
         trial: the one that is running; None if there is none.
     """
 
-    def __init__(self, start: Callable[[], Process], timeout: float) -> None:
+    def __init__(
+        self, start: Callable[[], Process], timeout: float, start_fresh: Callable[[], Process] | None = None
+    ) -> None:
         self.trial: Trial | None = None
         self._start = start
+        self._start_fresh = start_fresh
+        self._good: set[int] = set()  # loaded by processes that are not forked
         self._timeout = timeout
         self._rows: deque[int] = deque()
         self._seen: Counter[int] = Counter()
@@ -140,7 +165,7 @@ class CrashSuspects:
         """
         rows = list(rows)
         self._seen.update(rows)
-        suspected = [row for row in rows if immediately or self._seen[row] > 1]
+        suspected = [row for row in rows if (immediately or self._seen[row] > 1) and row not in self._good]
         self._rows.extend(row for row in suspected if row not in known_bad and row not in self._rows)
         return bool(suspected)
 
@@ -151,6 +176,21 @@ class CrashSuspects:
                 self.trial = Trial(self._rows[0], self._start, self._timeout)
             if self.trial.verdict is None:
                 return
-            verdict, row, self.trial = self.trial.verdict, self._rows.popleft(), None
+            trial, row, self.trial = self.trial, self._rows[0], None
+            if trial.verdict and self._start_fresh is not None and not trial.confirms:
+                seconds = max(self._timeout, _FRESH_SECONDS) if self._timeout else 0.0
+                self.trial = Trial(row, self._start_fresh, seconds, trial.verdict)
+                continue
+            verdict = (
+                "" if not trial.verdict else f"{trial.confirms or trial.verdict}, whenever this sample was loaded alone"
+            )
+            if trial.confirms and trial.untried:
+                verdict = (
+                    f"{trial.confirms}, whenever this sample was loaded alone by a forked worker; whether one that is "
+                    f"not forked can load it was not tried ({trial.untried}){FORKED}"
+                )
+            elif trial.confirms and not verdict:
+                self._good.add(row)
+            self._rows.popleft()
             self._seen.pop(row, None)
             yield row, verdict

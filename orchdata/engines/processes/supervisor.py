@@ -11,6 +11,7 @@ The thread never blocks on a worker: it reads messages when they arrive.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
@@ -24,7 +25,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from orchdata.engines.engine import Job
-from orchdata.engines.processes.isolate import FORK_SECONDS, START_SECONDS, CrashSuspects
+from orchdata.engines.processes.isolate import FORK_SECONDS, FORKED, START_SECONDS, CrashSuspects, Trial
 from orchdata.engines.processes.message import read_step
 from orchdata.engines.processes.process import Process
 from orchdata.engines.processes.restart_state import unpacked
@@ -87,7 +88,9 @@ class Supervisor(threading.Thread):
         self._waiting: deque[Job] = deque()
         self._check_memory_at: float | None = None  # when the caller may have dropped a step
         self._arrived: deque[Job] = deque()
-        self._suspects = CrashSuspects(partial(Process, context, alone(workers[0])), timeout)
+        self._forked = FORKED if context.get_start_method() == "fork" else ""
+        fresh = partial(Process, multiprocessing.get_context("spawn"), alone(workers[0])) if self._forked else None
+        self._suspects = CrashSuspects(partial(Process, context, alone(workers[0])), timeout, fresh)
         self._waiting_for_trial: list[Job] = []
         self._restart_states: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
         self._failed_starts: Counter[str] = Counter()
@@ -239,7 +242,7 @@ class Supervisor(threading.Thread):
                 return
             kind = message["kind"]
             if kind in ("unreadable", "not started"):
-                self._on_start_failure(process, message)
+                self._on_start_failure(process, message, trial)
             elif trial is not None:
                 if kind == "ready":
                     trial.ready(process)
@@ -252,8 +255,11 @@ class Supervisor(threading.Thread):
             elif kind not in ("begun", "out of memory"):
                 self._resolve(process, message)
 
-    def _on_start_failure(self, process: Process, message: dict[str, Any]) -> None:
+    def _on_start_failure(self, process: Process, message: dict[str, Any], trial: Trial | None) -> None:
         """A worker cannot start. As with torch's loader, the other workers still deliver their batches."""
+        if trial is not None and trial.confirms:
+            trial.untried = message.get("why") or repr(error_of(message["units"][0]))
+            return
         if message["kind"] == "unreadable":
             why = _UNREADABLE.format(message["why"])
             self._break(
@@ -450,7 +456,7 @@ class Supervisor(threading.Thread):
         if not process.is_ready:
             self._failed_starts[kind] += 1
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
-                hint = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
+                hint = self._forked or (_NOT_STARTED if kind == "ended" else "")
                 return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{hint}"
         return ""
 
@@ -470,12 +476,12 @@ class Supervisor(threading.Thread):
         if kind == "hung":
             error = RuntimeError(
                 f"DataLoader timed out after {self._timeout:g} seconds, waiting for {job.name}, {job.losses[kind]} "
-                f"times, but none of its samples hangs alone: worker process {process.number} {how}"
+                f"times, but none of its samples hangs alone: worker process {process.number} {how}{self._forked}"
             )
         else:
             error = RuntimeError(
                 f"{_exited(process)}: {job.name} was lost with its process "
-                f"{job.losses[kind]} times, but none of its samples ends a process alone; the last {how}"
+                f"{job.losses[kind]} times, but none of its samples ends a process alone; the last {how}{self._forked}"
             )
         job.future.set_exception(error)
 
@@ -490,7 +496,7 @@ class Supervisor(threading.Thread):
             return
         for row, verdict in self._suspects.run_trials():
             if verdict:
-                self._known_bad_rows[row] = f"{verdict}, whenever this sample was loaded alone"
+                self._known_bad_rows[row] = verdict
                 self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._known_bad_rows[row]}")
         if self._suspects.trial is None:
             for job in self._waiting_for_trial:

@@ -32,6 +32,7 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import engine as engine_module
+from orchdata.engines.processes import isolate
 from orchdata.engines.processes import process as process_module
 from orchdata.engines.processes.isolate import Trial
 from orchdata.engines.processes.slabs import MappedSlabs, Slabs, StepMemory
@@ -266,6 +267,7 @@ class Bad(Numbers):
         return super().__getitem__(number)
 
 
+@pytest.mark.slow  # processes that are not forked start from scratch
 @pytest.mark.filterwarnings("ignore:DataLoader worker", "ignore:item 7")
 @pytest.mark.parametrize(
     ("what", "options", "reason"),
@@ -277,7 +279,10 @@ class Bad(Numbers):
     ],
     ids=["ends", "hangs", "eats", "says so"],
 )
-def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(what: Any, options: dict[str, Any], reason: str) -> None:
+def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(
+    what: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolate, "_FRESH_SECONDS", 1.0)
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
     loader = od.DataLoader(Bad(20, what), on_error=od.ErrorPolicy("skip", max_failures=None), **common)
     for _ in range(2):  # the second time it is known
@@ -287,6 +292,60 @@ def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(what: Any, options: 
     assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
     with pytest.raises(RuntimeError, match=f"DataLoader.*{re.escape(reason)}.*: item 7 of Bad"):
         list(od.DataLoader(Bad(20, what), **common))
+    assert no_children()
+
+
+POOL = threading.Lock()
+"""As a library's pool of threads has one: held at a fork, it is held in the child for ever."""
+
+
+class Pooled(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        with POOL:
+            return super().__getitem__(number)
+
+
+class PooledHere(Pooled):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.local = lambda: None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DataLoader worker", "ignore:item")
+@pytest.mark.parametrize(("kind", "is_blamed"), [(Pooled, False), (PooledHere, True)])
+def test_a_sample_that_hangs_only_in_forked_workers_is_not_blamed(kind: Any, is_blamed: bool) -> None:
+    loader = od.DataLoader(
+        kind(4), batch_size=4, num_workers=1, timeout=0.5, on_error="skip", multiprocessing_context="fork"
+    )
+    way_out = r"Workers are forked.*multiprocessing_context='forkserver'"
+    with POOL, pytest.raises(RuntimeError, match=f"timed out.*{way_out}"):
+        list(loader)
+    blamed = loader._runtime._engines._known_bad_rows
+    assert bool(blamed) == is_blamed
+    for reason in blamed.values():
+        assert re.search(rf"not tried \(the data set does not pickle: .*lambda.*{way_out}", reason)
+
+
+class Grouped(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        if number == 5:
+            local = type("Local", (ValueError,), {})  # does not pickle
+            raise ExceptionGroup("unhandled errors in a TaskGroup", [local("row 5 is cut"), OSError("reset")])
+        return number
+
+
+class Streamed(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return (Grouped(8)[number] for number in range(8))
+
+
+@pytest.mark.parametrize("data", [Grouped(8), Streamed()], ids=["ours", "torch's"])
+def test_a_group_of_exceptions_of_a_worker_keeps_type_message_and_parts(data: Any) -> None:
+    with pytest.raises(ExceptionGroup, match="unhandled errors in a TaskGroup") as caught:
+        list(od.DataLoader(data, batch_size=2, num_workers=1))
+    assert [str(each) for each in caught.value.exceptions] == ["Local: row 5 is cut", "reset"]
+    assert "raised in DataLoader worker process 0" in caught.value.__notes__[-1]
     assert no_children()
 
 

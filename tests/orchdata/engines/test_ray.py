@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -469,6 +471,23 @@ def test_nothing_is_left_after_break(tmp_path: Path) -> None:
     next(batches)
     del batches
     wait_until(lambda: not living(tmp_path))
+
+
+def test_the_collector_may_end_an_iteration_in_the_thread_that_ray_answers_in() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [iter(loader(Drawn()))]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        collected = threading.Event()
+        remote: Any = ray.remote(num_cpus=0)(lambda: 0)
+        remote.remote().future().add_done_callback(lambda _: (gc.collect(), collected.set()))
+        assert collected.wait(60)
+    finally:
+        gc.enable()
+    assert ray.get(remote.remote(), timeout=60) == 0
 
 
 def living(folder: Path) -> list[int]:

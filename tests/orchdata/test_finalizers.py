@@ -1,0 +1,161 @@
+"""Finalizers: one that the collector runs, in any thread, waits for nothing, and what it found is ended."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from map_dataset import Numbers
+from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+import orchdata as od
+from orchdata.engines.engine import PlainEngine
+from orchdata.engines.inline import InlineEngine
+from orchdata.engines.processes.supervisor import Supervisor
+from orchdata.engines.thread_pool import ThreadPool
+from orchdata.finalizers import wait_for_finalizers
+from orchdata.post_balancing import loader as post_balancing
+from orchdata.post_balancing.prefetch import Prefetcher
+
+OURS = "orchdata finalizers"
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(40)
+
+
+@pytest.fixture(autouse=True)
+def by_hand() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def leave_in_a_cycle(items: Any) -> None:
+    """Leave an iteration to the collector, as an exception in a variable of its frame does."""
+    iterator = iter(items)
+    next(iterator)
+    cycle: list[Any] = [iterator]
+    cycle.append(cycle)
+
+
+def collected(*, elsewhere: bool) -> None:
+    if elsewhere:
+        thread = threading.Thread(target=gc.collect, name="collects", daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "the collector waits"
+    else:
+        gc.collect()
+    wait_for_finalizers()
+
+
+def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str]:
+    """The threads that call a method."""
+    seen: set[str] = set()
+    method = getattr(kind, name)
+
+    def recorded(self: Any, *arguments: Any, **named: Any) -> Any:
+        seen.add(threading.current_thread().name)
+        return method(self, *arguments, **named)
+
+    monkeypatch.setattr(kind, name, recorded)
+    return seen
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("data", "options", "kind", "end"),
+    [
+        (Numbers(40), {"num_threads": 2}, ThreadPool, "close"),
+        (Numbers(40), {"num_workers": 1}, Supervisor, "stop"),
+        (Counting(), {"num_workers": 1}, _MultiProcessingDataLoaderIter, "_shutdown_workers"),
+    ],
+    ids=["threads", "processes", "torch's processes"],
+)
+def test_the_collector_ends_no_engine_itself(
+    data: Any, options: Any, kind: Any, end: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = od.DataLoader(data, batch_size=2, **options)
+    seen = threads_of(monkeypatch, kind, end)
+    leave_in_a_cycle(loader)
+    collected(elsewhere=elsewhere)
+    assert seen == {OURS}
+
+    seen.clear()
+    for _ in loader:
+        break
+    assert seen == {"MainThread"}  # `break` waits
+    assert OURS not in {thread.name for thread in threading.enumerate()}
+
+
+class Waiting(PlainEngine):
+    """Ends once the thread that collects goes on, as Ray's calls do in a callback of Ray."""
+
+    depth = 1
+
+    def __init__(self, spec: Any) -> None:
+        self._inline = InlineEngine(spec.open())
+
+    def submit(self, task: Any) -> Any:
+        return self._inline.submit(task)
+
+    def close(self) -> None:
+        ended.append(goes_on.wait(20))
+
+
+ended: list[bool] = []
+goes_on = threading.Event()
+
+
+def test_an_engine_that_ends_with_the_collecting_thread_is_no_deadlock() -> None:
+    engine = SimpleNamespace(open=lambda spec, run: Waiting(spec))
+    leave_in_a_cycle(od.DataLoader(Numbers(8), batch_size=2, num_workers=1, engine=engine))
+    gc.collect()
+    goes_on.set()
+    wait_for_finalizers()
+    assert ended == [True]
+
+
+def test_persistent_workers_outlive_an_iteration_that_the_collector_ends() -> None:
+    loader = od.DataLoader(Numbers(40), batch_size=2, num_workers=1, persistent_workers=True)
+    leave_in_a_cycle(loader)
+    collected(elsewhere=True)
+    assert len(list(loader)) == 20
+    loader.close()
+
+
+class Steps:
+    """In the place of `StepMaker`."""
+
+    state = None
+    group = SimpleNamespace(check_others=lambda: None)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    def make(self, *, closing: bool) -> Any:
+        batch = SimpleNamespace(step=0)
+        return None if closing else SimpleNamespace(batch=batch, exhausted=False, state=None)
+
+
+def test_the_collector_ends_no_iteration_of_post_balance_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_balancing, "StepMaker", Steps)
+    monkeypatch.setattr(post_balancing.PostStats, "timed", lambda self, steps: steps)
+    seen = threads_of(monkeypatch, Prefetcher, "close")
+    group: Any = SimpleNamespace(size=2, connected=True)
+    balanced = post_balancing.PostBalanced([], lambda sample: 1, None, group, None)  # type: ignore[arg-type]
+    leave_in_a_cycle(balanced)
+    collected(elsewhere=True)
+    assert seen == {OURS}
+    for _ in balanced:
+        break
+    assert seen == {OURS, "MainThread"}
+    assert not balanced._running
