@@ -95,7 +95,16 @@ class ObstoreClient:
 
     def put(self, key: str, data: Buffer, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
-        self._called(lambda: self._obstore.put(self._store, key, bytes(data), mode=mode))
+
+        def write() -> None:
+            try:
+                self._obstore.put(self._store, key, bytes(data), mode=mode)
+            except self._obstore.exceptions.AlreadyExistsError:  # which is any conflict
+                if not create:
+                    raise
+                raise Trouble("exists", "there is an object of this name") from None
+
+        self._called(write)
 
     def delete(self, key: str) -> None:
         self._called(lambda: self._obstore.delete(self._store, key))
@@ -165,6 +174,8 @@ class ObstoreClient:
                 f"storage_options of {self.name} has an unknown name (given: {', '.join(given)}): its "
                 "names are those of obstore's S3Config, GCSConfig, AzureConfig and ClientConfig"
             )
+        if "Account must be specified" in words:
+            words += ": name it as storage_options account_name, or AZURE_STORAGE_ACCOUNT_NAME"
         if isinstance(error, exceptions.BaseError | ValueError | TypeError) or _is_panic(error):
             return ValueError(f"{self.name} cannot be opened with these storage_options: {words}")
         return error
