@@ -37,6 +37,7 @@ PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
 _PIECES_AHEAD: Final = 4
 """Pieces of an object that is read whole which are under way at a time."""
+_SHALLOW_ATTEMPTS: Final = 3
 _ENDED_SECONDS: Final = 0.2
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
@@ -138,23 +139,25 @@ class Objects:
                 self._ahead.setdefault((fetch.range.url, fetch.range.file.version), []).append(fetch)
         return Ahead(self, fetches)
 
-    def pages(self, folder: str) -> Iterator[list[Listed]]:
+    def pages(self, folder: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose URLs begin with that of a folder, by key, some at a time. Raises StorageError.
 
         Args:
             folder: URL that ends in "/".
+            deep: with those in folders below it; otherwise they may come, or not.
         """
         client, key = self._client_of(folder)
-        after = ""
-        listing = client.pages(key, after)
+        after, failed = "", 0
+        listing = client.pages(key, after, deep=deep)
 
         def next_page() -> list[Listed] | None:
             # A page that fails is asked for again, from where the one before ended.
-            nonlocal listing
+            nonlocal listing, failed
             try:
                 return next(listing, None)
             except Trouble:
-                listing = client.pages(key, after)
+                failed += 1  # a client may have to begin a listing of one folder again, which may never end
+                listing = client.pages(key, after, deep=deep or failed >= _SHALLOW_ATTEMPTS)
                 raise
 
         while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:

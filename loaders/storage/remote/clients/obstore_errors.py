@@ -22,7 +22,8 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s)\"']+")
 _NO_RANGES: Final = re.compile(r"non-partial response", re.IGNORECASE)
 _WRONG_RANGE: Final = re.compile(r"content.range|requested (range )?\S+\.\.", re.IGNORECASE)
 _OF_PATHS: Final = ("control character", "parse path", "parsing path", "invalid path")
-_UNLISTED: Final = "allow it, or name the shards with braces, as in train-{000000..000127}.tar"
+_NAMED: Final = "name the shards with braces, as in train-{000000..000127}.tar"
+_UNLISTED: Final = f"allow it, or {_NAMED}"
 _NO_CREDENTIALS: Final = (
     "no credentials were found (the address of cloud metadata was asked last): name them as storage_options{} or in "
     "the environment, or pass anonymous=true for public data"
@@ -65,7 +66,7 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
     if status in (0, 200, 206) and _WRONG_RANGE.search(text):
         return Trouble("passing", f"the answer has other bytes than were asked for ({words})", is_odd=True)
     if "InvalidPath" in type(error).__name__ or any(each in text.lower() for each in _OF_PATHS):
-        return Trouble("final", f"a key has parts or characters that no path of obstore can have: {words}")
+        return Trouble("key", f"a key has parts or characters that no path of obstore can have: {words}: {_NAMED}")
     kind = _KIND.search(text)
     known = _network_words(text, "" if kind is None else kind[1])
     return Trouble("passing", known or words, is_odd=not known)
