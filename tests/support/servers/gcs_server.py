@@ -5,7 +5,8 @@
     DELETE /bucket/key
     GET /bucket?list-type=2  prefix, delimiter, pages of `page_size` keys by continuation-token
 
-S3 clients are answered too, with `s3_options`. It checks no credentials. What it answers has been read off Google's documentation: the real service may say more.
+It checks no credentials, and answers clients of S3 too, with `s3_options`. What it answers has been read off Google's
+documentation: the real service may say more.
 """
 
 from __future__ import annotations
