@@ -109,10 +109,13 @@ class FsspecClient:
                 if deep:
                     found = self._files.find(path, detail=True, **self._details, **self._raising()).values()
                 else:
-                    found = [each for each in self._files.ls(path, detail=True, **self._details) if _is_file(each)]
-            except FileNotFoundError:
+                    found = self._files.ls(path, detail=True, **self._details)
+            except FileNotFoundError as error:
+                if self._trouble(error).kind != "absent":
+                    raise
                 return []
-            return sorted(Listed(each["name"][start:].lstrip("/"), self._version_of(each)) for each in found)
+            files = [each for each in found if each["type"] != "directory"]
+            return sorted(Listed(each["name"][start:].lstrip("/"), self._version_of(each)) for each in files)
 
         listed = [each for each in self._called(find) if each.key > after]
         for begin in range(0, len(listed), _PAGE):
@@ -188,10 +191,6 @@ class FsspecClient:
 
     def _trouble(self, error: Exception) -> Trouble:
         return error if isinstance(error, Trouble) else trouble_of(error, self._words(error))
-
-
-def _is_file(info: Mapping[str, Any]) -> bool:
-    return info["type"] != "directory"
 
 
 def is_filesystem(store: Any) -> bool:
