@@ -28,7 +28,7 @@ _MAY_NOT: Final = (
     "this user's)"
 )
 # Waiting does not help against these: the cache folder's name is taken, it is read-only or too small, or slow work.
-_LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.ETIME}
+_LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.EILSEQ, errno.ETIME}
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
-from orchdata.dataset.indexed.column_reads import warn_of_column_reads
+from orchdata.dataset.indexed.column_reads import check_arrow, warn_of_column_reads
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
@@ -143,6 +143,7 @@ def prepare_shards(
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
     files = dataset.files.limited(options.timeout).cached(options.cache)
+    check_arrow(index, files)
     warn_of_column_reads(dataset, index, order, options.rank.size, files)
     spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(

@@ -14,7 +14,7 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.remote.objects import Objects
 from orchdata.loaders.storage.remote.patterns import MAGIC, expression
-from orchdata.loaders.storage.remote.urls import HTTP, parsed, scheme_of
+from orchdata.loaders.storage.remote.urls import HTTP, check_key, parsed, scheme_of
 from orchdata.loaders.storage.storage import FileVersion
 
 _THREADS: Final = 32
@@ -26,7 +26,7 @@ def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
     `*`, `?` and `[...]` match within a folder; `**` matches any number of folders. Names that begin with a dot are left
     out, unless the pattern has the dot. A key that is equal to the pattern is the only match.
 
-    Raises StorageError.
+    Raises StorageError, and ValueError for a match with a key that cannot be read.
     """
     url = parsed(pattern)
     magic = MAGIC.search(url.key)
@@ -34,13 +34,16 @@ def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
         raise StorageError(pattern, "a pattern may stand in the keys, not in the name of the bucket", errno.EINVAL)
     folder = url.key[: magic.start()].rpartition("/")[0]
     folder += "/" if folder else ""
+    last = url.key[len(folder) :]
+    is_deep = "/" in last or last == "**"
     fits = re.compile(expression(url.key))
     found: dict[str, FileVersion] = {}
-    for page in objects.pages(f"{url.root}/{folder}"):
+    for page in objects.pages(f"{url.root}/{folder}", deep=is_deep):
         for key, file in page:
             if key == url.key:
                 return {f"{url.root}/{key}": file}
             if fits.fullmatch(key):
+                check_key(f"{url.root}/{key}")
                 found[f"{url.root}/{key}"] = file
     return dict(sorted(found.items()))
 
@@ -81,18 +84,21 @@ def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str
     root = parsed(folder).root
     left = set(wanted)
     found: dict[str, FileVersion] = {}
-    try:
-        for page in islice(objects.pages(folder), len(wanted)):
-            for key, file in page:
-                if (url := f"{root}/{key}") in left:
-                    found[url] = file
-                    left.discard(url)
-            if not left:
+    for deep in (True, False):
+        try:
+            for page in islice(objects.pages(folder, deep=deep), len(wanted)):
+                for key, file in page:
+                    if (url := f"{root}/{key}") in left:
+                        found[url] = file
+                        left.discard(url)
+                if not left:
+                    break
+            break
+        except StorageError as error:
+            if error.errno == errno.EACCES:  # these credentials may read, perhaps, and not list
                 break
-    except StorageError as error:
-        if error.errno != errno.EACCES:
-            raise
-        # These credentials may read, perhaps, and not list.
+            if error.errno != errno.EILSEQ:  # of a key below it, perhaps
+                raise
     return found
 
 

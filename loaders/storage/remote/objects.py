@@ -37,6 +37,7 @@ PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
 _PIECES_AHEAD: Final = 4
 """Pieces of an object that is read whole which are under way at a time."""
+_SHALLOW_ATTEMPTS: Final = 3
 _ENDED_SECONDS: Final = 0.2
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
@@ -113,10 +114,11 @@ class Objects:
                 (fetch, fetch.range.start, fetch.range.stop)
                 for fetch in self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
             ]
+        counts = requests.HERE.counts if reads is None else reads.requests
         parts: list[Buffer] = []
         try:
             for ((url, _, start, stop), pending), begin, end in fetches:
-                data = requests.HERE.wait(pending, url, num_bytes=stop - start, is_read=True)
+                data = requests.HERE.wait(pending, url, num_bytes=stop - start, is_read=True, counts=counts)
                 parts.append(memoryview(data)[begin - start : end - start])
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except BaseException:
@@ -139,23 +141,25 @@ class Objects:
                 self._ahead.setdefault((fetch.range.url, fetch.range.file.version), []).append(fetch)
         return Ahead(self, fetches)
 
-    def pages(self, folder: str) -> Iterator[list[Listed]]:
+    def pages(self, folder: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose URLs begin with that of a folder, by key, some at a time. Raises StorageError.
 
         Args:
             folder: URL that ends in "/".
+            deep: with those in folders below it; otherwise they may come, or not.
         """
         client, key = self._client_of(folder)
-        after = ""
-        listing = client.pages(key, after)
+        after, failed = "", 0
+        listing = client.pages(key, after, deep=deep)
 
         def next_page() -> list[Listed] | None:
             # A page that fails is asked for again, from where the one before ended.
-            nonlocal listing
+            nonlocal listing, failed
             try:
                 return next(listing, None)
             except Trouble:
-                listing = client.pages(key, after)
+                failed += 1  # a client may have to begin a listing of one folder again, which may never end
+                listing = client.pages(key, after, deep=deep or failed >= _SHALLOW_ATTEMPTS)
                 raise
 
         while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:
@@ -371,19 +375,19 @@ class Objects:
 def check(answer: Answer, wanted: ObjectRange) -> None:
     """Raise Trouble if an answer is of another object, or has other bytes, than what was asked for."""
     then, now = wanted.file, answer.file
-    if now.size != then.size:
+    # An etag is of one content: with another size, the answer is wrong.
+    is_same = now.size == then.size or (now.version == then.version and now.version.startswith('"'))
+    if not is_same:
         raise Trouble("changed", f"has {now.size} bytes, {then.size} when it was indexed")
     if not fits(then.version, now.version):
         raise Trouble(
             "changed", f"was replaced since it was indexed ({then.version} then, {now.version or 'none'} now)"
         )
-    if answer.start != wanted.start or len(answer.data) != wanted.stop - wanted.start:
-        raise Trouble(
-            "passing",
-            f"the answer has {len(answer.data)} bytes from {answer.start} on, in place of {wanted.stop - wanted.start} "
-            f"from {wanted.start} on",
-            is_odd=True,
-        )
+    got = len(answer.data), answer.start, now.size
+    asked = wanted.stop - wanted.start, wanted.start, then.size
+    if got != asked:
+        form = "{} bytes from {} on, of {}"
+        raise Trouble("passing", f"the answer has {form.format(*got)}, in place of {form.format(*asked)}", is_odd=True)
 
 
 def _check_room(wanted: ObjectRange) -> None:

@@ -159,13 +159,22 @@ class Requests:
         """Have a thread make the call of a result that is wanted."""
         self._enqueue(pending)
 
-    def wait(self, pending: Pending[T], url: str, *, num_bytes: int = 0, is_read: bool = False) -> T:
+    def wait(
+        self,
+        pending: Pending[T],
+        url: str,
+        *,
+        num_bytes: int = 0,
+        is_read: bool = False,
+        counts: RequestCounts | None = None,
+    ) -> T:
         """Return the result of a call. Raises its error, and StorageError where no client works.
 
         Args:
             url: for the error.
             num_bytes: how many it reads.
             is_read: whether it may be made twice.
+            counts: of requests; None: those of the process.
         """
         if pending.is_done:
             return pending.result()
@@ -180,7 +189,7 @@ class Requests:
                 if not has_second and pending.began is not None and now - pending.began > self._slow_after(num_bytes):
                     has_second = True
                     if self._may_repeat():
-                        self.counts.add("second")
+                        (counts or self.counts).add("second")
                         self._enqueue(pending, first=True)
         return pending.result()
 

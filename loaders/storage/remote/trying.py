@@ -91,7 +91,7 @@ def keep_trying(
         StorageError: it failed for a lasting reason, or for too long.
         StaleIndexError: the object is another one than was indexed.
     """
-    pause, attempts, refreshed, first_failure, began = _FIRST_PAUSE, 0, False, None, time.monotonic()
+    pause, attempts, odd, refreshed, first_failure, began = _FIRST_PAUSE, 0, 0, False, None, time.monotonic()
     while True:
         attempts += 1
         process.check(url)
@@ -112,12 +112,13 @@ def keep_trying(
                 counts.add("again")
                 continue
             raise trouble.as_error(url, doing, attempts)
+        odd += trouble.is_odd
         now = time.monotonic()
         first_failure = now if first_failure is None else first_failure
         # A server that answers wrongly is no outage, for others.
         lasted = 0.0 if trouble.is_odd else outage.lasts(url, trouble.reason, budget, asked)
         left = max(budget - max(now - first_failure, lasted), min(budget, _FRESH_SECONDS) - (now - began))
-        if left <= 0 or (trouble.is_odd and attempts >= _ODD_ATTEMPTS) or ended():
+        if left <= 0 or (trouble.is_odd and odd >= _ODD_ATTEMPTS) or ended():
             raise trouble.as_error(url, doing, attempts)
         least = _THROTTLED_PAUSE if trouble.throttled else 0.0
         time.sleep(min(left, max(least, pause) * random.uniform(0.5, 1.0)))

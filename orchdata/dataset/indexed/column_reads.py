@@ -19,7 +19,7 @@ from orchdata.loaders.shards.open import by_identity, open_indexed
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ParquetShard
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import PARQUET_SUFFIXES
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES
 from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.notices import warn_once
@@ -120,6 +120,22 @@ def read_for_each_byte(index: Index, order: Positions, chunks: Chunks, num_ranks
     held = min(1.0, COLUMNS.max_bytes / max(1.0, touched * chunks.num_bytes))
     read = touched + (changes - touched) * (1.0 - held)
     return read * chunks.num_bytes / max(1.0, len(rows) * chunks.used)
+
+
+def check_arrow(index: Index, files: Files) -> None:
+    """Raise ValueError for Arrow files in object storage that no node keeps: each sample takes several requests."""
+    urls = [
+        shard.url
+        for shard in index.shards
+        if is_remote(shard.url) and shard.url.endswith(ARROW_SUFFIXES) and not shard.container
+    ]
+    if urls and files.cache is None:
+        others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        raise ValueError(
+            f"{urls[0]}{others}: a loader reads no Arrow files from object storage, where each sample takes several "
+            "requests. Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', "
+            "batch_size=100), or keep whole shards on the node with cache=od.Cache(...)"
+        )
 
 
 def warn_of_column_reads(dataset: DataSet, index: Index, order: Positions, num_ranks: int, files: Files) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from orchdata.loaders.errors import PackageError, one_line
@@ -56,7 +57,8 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         code: folders that the nodes get, as a `runtime_env` has them.
 
     Raises:
-        ValueError: the address, or RAY_ADDRESS, is that of a Ray Client; or Ray is initialized without the folders.
+        ValueError: the address, or RAY_ADDRESS, is that of a Ray Client; the address is not that of the Ray that is
+            initialized; or that has not the folders.
         RuntimeError: there is no cluster, it has another version of Ray or Python, or it refuses this process.
     """
     ray = import_ray()
@@ -65,6 +67,7 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
 
         if client.is_connected():
             raise ValueError(_no_client("the address of the Ray that this process uses"))
+        _check_running(address)
         _check_code(code or {})
         return
     if address is None:
@@ -93,6 +96,25 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
         raise RuntimeError(
             f"Ray cannot connect to {address or 'the cluster of this machine'}: {error}. {hint}"
         ) from error
+
+
+def _check_running(address: str | None) -> None:
+    """Raise ValueError if an address is not that of the Ray that this process uses."""
+    ray = import_ray()
+    running, here = ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address()
+
+    def place(at: str) -> tuple[str, str]:
+        host, _, port = at.rpartition(":")
+        with suppress(OSError):  # of an address that is no name of a host
+            host = socket.gethostbyname(host.strip("[]"))
+        return here if host.startswith("127.") else host, port
+
+    given = f"{here}:{running.rpartition(':')[2]}" if address == "local" else address
+    if given not in (None, "auto") and place(given) != place(running):
+        raise ValueError(
+            f"address={address!r}: this process uses the Ray at {running} already. Leave the address out, or call "
+            "ray.shutdown() first"
+        )
 
 
 def _is_gone(error: ConnectionError) -> bool:

@@ -403,6 +403,15 @@ def test_a_difference_is_an_error_before_the_first_step(
     engine.close()
 
 
+def test_an_address_is_that_of_the_running_ray() -> None:
+    running = ray.get_runtime_context().gcs_address
+    for same in (None, "auto", running, f"localhost:{running.rpartition(':')[2]}", "local"):
+        cluster_module.connect(same, num_ranks=1)
+    for other in ("127.0.0.1:1", f"192.0.2.1:{running.rpartition(':')[2]}"):
+        with pytest.raises(ValueError, match=f"{other}.*uses the Ray at {running} already. Leave the address out"):
+            cluster_module.connect(other, num_ranks=1)
+
+
 def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     asked: list[dict[str, Any]] = []

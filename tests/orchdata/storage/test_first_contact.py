@@ -200,6 +200,22 @@ def test_a_scheme_that_no_package_knows() -> None:
         remote("foo://bucket/a.tar").index()
 
 
+@pytest.mark.parametrize(
+    ("url", "kind", "names"),
+    [
+        ("ftp://127.0.0.1:1/a.tar", od.StorageError, ("ftp://127.0.0.1:1", "refused", "username, password")),
+        ("az://container/a.tar", ValueError, ("az://container", "account_name")),
+        ("github://owner/a.tar", ValueError, ("github://owner", "org, repo")),
+    ],
+)
+def test_an_error_without_settings_names_the_url_and_the_options(
+    monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Exception], names: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    text = said(kind, url, {"retry_seconds": 0})
+    assert all(each in text for each in names)
+
+
 def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(od.StorageError, "http://no-such-host.invalid/a.tar", {"retry_seconds": 0})
     assert "the name of the host cannot be resolved" in text

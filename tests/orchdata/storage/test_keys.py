@@ -87,9 +87,9 @@ def test_a_key_with_control_characters_is_refused(
     if name == "a\x01b":  # of XML, no such character can be listed
         return
     put(s3_server, bucket, f"{name}.tar", b"")
-    with pytest.raises(od.StorageError, match="characters that no path of obstore can have") as storage:
+    with pytest.raises(ValueError, match="control characters cannot be read") as listed:
         remote(f"s3://{bucket}/*.tar", s3_server.options).index()
-    assert "\n" not in str(storage.value)
+    assert "\n" not in str(listed.value)
 
 
 @pytest.mark.parametrize("key", ["/a.tar", "a//b.tar", "./a.tar", "a/../b.tar"])
@@ -155,6 +155,67 @@ def test_a_pattern_lists_no_more_than_its_folder(s3_server: S3Server, listed: st
     assert len(remote(f"s3://{listed}/c/*.tar", s3_server.options_of("all", proxy.endpoint)).urls) == 1
     (asked,) = proxy.requests()
     assert "prefix=c%2F" in asked.query
+
+
+@pytest.fixture
+def foreign(gcs_server: GcsServer, new_bucket: Callable[[], str]) -> str:
+    """A bucket with keys that no path of obstore can have, before, beside and below the shards."""
+    bucket = gcs_server.make_bucket("foreign")
+    for key in ("d/logs//x.tar", "d/./x.tar", "d//x.tar", "d/../x.tar", "/x.tar", "-//x.tar", "d/a\tb.txt"):
+        gcs_server.put(bucket, key, b"")
+    for key in ("d/-.tar", "d/0.tar", "d/1.tar", "d/logs/2.tar"):
+        gcs_server.put(bucket, key, b"")
+    return bucket
+
+
+@pytest.mark.parametrize(
+    ("paths", "keys"),
+    [
+        (["d/*.tar"], ["-", "0", "1"]),
+        (["d/**/*.tar"], ["-", "0", "1", "logs/2"]),
+        (["d/*/*.tar"], ["logs/2"]),
+        (["d/{0..1}.tar"], ["0", "1"]),
+        (["d/1.tar", "d/logs/2.tar", "d/0.tar"], ["1", "logs/2", "0"]),
+    ],
+)
+@pytest.mark.parametrize("page_size", [1, 1000])
+def test_foreign_keys_are_passed_over(
+    gcs_server: GcsServer, foreign: str, page_size: int, paths: list[str], keys: list[str]
+) -> None:
+    gcs_server.page_size = page_size
+    dataset = remote([f"s3://{foreign}/{path}" for path in paths], gcs_server.s3_options)
+    assert list(dataset.urls) == [f"s3://{foreign}/d/{key}.tar" for key in keys]
+    assert all(dataset.files.version(url) for url in dataset.urls)
+
+
+def test_shards_that_a_listing_cannot_give_are_looked_at(gcs_server: GcsServer, foreign: str) -> None:
+    gcs_server.page_size = 1000
+    urls = [f"gs://{foreign}/d/{number}.tar" for number in (0, 1)]
+    gcs_server.clear()
+    assert remote(f"gs://{foreign}/d/{{0..1}}.tar", gcs_server.options).files.looked_up(urls).listed.keys() == set(urls)
+    assert len(gcs_server.requests("HEAD")) == 2
+    gcs_server.delete(foreign, "d//x.tar")
+    for key in ("d/./x.tar", "d/../x.tar", "d/a\tb.txt"):
+        gcs_server.delete(foreign, key)
+    gcs_server.clear()
+    assert remote(f"gs://{foreign}/d/{{0..1}}.tar", gcs_server.options).files.looked_up(urls).listed.keys() == set(urls)
+    assert not gcs_server.requests("HEAD")
+    assert len(remote(f"gs://{foreign}/d/?.tar", gcs_server.options).urls) == 3
+    with pytest.raises(od.StorageError, match="name the shards with braces"):
+        remote(f"gs://{foreign}/d/**/*.tar", gcs_server.options).files.matches(f"gs://{foreign}/d/**/*.tar")
+
+
+def test_a_pattern_of_one_folder_lists_no_other(gcs_server: GcsServer) -> None:
+    gcs_server.page_size = 1000
+    bucket = gcs_server.make_bucket("beside")
+    for number in range(5000):
+        gcs_server.put(bucket, f"d/other/{number:05}.tar", b"")
+    for number in range(2):
+        gcs_server.put(bucket, f"d/{number}.tar", b"")
+    for pattern, shards, requests in (("d/*.tar", 2, 1), ("d/**/*.tar", 5002, 6)):
+        gcs_server.clear()
+        assert len(remote(f"gs://{bucket}/{pattern}", gcs_server.options).urls) == shards
+        assert len(gcs_server.requests()) == requests
 
 
 def test_many_pages_are_listed_once_each(gcs_server: GcsServer) -> None:

@@ -69,7 +69,7 @@ def bucket(s3_server: S3Server, files: Path) -> str:
 
 
 LAYOUTS = ["omni-*.tar", "packed-*.tar.gz", "packed-*.tar.zst"]
-LAYOUTS += [f"rows-*.{suffix}" for suffix in ("parquet", "arrow", "jsonl", "jsonl.gz", "csv")]
+LAYOUTS += [f"rows-*.{suffix}" for suffix in ("parquet", "jsonl", "jsonl.gz", "csv")]
 
 
 def some_slow(patterns: Iterable[str], *quick: str) -> pytest.MarkDecorator:
@@ -102,6 +102,21 @@ def test_an_epoch(both: Both, pattern: str) -> None:
     expected = epoch(local)
     assert epoch(remote) == expected
     assert epoch(remote, num_threads=0) == expected
+
+
+def test_arrow_needs_a_cache_on_the_node(both: Both, tmp_path: Path) -> None:
+    local, remote = both("rows-*.arrow")
+    with pytest.raises(ValueError, match=r"rows-0.arrow and 1 more: .*to_parquet.*od.Cache"):
+        od.DataLoader(remote, **LOADER)
+    assert repr(remote[0].parts) == repr(local[0].parts)
+    assert epoch(remote, cache=od.Cache(tmp_path, max_bytes=1 << 30)) == epoch(local)
+    pytest.importorskip("datasets")
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    rows.save_to_disk(str(tmp_path / "saved"))
+    datasets.load_from_disk(str(tmp_path / "saved")).to_parquet(str(tmp_path / "train.parquet"), batch_size=100)
+    assert len(od.ShardDataset(str(tmp_path / "train.parquet"), recipe=RECIPE).index()) == 2
 
 
 @some_slow(LAYOUTS, "omni-*.tar")

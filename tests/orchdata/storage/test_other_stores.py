@@ -9,8 +9,10 @@ import fsspec
 import pytest
 from remote_epochs import LOADER, Epochs, digests, epoch, remote
 from servers.azure_server import AzureServer
+from servers.fixtures import Proxied
 from servers.gcs_server import GcsServer
 from servers.hub_server import HubServer
+from servers.proxy import Fault
 from servers.s3_server import S3Server
 from shard_factory import RECIPE
 
@@ -151,6 +153,13 @@ class TestTheHub:
         spans = [each.removeprefix("bytes=").split("-") for each in ranges]
         read = sum(int(last) + 1 - int(first) for first, last in spans)
         assert read == loader.stats()["reads"]["storage_bytes"]
+
+    def test_a_dropped_connection_is_made_again(self, hub_server: HubServer, local: Epochs, proxied: Proxied) -> None:
+        self.commit(hub_server, local)
+        proxy = proxied(hub_server, Fault("cut", ordinals=(1, 6)))
+        options = {"endpoint": proxy.endpoint, "token": False, "skip_instance_cache": True}
+        assert epoch(remote(f"hf://datasets/{self.NAME}/d/*.tar", options)) == local.local
+        assert proxy.requests()[0].fault
 
     def test_a_wrong_token(self, local: Epochs) -> None:
         with HubServer(token="right-secret") as server:

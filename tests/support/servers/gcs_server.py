@@ -5,7 +5,8 @@
     DELETE /bucket/key
     GET /bucket?list-type=2  prefix, delimiter, pages of `page_size` keys by continuation-token
 
-It checks no credentials. What it answers has been read off Google's documentation: the real service may say more.
+It checks no credentials, and answers clients of S3 too, with `s3_options`. What it answers has been read off Google's
+documentation: the real service may say more.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ class GcsServer(StubServer):
         key |= {"client_email": "", "private_key": "", "private_key_id": ""}
         return {"service_account_key": json.dumps(key), "allow_http": "true"}
 
+    @property
+    def s3_options(self) -> dict[str, str]:
+        """`storage_options` for URLs such as `s3://bucket/`."""
+        keys = {"access_key_id": "key", "secret_access_key": "secret"}
+        return {"endpoint": self.endpoint, "region": "us-east-1", "allow_http": "true", **keys}
+
     def store(self, bucket: str, endpoint: str | None = None) -> Any:
         """An obstore store of a bucket, which tries each request once."""
         return store_at(f"gs://{bucket}/", self.options_at(endpoint))
@@ -121,7 +128,7 @@ class GcsServer(StubServer):
 
     def _page(self, bucket: str, query: Mapping[str, str]) -> Answer:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        after = query.get("continuation-token", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
         rows: list[str] = []
         last = ""
         more = False

@@ -55,12 +55,13 @@ class Client(Protocol):
         """Return size and version of an object."""
         ...
 
-    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+    def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose keys begin with `folder`, by key, about 1,000 at a time.
 
         Args:
             folder: ends in "/", or is empty for all.
             after: begin after this key; "" for the first.
+            deep: with those in folders below it; otherwise the server passes over them, and may make one page of all.
         """
         ...
 

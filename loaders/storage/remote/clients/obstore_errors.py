@@ -19,13 +19,20 @@ _SKEWED: Final = ("RequestTimeTooSkewed", "RequestInTheFuture")
 _OTHER: Final = (*_EXPIRED, *_REGION, *_WRONG, *_SKEWED)
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s)\"']+")
-_NO_RANGES: Final = re.compile(r"non-partial response|content.range|requested (range )?\S+\.\.", re.IGNORECASE)
+_NO_RANGES: Final = re.compile(r"non-partial response", re.IGNORECASE)
+_WRONG_RANGE: Final = re.compile(r"content.range|requested (range )?\S+\.\.", re.IGNORECASE)
 _OF_PATHS: Final = ("control character", "parse path", "parsing path", "invalid path")
-_UNLISTED: Final = "allow it, or name the shards with braces, as in train-{000000..000127}.tar"
+_NAMED: Final = "name the shards with braces, as in train-{000000..000127}.tar"
+_UNLISTED: Final = f"allow it, or {_NAMED}"
 _NO_CREDENTIALS: Final = (
-    "no credentials were found (the address of cloud metadata was asked last): name them as storage_options or in the "
-    "environment, or pass anonymous=true for public data"
+    "no credentials were found (the address of cloud metadata was asked last): name them as storage_options{} or in "
+    "the environment, or pass anonymous=true for public data"
 )
+_CREDENTIALS: Final = {
+    "s3": " access_key_id and secret_access_key",
+    "gs": " service_account",
+    "az": " account_key or sas_key",
+}
 
 
 def trouble_of(error: Exception, name: str, words: str) -> Trouble:
@@ -43,7 +50,7 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
     if asks_metadata:
         if status in _THROTTLED or status >= 500:
             return Trouble("passing", f"the cloud metadata, which has the credentials, failed (HTTP {status})")
-        return Trouble("final", _NO_CREDENTIALS)
+        return Trouble("final", _NO_CREDENTIALS.format(_CREDENTIALS.get(name.partition(":")[0], "")))
     code = code_match[1] if code_match else ""
     said = " ".join(filter(None, (f"HTTP {status}" if status else "", code)))
     found = _of_class(error, name, said, code) or _of_status(status, code, said, text, name)
@@ -56,8 +63,10 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
     ignores_ranges = status in (0, 200) and _NO_RANGES.search(text) is not None
     if "NotSupported" in type(error).__name__ or ignores_ranges:
         return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
+    if status in (0, 200, 206) and _WRONG_RANGE.search(text):
+        return Trouble("passing", f"the answer has other bytes than were asked for ({words})", is_odd=True)
     if "InvalidPath" in type(error).__name__ or any(each in text.lower() for each in _OF_PATHS):
-        return Trouble("final", f"a key has parts or characters that no path of obstore can have: {words}")
+        return Trouble("key", f"a key has parts or characters that no path of obstore can have: {words}: {_NAMED}")
     kind = _KIND.search(text)
     known = _network_words(text, "" if kind is None else kind[1])
     return Trouble("passing", known or words, is_odd=not known)
@@ -72,8 +81,6 @@ def _of_class(error: Exception, name: str, said: str, code: str) -> Trouble | No
         return Trouble("absent", "no such object (HTTP 404)")
     if isinstance(error, exceptions.PreconditionError):
         return Trouble("changed", "was replaced since it was indexed")
-    if isinstance(error, exceptions.AlreadyExistsError):
-        return Trouble("exists", "there is an object of this name")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) and code not in _OTHER:
         return Trouble("credentials", f"may not be read with these credentials ({said or 'HTTP 403'})")
     return None
@@ -101,7 +108,7 @@ def _of_status(status: int, code: str, said: str, text: str, name: str) -> Troub
         return Trouble("changed", "is shorter than when it was indexed (HTTP 416)")
     if status in _THROTTLED:
         return Trouble("passing", f"the server is too busy ({said})", throttled=True)
-    if status >= 500 or status == 408:
+    if status >= 500 or status in (408, 409) or code == "RequestTimeout":
         return Trouble("passing", f"the server failed ({said})")
     if status >= 400:
         return Trouble("final", f"the server refuses ({said})")

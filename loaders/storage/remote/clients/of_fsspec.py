@@ -7,15 +7,18 @@ again after `_LOOK_SECONDS`: bytes of an object that is replaced in between are 
 from __future__ import annotations
 
 import errno
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
-from orchdata.loaders.errors import PackageError, pass_trouble
+from orchdata.loaders.errors import PackageError
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
+from orchdata.loaders.storage.remote.clients.fsspec_errors import trouble_of
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
 from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.remote.urls import ObjectUrl, without_secrets
@@ -49,26 +52,42 @@ class FsspecClient:
         self._secrets += [url.user, *map(unquote, url.user.split(":", 1)[1:])]
         self._seen: dict[str, tuple[float, FileVersion]] = {}
         self._lock = threading.Lock()
-        if store is not None:
-            self._files = store
-            return
+        self._store = store
+        self._at = f"{url.scheme}://{url.user}@{url.place}" if url.user else f"{url.scheme}://{url.place}"
+        self._given = {name: value for name, value in options.items() if name not in _OWN}
+        try:
+            self._called(lambda: self._files)
+        except Trouble as trouble:
+            if trouble.kind != "passing":  # a server that cannot be reached is asked again by each request
+                raise ValueError(trouble.reason) from None
+
+    @cached_property
+    def _files(self) -> Any:
+        """The filesystem; some connect when they are made."""
+        if self._store is not None:
+            return self._store
         try:
             import fsspec
         except ImportError as error:
-            raise PackageError("fsspec", str(error), way_out("fsspec", error), f"{url.scheme}://") from error
-        given = {name: value for name, value in options.items() if name not in _OWN}
+            raise PackageError("fsspec", str(error), way_out("fsspec", error), self._at) from error
         try:
-            at = f"{url.scheme}://{url.user}@{url.place}" if url.user else f"{url.scheme}://{url.place}"
-            self._files = fsspec.core.url_to_fs(at, **given)[0]
-        except ValueError as error:
-            raise ValueError(
-                f"{self.name}: no package knows the scheme {url.scheme}:// ({self._words(error)}): install the one "
-                "that registers it with fsspec, or pass store="
-            ) from None
+            return fsspec.core.url_to_fs(self._at, **self._given)[0]
         except ImportError as error:
             raise PackageError(
-                url.scheme, str(error), f"install the package that fsspec names for {url.scheme}://", self.name
+                self._scheme, str(error), f"install the package that fsspec names for {self._scheme}://", self.name
             ) from error
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = self._trouble(error)
+        if self._scheme not in fsspec.available_protocols():
+            way = (
+                f"no package knows the scheme {self._scheme}://: install the one that registers it with fsspec, or "
+                "pass store="
+            )
+        else:
+            made = inspect.signature(fsspec.get_filesystem_class(self._scheme).__init__).parameters.values()
+            names = [each.name for each in made if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
+            way = f"names in storage_options are {', '.join(names)}"
+        raise Trouble(trouble.kind, f"{self.name} cannot be opened: {trouble.reason}: {way}")
 
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
         def answer() -> Answer:
@@ -82,20 +101,23 @@ class FsspecClient:
     def head(self, key: str) -> FileVersion:
         return self._called(lambda: self._look(key))
 
-    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
-        def find() -> dict[str, dict[str, Any]]:
+    def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
+        def find() -> list[Listed]:
+            path, start = self._path(folder.rstrip("/")), len(self._path(""))
             self._files.invalidate_cache()
             try:
-                found: dict[str, dict[str, Any]] = self._files.find(
-                    self._path(folder.rstrip("/")), detail=True, **self._details
-                )
-                return found
-            except FileNotFoundError:
-                return {}
+                if deep:
+                    found = self._files.find(path, detail=True, **self._details, **self._raising()).values()
+                else:
+                    found = self._files.ls(path, detail=True, **self._details)
+            except FileNotFoundError as error:
+                if self._trouble(error).kind != "absent":
+                    raise
+                return []
+            files = [each for each in found if each["type"] != "directory"]
+            return sorted(Listed(each["name"][start:].lstrip("/"), self._version_of(each)) for each in files)
 
-        found, start = self._called(find), len(self._path(""))
-        listed = [Listed(name[start:].lstrip("/"), self._version_of(info)) for name, info in sorted(found.items())]
-        listed = [each for each in listed if each.key > after]
+        listed = [each for each in self._called(find) if each.key > after]
         for begin in range(0, len(listed), _PAGE):
             yield listed[begin : begin + _PAGE]
 
@@ -115,6 +137,15 @@ class FsspecClient:
 
     def refresh(self) -> bool:
         return False
+
+    def _raising(self) -> dict[str, Any]:
+        """Return arguments with which `find` fails where a folder does: that of fsspec leaves the folder out."""
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.spec import AbstractFileSystem
+
+        kind = type(self._files)
+        finds = getattr(kind, "_find", kind.find)
+        return {"on_error": "raise"} if finds in (AbstractFileSystem.find, AsyncFileSystem._find) else {}
 
     def _path(self, key: str) -> str:
         protocols = self._files.protocol
@@ -159,22 +190,7 @@ class FsspecClient:
         return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
 
     def _trouble(self, error: Exception) -> Trouble:
-        if isinstance(error, Trouble):
-            return error
-        words = self._words(error)
-        if isinstance(error, FileNotFoundError):
-            return Trouble("absent", "no such object")
-        if isinstance(error, PermissionError):
-            return Trouble("credentials", f"may not be read with these credentials ({words})")
-        if isinstance(error, (OSError, TimeoutError)) or type(error).__module__.split(".")[0] in _OF_NETWORK:
-            return Trouble("passing", words)
-        pass_trouble(error)
-        return Trouble("final", words)
-
-
-_OF_NETWORK: Final = frozenset(
-    {"aiohttp", "botocore", "requests", "httpx", "httpcore", "urllib3", "huggingface_hub", "gcsfs"}
-)
+        return error if isinstance(error, Trouble) else trouble_of(error, self._words(error))
 
 
 def is_filesystem(store: Any) -> bool:

@@ -41,9 +41,9 @@ class HubClient(FsspecClient):
 
         return self._called(answer)
 
-    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+    def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         self._called(lambda: self._check_repository(folder))
-        yield from super().pages(folder, after)
+        yield from super().pages(folder, after, deep=deep)
 
     def _check_repository(self, folder: str) -> None:
         """Raise Trouble if there is none, or none that may be read: a listing of it would only be empty."""

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
+from orchdata.loaders.storage.remote.clients import fsspec_errors, s3_listing
 from orchdata.loaders.storage.remote.clients.aws import with_aws_settings
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
 from orchdata.loaders.storage.remote.clients.obstore_errors import trouble_of
@@ -87,15 +88,38 @@ class ObstoreClient:
             return self._called(lambda: _version_of(self._obstore.get(self._store, key, options=first).meta))
         return self._called(lambda: _version_of(self._obstore.head(self._store, key)))
 
-    def pages(self, folder: str, after: str) -> Iterator[list[Listed]]:
+    def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         where, offset = folder.rstrip("/") or None, after or None
-        listing = self._called(lambda: self._obstore.list(self._store, where, offset=offset, chunk_size=1000))
-        while (page := self._called(lambda: next(listing, None))) is not None:
-            yield [Listed(each["path"], _version_of(each)) for each in page]
+        listing: Iterator[Any]
+        try:
+            if deep:
+                listing = self._called(lambda: self._obstore.list(self._store, where, offset=offset, chunk_size=1000))
+            else:
+                found = self._called(lambda: self._obstore.list_with_delimiter(self._store, where))["objects"]
+                listing = iter([[each for each in found if each["path"] > after]])
+            while (page := self._called(lambda: next(listing, None))) is not None:
+                yield [Listed(each["path"], _version_of(each)) for each in page]
+                after = page[-1]["path"] if page else after
+            return
+        except Trouble as trouble:
+            if trouble.kind != "key" or type(self._store).__name__ != "S3Store":
+                raise
+        others = s3_listing.pages(self._store, folder, after, deep=deep)
+        while (more := self._called(lambda: next(others, None))) is not None:
+            yield more
 
     def put(self, key: str, data: Buffer, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
-        self._called(lambda: self._obstore.put(self._store, key, bytes(data), mode=mode))
+
+        def write() -> None:
+            try:
+                self._obstore.put(self._store, key, bytes(data), mode=mode)
+            except self._obstore.exceptions.AlreadyExistsError:  # which is any conflict
+                if not create:
+                    raise
+                raise Trouble("exists", "there is an object of this name") from None
+
+        self._called(write)
 
     def delete(self, key: str) -> None:
         self._called(lambda: self._obstore.delete(self._store, key))
@@ -165,6 +189,8 @@ class ObstoreClient:
                 f"storage_options of {self.name} has an unknown name (given: {', '.join(given)}): its "
                 "names are those of obstore's S3Config, GCSConfig, AzureConfig and ClientConfig"
             )
+        if "Account must be specified" in words:
+            words += ": name it as storage_options account_name, or AZURE_STORAGE_ACCOUNT_NAME"
         if isinstance(error, exceptions.BaseError | ValueError | TypeError) or _is_panic(error):
             return ValueError(f"{self.name} cannot be opened with these storage_options: {words}")
         return error
@@ -189,6 +215,8 @@ class ObstoreClient:
             raise error
         if not isinstance(error, Exception):
             return Trouble("final", f"obstore failed: {self._words(error)}")
+        if type(error).__module__.startswith("botocore"):
+            return fsspec_errors.trouble_of(error, self._words(error))
         return trouble_of(error, self.name, self._words(error))
 
 

@@ -10,9 +10,14 @@ from typing import Final, Literal
 
 from orchdata.loaders.errors import StaleIndexError, StorageError
 
-Kind = Literal["passing", "credentials", "absent", "changed", "exists", "final"]
+Kind = Literal["passing", "credentials", "absent", "changed", "exists", "key", "final"]
 
-_NUMBERS: Final[dict[str, int]] = {"absent": errno.ENOENT, "credentials": errno.EACCES, "exists": errno.EEXIST}
+_NUMBERS: Final[dict[str, int]] = {
+    "absent": errno.ENOENT,
+    "credentials": errno.EACCES,
+    "exists": errno.EEXIST,
+    "key": errno.EILSEQ,
+}
 
 
 class Trouble(Exception):
@@ -21,7 +26,7 @@ class Trouble(Exception):
     Attributes:
         kind: "passing": it is made again; "credentials": they are read again, once; "absent": there is no such object
             or bucket; "changed": the object is another one than was indexed; "exists": a new object was to be created;
-            "final": no other try helps.
+            "key": the client cannot have a key, its own or one in a page of a listing; "final": no other try helps.
         reason: on one line, without secrets.
         throttled: whether the server asks for fewer requests.
         is_odd: whether the server answered, and wrongly: that seldom passes, so few attempts are made.

@@ -227,6 +227,16 @@ class TestReadingAhead:
         assert read(objects, client, 0, 10) == client.content[:10]
         assert len(client.asked) == asked + 1
 
+    @pytest.mark.parametrize("change", [{"start": 1}, {"file": FileVersion(5, '"v1"')}], ids=["start", "size"])
+    def test_a_wrong_content_range_is_asked_for_again(
+        self, objects: Objects, client: FakeClient, change: dict[str, Any]
+    ) -> None:
+        get, changes = client.get, iter([change])
+        file = FileVersion(len(client.content), '"v1"')
+        client.get = lambda *asked: get(*asked)._replace(**{"file": file} | next(changes, {}))  # type: ignore[method-assign, assignment]
+        assert bytes(objects.read(ObjectRange(URL, file, 0, 10))) == client.content[:10]
+        assert len(client.asked) == 2
+
 
 class TestMemory:
     def test_a_dropped_range_is_freed(self, objects: Objects, client: FakeClient) -> None:
@@ -330,6 +340,7 @@ class TestThePool:
         data = objects.read(ObjectRange(URL, whole(client), 0, 100), counted)
         assert bytes(data) == client.content[:100]
         assert len(client.asked) == 2
+        assert counted.requests.as_dict() == {"get": 2, "second": 1}
         gate.opened.set()
 
     def test_few_reads_are_asked_for_again(self, pool: Requests) -> None:

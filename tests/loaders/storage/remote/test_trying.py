@@ -142,6 +142,13 @@ def test_a_server_that_answers_wrongly_is_asked_five_times(clock: Clock) -> None
         tried(always(odd), outage, budget=2.0)  # no outage for other requests
 
 
+def test_odd_answers_alone_are_counted(clock: Clock) -> None:
+    odd = Trouble("passing", "the answer has 1 bytes", is_odd=True)
+    assert tried(failing(*[PASSING] * 4, odd, *[PASSING] * 4, odd, PASSING)) == "bytes"
+    with pytest.raises(StorageError, match="7 attempts"):
+        tried(failing(odd, PASSING, odd, PASSING, odd, odd, odd))
+
+
 def test_a_busy_server_is_asked_less_often(clock: Clock) -> None:
     tried(failing(*[Trouble("passing", "too busy", throttled=True)] * 3))
     assert min(clock.pauses) >= 0.2

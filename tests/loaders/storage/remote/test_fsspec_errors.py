@@ -1,0 +1,85 @@
+"""What exceptions of fsspec's filesystems mean, of whatever package."""
+
+from __future__ import annotations
+
+import ftplib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchdata.loaders.storage.remote.clients.fsspec_errors import trouble_of
+
+
+class Unknown(Exception):
+    """Of a package that no list of ours names."""
+
+
+class ReadTimeout(Exception):
+    """Of a package that no list of ours names."""
+
+
+def with_status(status: int, kind: type[Exception] = Unknown) -> Exception:
+    error = kind("no")
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+def of_botocore(status: int) -> Exception:
+    error = Unknown("no")
+    error.response = {"ResponseMetadata": {"HTTPStatusCode": status}}  # type: ignore[attr-defined]
+    return error
+
+
+def raised(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def handling(error: Exception, other: BaseException) -> Exception:
+    error.__context__ = other
+    return error
+
+
+PASSING: list[Any] = [
+    *(Unknown("lost"), RuntimeError("closed"), EOFError(), OSError("broken"), TimeoutError(), ftplib.error_temp("421")),
+    *(with_status(each) for each in (408, 409, 425, 429, 500, 502, 503, 504)),
+    of_botocore(503),
+    raised(FileNotFoundError("a"), with_status(503)),
+    raised(FileNotFoundError("a"), ConnectionResetError()),
+    raised(ValueError("bad"), ConnectionResetError()),
+    handling(KeyError("bad"), ReadTimeout()),
+    raised(TypeError("bad"), ExceptionGroup("some", [Unknown("a"), OSError("b")])),
+]
+FINAL: list[tuple[Any, str]] = [
+    *((with_status(each), "final") for each in (400, 405, 422)),
+    *((with_status(each), "credentials") for each in (401, 403)),
+    *((with_status(each), "absent") for each in (404, 410)),
+    (with_status(416), "changed"),
+    (of_botocore(404), "absent"),
+    (raised(FileNotFoundError("a"), with_status(404)), "absent"),
+    (handling(FileNotFoundError("a"), KeyError("not in the cache")), "absent"),
+    (PermissionError("a"), "credentials"),
+    (ftplib.error_perm("530 login"), "credentials"),
+    *((kind("a mistake"), "final") for kind in (TypeError, ValueError, AttributeError, LookupError, AssertionError)),
+    (KeyError("a"), "final"),
+    (json.JSONDecodeError("a page of HTML", "<", 0), "final"),
+    (handling(ValueError("a mistake"), Unknown("before")), "final"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_is_tried_again(error: Exception) -> None:
+    assert trouble_of(error, "words").kind == "passing"
+
+
+@pytest.mark.parametrize(("error", "kind"), FINAL, ids=repr)
+def test_what_is_not(error: Exception, kind: str) -> None:
+    assert trouble_of(error, "words").kind == kind
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("no module")], ids=repr)
+def test_what_passes_through(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        trouble_of(error, "words")
