@@ -159,7 +159,7 @@ def test_a_pattern_lists_no_more_than_its_folder(s3_server: S3Server, listed: st
 
 @pytest.fixture
 def foreign(gcs_server: GcsServer, new_bucket: Callable[[], str]) -> str:
-    """A bucket with keys that no path of obstore can have, before, beside and below the shards."""
+    """A bucket with keys that no path of obstore can have, before and below the shards."""
     bucket = gcs_server.make_bucket("foreign")
     for key in ("d/logs//x.tar", "d/./x.tar", "d//x.tar", "d/../x.tar", "/x.tar", "-//x.tar", "d/a\tb.txt"):
         gcs_server.put(bucket, key, b"")
@@ -207,7 +207,7 @@ def test_shards_that_a_listing_cannot_give_are_looked_at(gcs_server: GcsServer, 
 
 def test_a_pattern_of_one_folder_lists_no_other(gcs_server: GcsServer) -> None:
     gcs_server.page_size = 1000
-    bucket = gcs_server.make_bucket("beside")
+    bucket = gcs_server.make_bucket("folders")
     for number in range(5000):
         gcs_server.put(bucket, f"d/other/{number:05}.tar", b"")
     for number in range(2):

@@ -24,10 +24,10 @@ def trouble_of(error: Exception, words: str) -> Trouble:
     Args:
         words: the exception on one line, without secrets.
     """
-    status = next(filter(None, map(_status, _behind(error, "__cause__"))), 0)
+    status = next(filter(None, map(_status, _came_from(error, "__cause__"))), 0)
     if status:
         return _of_status(status, words)
-    causes = _behind(error, "__cause__", "__context__")[1:]
+    causes = _came_from(error, "__cause__", "__context__")[1:]
     # Some filesystems say that there is no such file for any failure of the network, and name that as the cause.
     if isinstance(error, _FINAL) and all(isinstance(each, (*_FINAL, *_MISTAKES)) for each in causes):
         if isinstance(error, _ABSENT):
@@ -61,7 +61,7 @@ def _status(error: BaseException) -> int:
     return next((int(each) for each in values if re.fullmatch(r"[1-5]\d\d", str(each))), 0)
 
 
-def _behind(error: BaseException, *names: str) -> list[BaseException]:
+def _came_from(error: BaseException, *names: str) -> list[BaseException]:
     """Return an exception and those from which it came, by these attributes, with the members of groups."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]

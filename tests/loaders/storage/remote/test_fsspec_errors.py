@@ -1,4 +1,4 @@
-"""What exceptions of fsspec's filesystems mean, of whatever package."""
+"""What exceptions of fsspec's filesystems mean, of any package."""
 
 from __future__ import annotations
 
