@@ -352,9 +352,9 @@ class Batch:
             return self.inputs.arguments(self)
         if unnamed := [name for name in self.media if name in self.unnamed and self._has(name)]:
             raise ValueError(
-                f"the recipe is of a processor, and its model would not see {' and '.join(unnamed)} of this batch under "
-                "the names of od.Packed and od.Padded: pass DataLoader(collate_fn=od.hf.Inputs(model.config)). A loop "
-                "that encodes batch.media by itself calls batch.model_inputs(media=False)"
+                f"the recipe is of a processor, and its model would not see {', '.join(unnamed)} under the names of "
+                "od.Packed and od.Padded: pass DataLoader(collate_fn=od.hf.Inputs(model.config)). A loop that encodes "
+                "batch.media by itself calls batch.model_inputs(media=False)"
             )
         llm = self.llm
         inputs: dict[str, Any] = {
