@@ -126,7 +126,7 @@ class Runtime:
             stats=self.stats,
             timeout=arguments.timeout,
             inputs=inputs,
-            unnamed=frozenset(unnamed),
+            unnamed=tuple(dict.fromkeys(unnamed)),
         )
         self.context = LoopContext(
             steps=self.prepared.steps,

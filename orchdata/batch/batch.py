@@ -106,7 +106,7 @@ class Batch:
     sources: Tensor | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
-    unnamed: frozenset[str] = field(default=frozenset(), compare=False)
+    unnamed: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         """Return one line with counts and shapes, not elements."""

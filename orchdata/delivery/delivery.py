@@ -54,7 +54,7 @@ class Delivery:
         stats: Stats,
         timeout: float,
         inputs: ModelInputs | None = None,
-        unnamed: frozenset[str] = frozenset(),
+        unnamed: tuple[str, ...] = (),
     ) -> None:
         self._spec = spec
         self._budget = budget

@@ -90,7 +90,11 @@ class Inputs:
     def __post_init__(self) -> None:
         if not hasattr(self.config, "model_type"):
             kind = type(self.config).__name__
-            raise TypeError(f"od.hf.Inputs takes the configuration of a model, model.config, and {kind} is none")
+            name = repr(self.config) if isinstance(self.config, str) else "name"
+            raise TypeError(
+                f"od.hf.Inputs takes the configuration of a model, and {kind} is none: pass model.config, or "
+                f"transformers.AutoConfig.from_pretrained({name})"
+            )
         object.__setattr__(self, "config", thinker(self.config))
         if self.padded and self.length is not None:
             raise ValueError(

@@ -139,11 +139,7 @@ class DataLoader(BaseDataLoader):
         labels = next_labels(batch.llm.labels)
         if self._has_rows:
             inputs, labels = {name: value[None] for name, value in inputs.items()}, labels[None]
-        others = {
-            name: value
-            for name, value in replace(batch, unnamed=frozenset()).model_inputs().items()
-            if name not in _LLM
-        }
+        others = {name: value for name, value in replace(batch, unnamed=()).model_inputs().items() if name not in _LLM}
         return inputs | others, labels
 
     def _check_lengths(self, batch: Batch, longest: int) -> None:
