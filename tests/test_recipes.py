@@ -197,6 +197,12 @@ def test_the_recipe_of_the_trainer_goes_on_where_it_stopped(vl: VL, tmp_path: Pa
     assert abs(noisy[0] / whole[0] - 1) > 1e-3
 
 
+def test_the_evaluation_of_the_page_takes_a_model_of_transformers(vl: VL) -> None:
+    names: dict[str, Any] = {}
+    exec(recipe_of("training.md", "def evaluate(model, loader)"), names)
+    assert names["evaluate"](vl.model(), vl.loader()) == pytest.approx(plain_loss(vl), rel=1e-5)
+
+
 @pytest.mark.parametrize("collate_fn", [None, od.Packed(), od.Packed(empty="zero"), od.Padded()], ids=str)
 @pytest.mark.parametrize("assignment", ["joint", "per_phase"])
 def test_a_layout_that_hides_media_from_a_processor_s_model_is_refused(

@@ -366,9 +366,9 @@ class Batch:
             inputs |= {"cu_seqlens": llm.cu_seqlens, "max_seqlen": llm.max_seqlen}
         else:
             inputs["attention_mask"] = llm.attention_mask
-        for name, media in self.media.items():
-            inputs |= {f"{name}_{array}": tensor for array, tensor in media.arrays.items()}
-            inputs |= _sequence_inputs(name, media)
+        for name, held in self.media.items():
+            inputs |= {f"{name}_{array}": tensor for array, tensor in held.arrays.items()}
+            inputs |= _sequence_inputs(name, held)
             inputs[f"{name}_positions"] = llm.media_positions[name]
         return inputs | {f"{name}_route": route for name, route in self.routes.items()}
 

@@ -113,8 +113,8 @@ def load_state(
 
 def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return the differences if one of the loaders has windows of concatenated documents."""
-    shown = [{**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours)]
-    differences = _differences(*shown, "")
+    there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
+    differences = _differences(there, here, "")
     if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
         differences.append(
             "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
