@@ -230,6 +230,12 @@ class Recipe:
             for name, modality in self.modalities.items()
         }
 
+    @property
+    def of_processor(self) -> tuple[str, ...]:
+        """Modalities that `od.hf.recipe` made of a processor: `od.hf.Inputs` has its model's names for their arrays."""
+        made = {name: type(modality).__module__ for name, modality in self.modalities.items()}
+        return tuple(name for name, module in made.items() if module.startswith("orchdata.hf."))
+
     def modality(self, kind: int) -> Modality | None:
         """The modality of a kind; None for text and for no modality."""
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None

@@ -25,6 +25,7 @@ from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.replay import plan_again
+from orchdata.delivery.stats import flattened
 from orchdata.engines.choice import DEFAULT_PREFETCH
 from orchdata.engines.run import OpensEngine
 from orchdata.loaders.errors import DataError
@@ -343,11 +344,15 @@ class DataLoader(Generic[T_co]):
         prepared = self._runtime.prepared
         return export_plan(path, prepared.spec, prepared.steps, prepared.fingerprint, of_epochs=epochs, steps=steps)
 
-    def stats(self, *, reset: bool = False) -> dict[str, Any]:
+    def stats(self, *, reset: bool = False, flat: bool = False) -> dict[str, Any]:
         """Return balance, milliseconds by stage and failures of the steps delivered since the loader was made, or since
         the last call with `reset`: docs/stats.md describes every key.
+
+        Args:
+            flat: numbers alone, nested keys joined as in "milliseconds/waiting": for TensorBoard and the like.
         """
-        return self._runtime.stats.as_dict(reset=reset)
+        found = self._runtime.stats.as_dict(reset=reset)
+        return flattened(found) if flat else found
 
     def gather_failures(self, group: Any = None) -> list[DataError]:
         """Return the listed failures of all ranks, each once, sorted by shard and key: a collective over `group`.

@@ -114,6 +114,10 @@ class Runtime:
             Ending(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
         budget = FailureBudget(options.policy, self.stats, num_samples, rank.size)
+        inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
+        self._scales_loss = arguments.in_shards and not callable(arguments.collate_fn)
+        has_our_names = inputs is None and self._scales_loss
+        unnamed = [name for rows in self.prepared.rows for name in rows.dataset.recipe.of_processor if has_our_names]
         delivery = Delivery(
             self.prepared.spec,
             rank,
@@ -121,7 +125,8 @@ class Runtime:
             budget=budget,
             stats=self.stats,
             timeout=arguments.timeout,
-            inputs=arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None,
+            inputs=inputs,
+            unnamed=tuple(dict.fromkeys(unnamed)),
         )
         self.context = LoopContext(
             steps=self.prepared.steps,
@@ -150,7 +155,6 @@ class Runtime:
         self._is_inline = choice.is_inline
         self._pin_memory = pin_memory
         self._in_shards = arguments.in_shards
-        self._scales_loss = arguments.in_shards and not callable(arguments.collate_fn)
         self._raises = options.policy.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
         if not (arguments.in_order or self.is_single_rank) and arguments.num_workers:

@@ -102,17 +102,22 @@ def test_the_first_loop_trains_a_model_of_transformers_in_ten_lines(
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", given(processor))
     monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", given(model))
     (tmp_path / "photos").mkdir()
-    with (tmp_path / "photos" / "metadata.jsonl").open("w") as table:
+    with (tmp_path / "train.jsonl").open("w") as table:
         for number in range(20):
             pixels = np.random.default_rng(number).integers(0, 256, (56 + 8 * number, 80, 3), np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / f"{number}.jpg")
-            table.write(json.dumps({"file_name": f"{number}.jpg", "text": f"picture {number}"}) + "\n")
+            asked_by = {"from": "human", "value": "<image>\nWhat is it?"}
+            turns = [asked_by, {"from": "gpt", "value": f"picture {number}"}]
+            table.write(json.dumps({"image": f"{number}.jpg", "conversations": turns}) + "\n")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(_first_loop(), names)
     assert asked == ["Qwen/Qwen2.5-VL-3B-Instruct"] * 2
     assert len(names["loader"]) == 2 and len(names["batch"].sample_ids) == 8  # drop_last leaves 4 of 20 out
-    assert int((names["batch"].llm.labels != -100).sum()) > 8
+    llm, tokenizer = names["batch"].llm, processor.tokenizer
+    learned = tokenizer.decode(llm.labels[llm.labels != -100]).split("<|im_end|>")
+    assert len(learned) == 9 and all(answer.strip().startswith("picture ") for answer in learned[:8])
+    assert int((llm.input_ids == tokenizer.convert_tokens_to_ids("<|vision_start|>")).sum()) == 8
     moved = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
 

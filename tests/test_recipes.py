@@ -197,23 +197,42 @@ def test_the_recipe_of_the_trainer_goes_on_where_it_stopped(vl: VL, tmp_path: Pa
     assert abs(noisy[0] / whole[0] - 1) > 1e-3
 
 
-def test_padded_without_the_model_s_names_trains_without_images(vl: VL) -> None:
-    """What the page warns of: names that a model does not know end in its **kwargs, and nothing raises."""
+def test_the_evaluation_of_the_page_takes_a_model_of_transformers(vl: VL) -> None:
+    names: dict[str, Any] = {}
+    exec(recipe_of("training.md", "def evaluate(model, loader)"), names)
+    assert names["evaluate"](vl.model(), vl.loader()) == pytest.approx(plain_loss(vl), rel=1e-5)
 
-    def run(**options: Any) -> float:
-        model, loss = vl.model(), 0.0
-        for batch in vl.loader(**options):
-            inputs = batch.model_inputs()
-            if "pixel_values" not in inputs:
-                pixels = next(name for name in inputs if name.startswith("image_") and inputs[name].is_floating_point())
-                inputs[pixels] = torch.randn(inputs[pixels].shape) if noisy else inputs[pixels]
-            loss += model(**{**inputs, "mm_token_type_ids": None, "num_items_in_batch": 1}).loss.item()
-        return loss
 
-    noisy = False
-    plain = run(collate_fn=od.Padded(positions="restart"))
-    noisy = True
-    assert run(collate_fn=od.Padded(positions="restart")) == plain  # no pixel has reached it
+@pytest.mark.parametrize("collate_fn", [None, od.Packed(), od.Packed(empty="zero"), od.Padded()], ids=str)
+@pytest.mark.parametrize("assignment", ["joint", "per_phase"])
+def test_a_layout_that_hides_media_from_a_processor_s_model_is_refused(
+    vl: VL, assignment: Any, collate_fn: Any
+) -> None:
+    """Names that a model does not know end in its **kwargs: it would train without images, and nothing would raise."""
+    vl.dataset().index()
+    options = {"global_batch_size": 2, "dp": (0, 2), "balance": od.Balance(assignment=assignment)}
+    seen = set()
+    for batch in vl.loader(collate_fn=collate_fn, **options):
+        assert not [name for name in batch.model_inputs(media=False) if name.startswith("image")]
+        tokens = int((batch.llm.input_ids == vl.processor.image_token_id).sum())
+        is_encoded = assignment == "per_phase" and len(batch.image.valid) > 0
+        has_image = is_encoded or tokens > batch.llm.dummies.get("image", 0)
+        seen.add(has_image)
+        refused = pytest.raises(ValueError, match=r"not see image .*od\.hf\.Inputs\(model\.config\).*\(media=False\)")
+        with refused if has_image else contextlib.nullcontext():
+            batch.to("cpu").model_inputs()
+    assert seen == {True, False}
+
+
+def test_a_model_that_gets_encoded_media_leaves_them_out_by_itself(vl: VL) -> None:
+    (batch,) = vl.loader()
+    given = batch.model_inputs()
+    without = batch.model_inputs(media=False)
+    assert given.keys() - without.keys() == {"pixel_values", "image_grid_thw"}
+    own = od.Recipe(image=od.ImagePreprocessor(patch_size=14, max_tokens=64), audio=None)
+    dataset = od.ShardDataset(list(vl.shards), recipe=own)
+    (batch,) = od.DataLoader(dataset, global_batch_size=COUNT, num_threads=0)
+    assert "image_patches" in batch.model_inputs()  # of no processor: the names of a model of one's own
 
 
 def small(shards: list[str], **options: Any) -> tuple[Any, od.DataLoader]:

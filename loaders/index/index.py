@@ -19,6 +19,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
+from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_index
 from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, body_bytes, marked_bytes, views
@@ -34,9 +35,10 @@ from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.fields import SPARSE
+from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
@@ -310,7 +312,10 @@ class Index:
         if number == self._columns.bad_row.size or self._columns.bad_row[number] != row:
             raise ValueError(f"row {row} is not a bad sample")
         field, reason = self._text("error_field", number), self._text("error_reason", number)
-        return DataError(self.shard_of(row).url, self.key(row), field, reason)
+        shard = self.shard_of(row)
+        if reason.endswith(f": {MISSING}") and shard.media_root:
+            reason += f" below {shard.media_root!r}"
+        return DataError(shard.url, self.key(row), field, reason)
 
     def rows_of(self, shard: int) -> NDArray[np.int64]:
         """Return the rows of one shard, int64."""
@@ -381,20 +386,29 @@ class Index:
         that shard are read.
 
         Args:
-            shard: a url as in `shards`, or its last component; None: all rows of that key, in any shard.
+            shard: a url as in `shards`, a path as data sets take it, or the last component of a url; None: all rows of
+                that key, in any shard.
 
         Raises:
             ValueError: several shards with that name have the key.
         """
         if shard is None:
             return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
-        numbers = [number for number, info in enumerate(self.shards) if info.url == shard]
-        numbers = numbers or [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
-        matches = [rows for number in numbers if (rows := self._rows_of(number, key))]
+        by_url = [number for number, info in enumerate(self.shards) if info.url == shard]
+        matches = self._matches(by_url, key)
+        if not by_url:
+            given = _as_given(shard)
+            matches = self._matches([number for number, info in enumerate(self.shards) if info.url in given], key)
+        if not (by_url or matches):
+            named = [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
+            matches = self._matches(named, key)
         if len(matches) > 1:
             urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in matches)
             raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
         return matches[0] if matches else []
+
+    def _matches(self, numbers: Iterable[int], key: str) -> list[list[int]]:
+        return [rows for number in numbers if (rows := self._rows_of(number, key))]
 
     def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Return the keys of the rows from start to stop: their offsets, int64 (stop - start + 1,), and UTF-8 bytes."""
@@ -512,6 +526,14 @@ def _check_all(columns: Columns, values: dict[str, Any]) -> None:
 def absolute(url: str) -> str:
     """Return the name of a shard in indexes: its absolute path, or its URL without secrets."""
     return identity(url)
+
+
+def _as_given(path: str) -> frozenset[str]:
+    """Return the shards of a path as data sets take it: relative, a folder, or a pattern of local files."""
+    with suppress(OSError, ValueError, StorageError):
+        if not needs_listing(path):
+            return frozenset(map(absolute, expand_paths(path)))
+    return frozenset()
 
 
 def _format_of(url: str) -> str:

@@ -86,6 +86,7 @@ class Batch:
             keys of records, a list where a sample has numbered fields of that name; None for a sample that lacks the
             field, or that failed.
         inputs: defines the argument names of the model; None for this library's own names.
+        unnamed: modalities of a processor where `inputs` is None: its model does not know our names of their arrays.
     """
 
     text: TextBatch
@@ -105,6 +106,7 @@ class Batch:
     sources: Tensor | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
+    unnamed: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         """Return one line with counts and shapes, not elements."""
@@ -139,6 +141,11 @@ class Batch:
         if media.valid is not None:  # per phase: its flags are those of samples' parts
             return not len(media.valid) and len(media.cu_seqlens) > 1
         return modality in self.llm.dummies
+
+    def _has(self, modality: str) -> bool:
+        """Return whether this rank encodes a part of a modality, or gets features of it."""
+        is_encoded = len(self.media[modality].cu_seqlens) > 1 and not self._is_dummy(modality)
+        return is_encoded or (modality in self.routes and len(self.llm.media_positions[modality]) > 0)
 
     if not TYPE_CHECKING:  # a type checker reports such a name itself
 
@@ -325,16 +332,30 @@ class Batch:
             embeds = merge_features(embeds, rows, positions)
         return embeds
 
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self, *, media: bool = True) -> dict[str, Any]:
         """Return keyword arguments for a model: plain tensors and ints, without the modalities that this batch lacks.
 
         Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for each modality its arrays (image_patches,
         image_grid_hw, audio_features), image_cu_seqlens, image_max_seqlen, image_positions. Padded: attention_mask
         instead of cu_seqlens and max_seqlen. Padded encoders: image_mask and image_token_places instead of theirs. Per
         phase: image_route too. With a `collate_fn` of a model's own names (`od.hf.Inputs`), those.
+
+        Args:
+            media: False for a loop that encodes `batch.media` by itself: nothing of the modalities is returned.
+
+        Raises:
+            ValueError: the batch has media of a recipe of `od.hf.recipe(processor)`, and no names of its model.
         """
+        if not media:
+            return replace(self, media={}, routes={}).model_inputs()
         if self.inputs is not None:
             return self.inputs.arguments(self)
+        if unnamed := [name for name in self.media if name in self.unnamed and self._has(name)]:
+            raise ValueError(
+                f"the recipe is of a processor, and its model would not see {', '.join(unnamed)} under the names of "
+                "od.Packed and od.Padded: pass DataLoader(collate_fn=od.hf.Inputs(model.config)). A loop that encodes "
+                "batch.media by itself calls batch.model_inputs(media=False)"
+            )
         llm = self.llm
         inputs: dict[str, Any] = {
             "input_ids": llm.input_ids,
@@ -345,9 +366,9 @@ class Batch:
             inputs |= {"cu_seqlens": llm.cu_seqlens, "max_seqlen": llm.max_seqlen}
         else:
             inputs["attention_mask"] = llm.attention_mask
-        for name, media in self.media.items():
-            inputs |= {f"{name}_{array}": tensor for array, tensor in media.arrays.items()}
-            inputs |= _sequence_inputs(name, media)
+        for name, held in self.media.items():
+            inputs |= {f"{name}_{array}": tensor for array, tensor in held.arrays.items()}
+            inputs |= _sequence_inputs(name, held)
             inputs[f"{name}_positions"] = llm.media_positions[name]
         return inputs | {f"{name}_route": route for name, route in self.routes.items()}
 

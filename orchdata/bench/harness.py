@@ -162,14 +162,11 @@ class Report:
         """The results, with the settings and the machine."""
         from rich.table import Table
 
+        has_demands = any(result.demand is not None for result in self.results)
         settings = ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
         table = Table(title=f"{self.command}: {settings}", caption=describe_machine(self.machine), title_justify="left")
-        for heading, justify in (
-            ("measured", "left"),
-            ("median", "right"),
-            ("quartiles", "right"),
-            ("demand", "right"),
-        ):
+        columns = [("measured", "left"), ("median", "right"), ("quartiles", "right"), ("demand", "right")]
+        for heading, justify in columns if has_demands else columns[:-1]:
             table.add_column(heading, justify=justify, no_wrap=heading != "measured")  # type: ignore[arg-type]
         table.add_column("note")
         for result in self.results:
@@ -177,7 +174,7 @@ class Report:
             low_text, high_text = digits(low, result.unit), digits(high, result.unit)
             spread = "" if len(result.values) == 1 else f"{low_text} - {high_text}"
             median = f"{digits(result.median, result.unit)} {result.unit}"
-            table.add_row(result.name, median, spread, _demand(result), result.note)
+            table.add_row(result.name, median, spread, *([_demand(result)] if has_demands else []), result.note)
         return table
 
 

@@ -525,7 +525,8 @@ def _exit_code(report: dict[str, Any], max_failures: Fraction | int) -> int:
     enough = f"{ceil(100 * unusable / count)}%" if is_share else f"{unusable}"
     typer.echo(
         f"orchdata: {unusable:,} of {count:,} samples cannot be used, and --max-failures allows {allowed:,}{share}: "
-        f"repair them, or allow more by --max-failures {enough}, and in training by "
+        "repair them, or leave them out: `orchdata verify PATHS --out bad.jsonl` lists them for quarantine=; or allow "
+        f"more by --max-failures {enough}, and in training by "
         'od.ErrorPolicy("skip", max_failures=...)',
         err=True,
     )

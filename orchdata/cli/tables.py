@@ -11,11 +11,12 @@ from rich.text import Text
 
 from orchdata.cli.output import human_bytes, overflow_words, plain_table, unread_lines
 from orchdata.loaders.amounts import counted
-from orchdata.profiling.report.summary import left_out_words, stored_words
+from orchdata.profiling.report.summary import findings, left_out_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
     from orchdata.profiling.ranks.scales import Scale
+    from orchdata.profiling.report.summary import Finding
 
 MOST_REASONS = 5
 
@@ -35,6 +36,7 @@ def profile_table(profile: Profile) -> RenderableType:
         *(Text(reason, style="yellow") for reason in reasons),
         *_overflow_line(profile),
         *_caps_line(profile),
+        *(Text(f"- {_sentence(finding)}") for finding in findings(profile)),
         *map(Text, unread_lines({"names": profile.unread, "others": profile.unread_others})),
         *([_source_table(profile)] if profile.sources else []),
         _modality_table(profile),
@@ -43,6 +45,11 @@ def profile_table(profile: Profile) -> RenderableType:
         *([_scope_table(profile)] if any(scale.groups > 1 for scale in profile.scales) else []),
         *(Text(f"- {note}") for note in _notes(profile)),
     )
+
+
+def _sentence(finding: Finding) -> str:
+    shard = finding.shard.rsplit("/", 1)[-1]
+    return f"{finding.text} It is {finding.key!r} of {shard}." if shard else finding.text
 
 
 def _overflow_line(profile: Profile) -> list[Text]:
@@ -194,8 +201,7 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(f"*: {' and '.join(unnamed)}: not balanced and not in the step: the cost model does not name them")
     if not profile.has_cost_model and len(profile.phases) > 1:
         notes.append("no cost model given (--cost): positions cost the same, a patch as much as an LLM token")
-    changes = [each.with_replacement for scale in profile.scales for each in scale.changes]
-    if any(scale.with_replacement for scale in profile.scales) or any(changes):
+    if any(scale.with_replacement for scale in profile.scales):
         notes.append(
             f"r: the dataset ({counted(profile.samples, 'sample')}) has less than this global batch, "
             "so samples were drawn with replacement"
@@ -241,59 +247,28 @@ def _locality_notes(profile: Profile) -> list[str]:
 
 
 def _advice_notes(scale: Scale) -> list[str]:
-    """Say what limits the step and what would help: for the phase that loses most, and for the whole step."""
-    losses = [
-        (advice.cost_share * (scale.phases[name].balanced - 1), name)
-        for name, advice in scale.advice.items()
-        if advice.limit != "nothing"
-    ]
-    notes = [_phase_note(scale, max(losses)[1])] if losses else []
+    """Say what other steps would cost."""
+    notes = []
     if scale.better_tokens is not None:
         notes.append(
             f"{scale.ranks:,} ranks: steps of {scale.better_tokens:,} tokens would fill their microbatches, those of "
             f"{scale.global_batch_tokens:,} do not"
         )
-    if scale.changes:
-        notes.append(_changes_note(scale, scale.scopes["global"].microbatches))
-    return notes
-
-
-def _phase_note(scale: Scale, name: str) -> str:
-    """Compare a phase as planned with the same phase balanced by itself."""
-    advice = scale.advice[name]
-    why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
-    if advice.limit == "giant sample":
-        largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
-        why = f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
-    shared = [
-        f"; {remedy.imbalance:.2f} if up to {remedy.factor} ranks shared each (context parallelism)"
-        for remedy in advice.remedies
-        if remedy.remedy == "context parallel"
-    ]
-    return (
-        f"{scale.ranks:,} ranks, {name}: {scale.phases[name].balanced:.2f} over {scale.steps} steps; in a usual one, "
-        f"balanced by itself, {advice.imbalance:.2f} at best: {why}{''.join(shared)}"
-    )
-
-
-def _changes_note(scale: Scale, micro_steps: float) -> str:
-    """Compare the whole step as planned with the changes."""
-    capped = micro_steps > 1
-    changes = []
+    if not scale.changes:
+        return notes
+    others = []
     for change in scale.changes:
         size = "batch_tokens" if change.change == "batch_size" and scale.batch_size is None else change.change
-        what = f"{change.factor} x the {size}" if change.factor else f"no {size}"
-        drawn = " r" if change.with_replacement else ""
-        at = f" at {change.microbatches:.1f} micro-steps" if capped else ""
-        changes.append(f"{what} {change.step:.2f}{drawn}{at}")
+        what = f"with {change.factor} times the {size}" if change.factor else f"without {size}"
+        drawn = ", of samples drawn with replacement" if change.with_replacement else ""
+        others.append(f"{change.step:.2f} {what}{_micro_steps(scale, change.microbatches)}{drawn}")
     if (tokens := scale.settings.get("tokens")) is not None:
-        at = f" at {tokens.microbatches:.1f} micro-steps" if capped else ""
-        changes.append(f"steps of as many tokens {1 / (1 - tokens.waiting):.2f}{at}")
-    now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
-    uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]
-    lost = [
-        f", of which max_tokens costs {1 - step / scale.step.balanced:.1%}"
-        for step in uncapped
-        if step < scale.step.balanced
-    ]
-    return f"{scale.ranks:,} ranks, step: {now}{''.join(lost)}; planned otherwise: {', '.join(changes)}"
+        others.append(
+            f"{1 / (1 - tokens.waiting):.2f} in steps of as many tokens{_micro_steps(scale, tokens.microbatches)}"
+        )
+    now = f"{scale.step.balanced:.2f}{_micro_steps(scale, scale.scopes['global'].microbatches)}"
+    return [*notes, f"{scale.ranks:,} ranks: a step costs {now} of an even one; {'; '.join(others)}"]
+
+
+def _micro_steps(scale: Scale, microbatches: float) -> str:
+    return f" ({microbatches:.1f} micro-steps)" if scale.scopes["global"].microbatches > 1 else ""

@@ -25,7 +25,7 @@ from orchdata.dataset.resume.rows import rows_of
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
@@ -64,7 +64,10 @@ def prepare_shards(
 ) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
-        raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
+        raise ValueError(
+            f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}: od.hf.cost(model) of a "
+            "Hugging Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data"
+        )
     # The index, and the costs of its samples in this layout.
     named = _read_quarantine(quarantine)
     layout = _layout(options)
@@ -89,9 +92,10 @@ def prepare_shards(
     warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
-    _refuse(index, bad, options.policy)
+    names = [leaf.name for leaf in leaves]
+    _refuse(index, bad, unchosen, names, options.policy)
     lost = lost_samples(index, bad)
-    refuse_above_budget(unusable_of(index, bad, lost, unchosen, [leaf.name for leaf in leaves]), options.policy)
+    refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), options.policy)
     warn_of_bad(index, bad)
     warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
@@ -266,17 +270,21 @@ def _layout(options: LoaderOptions) -> Layout:
     return layout_of(options.collate_fn) or Packed()
 
 
-def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
-    """Under "raise", raise DataError if the data set has bad samples."""
+def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> None:
+    """Under "raise", raise DataError if the data set has bad samples; it offers "skip" where that allows as many."""
     if not len(bad) or policy.action == "skip":
         return
-    first = index.failure(int(bad[0]))
+    first, skips = index.failure(int(bad[0])), "on_error='skip' allows as many, too; "
+    try:
+        refuse_above_budget(unusable_of(index, bad, index.lost_samples(), unchosen, names), ErrorPolicy("skip"))
+    except TooManyFailures:
+        skips = ""
     raise DataError(
         first.shard,
         first.key,
         first.field,
-        f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
-        "names samples to leave out; after repairing shards, run `orchdata index` again)",
+        f"{first.reason} (the first of {len(bad)} bad samples; `orchdata verify PATHS --out bad.jsonl` lists them all, "
+        f'and quarantine="bad.jsonl" leaves them out; {skips}after repairing shards, run `orchdata index` again)',
     )
 
 

@@ -39,7 +39,7 @@ class Delivery:
         policy, budget: whether failures are skipped, and how many.
         stats: delivered steps are added to them.
         timeout: seconds to wait for a step; 0 for no limit.
-        inputs: a model's names for the tensors of a batch.
+        inputs, unnamed: as `Batch` has them.
 
     Raises ValueError if peers would receive the batches of a collate_fn.
     """
@@ -54,12 +54,14 @@ class Delivery:
         stats: Stats,
         timeout: float,
         inputs: ModelInputs | None = None,
+        unnamed: tuple[str, ...] = (),
     ) -> None:
         self._spec = spec
         self._budget = budget
         self._stats = stats
         self._timeout = timeout
         self._inputs = inputs
+        self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
         self._pace = _Pace()
         self._delivered = 0
@@ -109,8 +111,10 @@ class Delivery:
         return self.named(built.batches)
 
     def named(self, batches: list[Any]) -> list[Any]:
-        """Return the batches, with the model's names for their tensors."""
-        return batches if self._inputs is None else [replace(batch, inputs=self._inputs) for batch in batches]
+        """Return the batches, with the model's names for their tensors, or what has none."""
+        if self._inputs is None and not self._unnamed:
+            return batches
+        return [replace(batch, inputs=self._inputs, unnamed=self._unnamed) for batch in batches]
 
     def end_epoch(self, epoch: int) -> None:
         """Raise TooManyFailures if all samples of this rank in the epoch failed, and they are many."""

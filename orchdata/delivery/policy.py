@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -149,7 +150,7 @@ class FailureBudget:
                 self._policy.handler(failure)
 
     def _refuse(self, what: str, count: int, last: DataError) -> None:
-        reasons = "; ".join(f"{number:,} x {reason}" for reason, number in self._stats.reasons.most_common(3))
+        reasons = most_frequent(self._stats.reasons)
         text = over_budget(
             self._policy, what, count=count, num_samples=self._num_samples, reasons=f"{reasons}; the last: {last}"
         )
@@ -170,9 +171,18 @@ def over_budget(policy: ErrorPolicy, what: str, *, count: int, num_samples: int,
     of = "" if share is None else f" ({percent(share)})"
     more = f"{count}" if share is None or not num_samples else f"Fraction({ceil(100 * count / num_samples)}, 100)"
     return (
-        f"{what}, the policy allows {allowed}{of}: {reasons}. Repair them, leave them out (of shards by quarantine=, "
-        f'as `orchdata verify --out` writes it), or allow more: on_error=od.ErrorPolicy("skip", max_failures={more}); '
-        "None allows any number"
+        f"{what}, the policy allows {allowed}{of}: {reasons}. Of shards, `orchdata verify PATHS --out bad.jsonl` lists "
+        'them, and quarantine="bad.jsonl" leaves them out; or repair them, or allow more: '
+        f'on_error=od.ErrorPolicy("skip", max_failures={more}); None allows any number'
+    )
+
+
+def most_frequent(reasons: Counter[str]) -> str:
+    """Return the three most frequent reasons with their counts, and how many samples have others."""
+    shown = reasons.most_common(3)
+    others = reasons.total() - sum(count for _, count in shown)
+    return "; ".join(
+        [f"{count:,} x {reason}" for reason, count in shown] + ([f"and {others:,} more"] if others else [])
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -154,3 +154,14 @@ class Stats:
         if requests:  # there is object storage
             found["requests"] = {kind: count - requests_before.get(kind, 0) for kind, count in requests.items()}
         return found
+
+
+def flattened(stats: Mapping[str, Any], above: str = "") -> dict[str, int | float]:
+    """Return the numbers of `Stats.as_dict` with nested keys joined by "/", without those of single reasons."""
+    found: dict[str, int | float] = {}
+    for name, value in stats.items():
+        if isinstance(value, Mapping) and name != "by_reason":
+            found |= flattened(value, f"{above}{name}/")
+        elif isinstance(value, int | float):
+            found[f"{above}{name}"] = value
+    return found

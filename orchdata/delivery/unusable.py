@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.delivery.policy import ErrorPolicy, over_budget
+from orchdata.delivery.policy import ErrorPolicy, most_frequent, over_budget
 from orchdata.loaders.errors import DataError, TooManyFailures, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -116,7 +116,7 @@ def refuse_above_budget(sources: Sequence[Unusable], policy: ErrorPolicy) -> Non
 def reasons_of(failures: Sequence[DataError]) -> str:
     """Return the most frequent reasons with their counts."""
     reasons = Counter(reason_kind(failure.reason) for failure in failures[:_EXPLAINED])
-    shown = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(3))
+    shown = most_frequent(reasons)
     return f"of the first {_EXPLAINED:,}: {shown}" if len(failures) > _EXPLAINED else shown
 
 

@@ -86,7 +86,11 @@ def recipe(
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
-        raise TypeError(f"{type(processor).__name__} is no processor or tokenizer of transformers'")
+        name = repr(processor) if isinstance(processor, str) else "name"
+        raise TypeError(
+            f"{type(processor).__name__} is no processor or tokenizer of transformers': pass the object, "
+            f"od.hf.recipe(transformers.AutoProcessor.from_pretrained({name}))"
+        )
     if not hasattr(tokenizer, "special_tokens_map"):
         raise TypeError(
             f"{type(processor).__name__} has no tokenizer: it is of a model that reads no text, and od.hf.recipe makes "

@@ -90,7 +90,11 @@ class Inputs:
     def __post_init__(self) -> None:
         if not hasattr(self.config, "model_type"):
             kind = type(self.config).__name__
-            raise TypeError(f"od.hf.Inputs takes the configuration of a model, model.config, and {kind} is none")
+            name = repr(self.config) if isinstance(self.config, str) else "name"
+            raise TypeError(
+                f"od.hf.Inputs takes the configuration of a model, and {kind} is none: pass model.config, or "
+                f"transformers.AutoConfig.from_pretrained({name})"
+            )
         object.__setattr__(self, "config", thinker(self.config))
         if self.padded and self.length is not None:
             raise ValueError(
@@ -212,7 +216,7 @@ class Inputs:
                 advice = (
                     "its processor makes them for something else than the forward, such as generate(), or this "
                     "processor and this configuration do not belong together"
-                    if _is_of_processor(modality)
+                    if name in recipe.of_processor
                     else "make it of the model's processor, od.hf.recipe(processor)"
                 )
                 raise ValueError(
@@ -225,7 +229,7 @@ class Inputs:
                 advice = (
                     f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
                     f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
-                    if _is_of_processor(modality)
+                    if name in recipe.of_processor
                     else "make it of the model's processor, od.hf.recipe(processor)"
                 )
                 raise ValueError(
@@ -346,11 +350,6 @@ class Inputs:
         if dtype not in (torch.bfloat16, torch.float16):
             return media
         return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
-
-
-def _is_of_processor(modality: Any) -> bool:
-    """Return whether `od.hf.recipe` made the modality of a processor."""
-    return type(modality).__module__.startswith("orchdata.hf.")
 
 
 def _untried(*, packs: bool) -> Verdict:

@@ -96,7 +96,8 @@ def load_state(
             differences.append(other_size[1])
         if other_weights and WEIGHTS not in allow:
             how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
-            differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
+            there, here = _shown_weights(theirs[WEIGHTS]), _shown_weights(fingerprint[WEIGHTS])
+            differences.append(f"weights are {there} in the state and {here} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
 
@@ -112,7 +113,8 @@ def load_state(
 
 def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return the differences if one of the loaders has windows of concatenated documents."""
-    differences = _differences(theirs, ours, "")
+    there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
+    differences = _differences(there, here, "")
     if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
         differences.append(
             "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
@@ -133,6 +135,14 @@ def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
 def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
     """Return whether a state of a mixture has the weights of a fingerprint."""
     return bool(_with_present_weights(state["fingerprint"]).get(WEIGHTS) == fingerprint[WEIGHTS])
+
+
+def _shown_weights(described: Any) -> Any:
+    """Return the weights of one stage as shares of 1, as a fingerprint has its periods; several stages as they are."""
+    if not (isinstance(described, list) and len(described) == 1):
+        return described
+    rates = {name: 1 / period if period else 0.0 for name, period in described[0][1].items()}
+    return {name: float(f"{rate / sum(rates.values()):.5g}") for name, rate in rates.items()}
 
 
 def _with_present_weights(fingerprint: Any) -> Any:

@@ -26,8 +26,7 @@ def is_of_processor(dataset: ShardDataset | Mixture | None) -> bool:
     A modality of a processor says so, and of a recipe for text alone its template.
     """
     return any(
-        any(type(modality).__module__.startswith("orchdata.hf.") for modality in recipe.modalities.values())
-        or (not recipe.modalities and isinstance(recipe.text.template, JinjaTemplate))
+        recipe.of_processor or (not recipe.modalities and isinstance(recipe.text.template, JinjaTemplate))
         for recipe in _recipes_of(dataset)
     )
 

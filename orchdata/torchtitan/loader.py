@@ -8,7 +8,7 @@ its microbatches --> (input_dict, labels), epoch after epoch      its state --> 
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import tyro
@@ -139,7 +139,7 @@ class DataLoader(BaseDataLoader):
         labels = next_labels(batch.llm.labels)
         if self._has_rows:
             inputs, labels = {name: value[None] for name, value in inputs.items()}, labels[None]
-        others = {name: value for name, value in batch.model_inputs().items() if name not in _LLM}
+        others = {name: value for name, value in replace(batch, unnamed=()).model_inputs().items() if name not in _LLM}
         return inputs | others, labels
 
     def _check_lengths(self, batch: Batch, longest: int) -> None:

@@ -119,7 +119,9 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "source 'a' must be an od.Source": lambda: od.Mixture({"a": dataset()}),  # type: ignore[dict-item]
     "TextPreprocessor needs an id with a tokenizer": lambda: od.TextPreprocessor(lambda text: [len(text)]),
     "tokenizer must be a callable str -> list[int]": lambda: od.TextPreprocessor("gpt2"),  # type: ignore[arg-type]
-    "str is no processor or tokenizer of transformers'": lambda: od.hf.recipe("Qwen/Qwen2.5-VL-7B-Instruct"),
+    "str is no processor or tokenizer of transformers': pass the object": lambda: od.hf.recipe(
+        "Qwen/Qwen2.5-VL-7B-Instruct"
+    ),
     "batch_size=4 and global_batch_size=8 both given": lambda: loader(batch_size=4, global_batch_size=8),
     "batch_size=None takes a map-style data set's samples one by one": lambda: loader(batch_size=None),
     "a ShardDataset has its own order": lambda: loader(sampler=[2, 1, 0]),

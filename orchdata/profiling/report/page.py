@@ -81,6 +81,7 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         ),
         paragraph(_BYTES) if profile.text_is_bytes else "",
         _summary(profile, names, named=named),
+        _call(profile),
         _content(profile),
         _lengths(profile),
         _scales(profile),
@@ -90,7 +91,6 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
         _failures(profile, names, named=named),
         _unread(profile),
         _samples(views, names),
-        _call(profile),
         section("Words", table(("word", "meaning"), _WORDS, numbers_from=99)),
     ]
     return (

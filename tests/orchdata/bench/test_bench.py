@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from orchdata.bench import index, plan
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.bench.harness import Report, Result, WideTable, anonymous_bytes, interleave, machine, make_report
 from orchdata.bench.throughput import ThroughputBench
+from orchdata.cli import app
 from orchdata.dataset.shard_dataset import ShardDataset
 
 
@@ -62,6 +66,18 @@ def test_a_report_is_json_lines_and_a_table() -> None:
     assert report.render_results().row_count == 2
     with pytest.raises(TypeError, match="config must be a dataclass instance"):
         make_report("x", {"seed": 3}, results)
+
+
+def test_throughput_of_one_s_own_data_shows_no_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [Result(name="ours / bare threads", unit="x", values=(0.5,), demand=0.97, better="high")]
+    monkeypatch.setattr("orchdata.bench.throughput.run", lambda *_, **__: results)
+    for options in ([], ["--json"]):
+        printed = CliRunner().invoke(app, ["bench", "throughput", *options]).output
+        assert "ours / bare threads" in printed
+        assert not re.search("MISSED|0.97|demand +", printed)
+    shown = Console(record=True, width=200, file=io.StringIO())
+    shown.print(make_report("orchdata bench plan", Settings(), results).render_results())
+    assert ">= 0.97: MISSED" in shown.export_text()  # of this repository's own
 
 
 def test_a_report_shows_no_secrets_of_urls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import orchdata as od
-from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.policy import FailureBudget, as_policy, most_frequent
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError
 
@@ -45,6 +46,50 @@ def test_one_percent_of_what_the_index_lists_is_skipped(tmp_path: Path) -> None:
         'od.ErrorPolicy("skip", max_failures=Fraction(2, 100))',
     ):
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_skip_is_offered_only_where_it_allows_as_many(tmp_path: Path, bad: int) -> None:
+    path = records(tmp_path / "a.jsonl", 100 - bad, bad)
+    with pytest.raises(od.DataError) as raised:
+        made(path, on_error="raise")
+    assert ("on_error='skip'" in str(raised.value)) == (bad == 1)
+    assert '`orchdata verify PATHS --out bad.jsonl` lists them all, and quarantine="bad.jsonl"' in str(raised.value)
+    if bad == 1:
+        made(path, on_error="skip")
+
+
+def test_all_failures_are_accounted_for() -> None:
+    reasons = Counter({"a": 2, "b": 2, "c": 1, "d": 1})
+    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c; and 1 more"
+    del reasons["d"]
+    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c"
+
+
+def test_a_quarantine_names_a_shard_as_its_data_set_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    records(Path("data/a.jsonl"), 4, 2)
+    records(Path("data/photos/metadata.jsonl"), 4, 2)
+    for path in (
+        "data/a.jsonl",
+        "./data/../data/a.jsonl",
+        "data/a*.jsonl",
+        "data/photos",
+        f"file:{tmp_path}/data/a.jsonl",
+    ):
+        assert len(made(path, quarantine=[(path, "4"), (path, "5")], on_error="raise")) == 1
+    with pytest.raises(ValueError, match="quarantine names sample '4' of shard 'data/b.jsonl'"):
+        made("data/a.jsonl", quarantine=[("data/b.jsonl", "4")])
+
+
+def test_a_missing_file_is_told_with_the_folder_that_was_searched(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "other.txt").write_text("")
+    (tmp_path / "a.jsonl").write_text('{"image": "0.png", "text": "a"}')
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", media_root=tmp_path / "images")
+    with pytest.raises(od.DataError, match=f"'0.png': no such file below '{tmp_path}/images'"):
+        od.DataLoader(dataset, batch_size=1)
 
 
 @pytest.mark.parametrize("allowed", [None, 2, Fraction(2, 100), Fraction(1)])

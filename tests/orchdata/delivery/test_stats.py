@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import re
 import shutil
+import sys
 import tarfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,3 +166,26 @@ def test_figures_are_computed_where_steps_are_built(
     stats = run_epoch(loader(*omni_shards(tmp_path, shards=1, samples=8), num_threads=num_threads))
     assert stats["steps"] == 4 and stats["phases"]["llm"]["lower_bound_over_mean"] >= 1
     assert threads and (threading.get_ident() in threads) == (num_threads == 0)
+
+
+@pytest.mark.parametrize("package", ["torch.utils.tensorboard", "wandb"])
+def test_the_lines_of_the_page_log_every_number(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "stats.md").read_text()
+    (block,) = re.findall(rf"^```python\n((?:import|from) {package}\b.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(block.strip().replace("\n\n", "\n").splitlines()) <= 4
+    logged: dict[str, Any] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.update({name: (value, step)}))
+    run = SimpleNamespace(log=lambda values, step: logged.update({name: (each, step) for name, each in values.items()}))
+    stub = SimpleNamespace(SummaryWriter=lambda folder: writer, init=lambda project: run)
+    monkeypatch.setitem(sys.modules, package, stub)  # type: ignore[arg-type]
+    made = loader(*omni_shards(tmp_path, shards=1, samples=8))
+    nested = run_epoch(made)
+    exec(block, {"loader": made, "step": 7})
+    assert all(type(value) in (int, float) and step == 7 for value, step in logged.values())
+    for names in (("steps",), ("milliseconds", "waiting"), ("phases", "llm", "imbalance"), ("failures", "count")):
+        value: Any = nested
+        for name in names:
+            value = value[name]
+        assert logged["/".join(names)] == (value, 7)
+    assert nested["fill"] is None and "fill" not in logged and "since" not in logged
+    assert made.stats(flat=True)["steps"] == 0  # it was reset
