@@ -42,13 +42,12 @@ loaders: storage
 loaders: html
 loaders: claims
 loaders: kept
-loaders: harmless_names
 loaders: text modalities
 loaders: field_names media_names
-loaders: unread_names
 loaders: recipe
 loaders: required
 loaders: shards
+loaders: unread_names
 loaders: samples
 loaders: index
 orchdata: progress notices stuck_threads finalizers quarantine yaml_file
