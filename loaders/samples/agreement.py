@@ -244,7 +244,7 @@ def unplaced(
 
 
 def check_marks(
-    segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, beside_media: bool
+    segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, next_to_media: bool
 ) -> None:
     """Raise FieldError for a mark of media, of any tool, that is left in the text.
 
@@ -256,7 +256,7 @@ def check_marks(
     placeholders = recipe.rules.words.slots.values()
     plain = [f"<{name}>" for name, slot in recipe.slots.items() if not slot.mark]
     for segment in segments:
-        for mark in media_marks(segment.text, beside_media=beside_media) if isinstance(segment, TextSegment) else ():
+        for mark in media_marks(segment.text, next_to_media=next_to_media) if isinstance(segment, TextSegment) else ():
             is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
             if (
                 is_token

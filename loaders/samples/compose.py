@@ -193,7 +193,7 @@ def composition_of(
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
         said = partial(_said, used, members, texts, recipe, made) if is_chat else None
-        check_marks(segments, said, where, recipe, beside_media=any(media.values()))
+        check_marks(segments, said, where, recipe, next_to_media=any(media.values()))
     ordered: list[TextSegment | tuple[str, int]] = [
         (modality, member) for modality in leading for member in media[modality]
     ]

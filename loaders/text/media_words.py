@@ -20,7 +20,7 @@ _BARS: Final = ("<|", "<\uff5c")
 _MEDIA: Final = frozenset(
     "image img picture pic photo vision frame video vid audio speech sound voice wav clip media".split()
 )
-_GROUNDING: Final = frozenset("bbox bboxe box boxe ref object obj region point quad polygon".split())
+_GROUNDING: Final = frozenset("bbox box ref object obj region point quad polygon".split())
 _EDGES: Final = frozenset("start end begin bos eos break newline around".split())
 """Words of tokens that stand before, after or between the parts of media."""
 _CLOSING_TAGS: Final = frozenset(("</audio>", "</object>", "</picture>", "</video>"))
@@ -64,23 +64,24 @@ def holds_mark(name: str, mark: str | None) -> str:
     )
 
 
-def media_marks(text: str, *, beside_media: bool) -> Iterator[str]:
+def media_marks(text: str, *, next_to_media: bool) -> Iterator[str]:
     """Yield the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
 
     Args:
-        beside_media: whether the sample has media. In others only marks with a number or bars are meant.
+        next_to_media: whether the sample has media. In others only marks with a number or bars are meant.
     """
     if "<" in text or "[" in text:
         for found in _MARK.finditer(text):
             mark = found[0]
-            if words_of_media(mark) and (beside_media or mark[:2] in _BARS or _NUMBERED.search(mark)):
+            if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark)):
                 yield mark
 
 
 @lru_cache(maxsize=4096)
 def words_of_media(mark: str) -> frozenset[str]:
     """Return the words for media and for places in them in a mark, in the singular."""
-    words = {word.lower().removesuffix("s") for word in _WORD.findall(mark)}
+    found = [word.lower() for word in _WORD.findall(mark)]
+    words = {form for word in found for form in (word, word.removesuffix("s"), word.removesuffix("es"))}
     if mark.startswith("["):
         words.discard("ref")  # a citation
     return frozenset() if mark.lower() in _CLOSING_TAGS else frozenset(words & (_MEDIA | _GROUNDING))

@@ -176,7 +176,7 @@ def _measure(name: str, config: Any, run: Callable[[Any], Sequence[Result | Wide
     console = Console(stderr=True)
     with console.status(f"measuring: {name}") if console.is_terminal else nullcontext():
         results = run(config)
-        if name == "throughput":  # what this repository's own data and machine must reach is nobody else's measure
+        if name == "throughput":  # what this repository's own data and machine must reach measures no other
             results = [replace(each, demand=None) if isinstance(each, Result) else each for each in results]
         report = make_report(f"orchdata bench {name}", config, results)
     if as_json:

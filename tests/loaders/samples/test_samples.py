@@ -404,15 +404,15 @@ def test_a_sample_is_not_a_mapping_and_says_where_to_look():
 
 
 MARKS = ["<image_1>", "<Image 2>", "[IMG_3]", "<|video|>", "<|audio-4|>", "<frame7>", "<bbox_1>"]
-BESIDE_MEDIA = ["<bbox>", "<ref-object>", "[PHOTO]", "<ImageHere>", "<__dj__image>", "<speech>", "</img>", "[boxes]"]
+NEXT_TO_MEDIA = ["<bbox>", "<ref-object>", "[PHOTO]", "<ImageHere>", "<__dj__image>", "<speech>", "</img>", "[boxes]"]
 WORDS = ["(image 1)", "</object>", "</audio>", "<p>", "<i1>", "[1]", "a[image1]", "[image](u)", "<a img>", "<Imagine>"]
 
 
-@pytest.mark.parametrize("mark", [*MARKS, *BESIDE_MEDIA, *WORDS])
+@pytest.mark.parametrize("mark", [*MARKS, *NEXT_TO_MEDIA, *WORDS])
 def test_a_mark_of_any_tool_that_is_left_in_a_text_makes_its_sample_bad(mark):
     ask = [{"role": "user", "content": f"see {mark} here"}, {"role": "assistant", "content": f"a {mark}"}]
     for fields in ({"txt": f"see {mark} here"}, {"json": ask}, {"json": {"text": mark}}):
-        for media, marks in (({"jpg": None}, MARKS + BESIDE_MEDIA), ({}, MARKS)):
+        for media, marks in (({"jpg": None}, MARKS + NEXT_TO_MEDIA), ({}, MARKS)):
             given = sample(**fields, **media)
             if mark in marks:
                 with pytest.raises(FieldError, match="is no placeholder here"):

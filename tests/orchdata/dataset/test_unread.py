@@ -69,7 +69,7 @@ def records(folder: Path, *rows: dict[str, Any], **options: Any) -> od.ShardData
     return od.ShardDataset(str(folder / "a.jsonl"), recipe=recipe)
 
 
-def test_what_gives_way_or_says_nothing_is_told_apart(tmp_path: Path) -> None:
+def test_what_gives_way_or_says_nothing_is_no_unread_field(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     rows = [
         {

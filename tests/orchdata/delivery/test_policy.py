@@ -83,7 +83,7 @@ def test_a_quarantine_names_a_shard_as_its_data_set_does(tmp_path: Path, monkeyp
         made("data/a.jsonl", quarantine=[("data/b.jsonl", "4")])
 
 
-def test_a_missing_file_is_told_with_the_folder_that_was_searched(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_folder_that_was_searched(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "other.txt").write_text("")
     (tmp_path / "a.jsonl").write_text('{"image": "0.png", "text": "a"}')
