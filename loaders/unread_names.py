@@ -146,6 +146,8 @@ def names_of_record(
     elif is_chat and any(map(record.get, _ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
         _add_turns("", [record], rules, found)
     else:
+        if document is not None and document.text is not None and len(record) == 1:
+            return ()
         mine = () if document is None else _keys_read(record, document, rules)
         media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
         keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read))
@@ -223,7 +225,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
     if isinstance(template, JinjaTemplate):
         named = (template.source, template.tool_source or "", *template.ignore_keys)
     for turn in turns:
-        if not isinstance(turn, dict) or (len(turn) == 2 and isinstance(turn.get("content", turn.get("value")), str)):
+        if not isinstance(turn, dict) or (len(turn) == 2 and isinstance(turn.get("content") or turn.get("value"), str)):
             continue
         for key, its_name in _others_of_turn(tuple(turn), name, named):
             if not speaks(key, turn[key], rules.words.records):

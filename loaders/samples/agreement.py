@@ -254,13 +254,12 @@ def check_marks(
         said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
     """
     placeholders = recipe.rules.words.slots.values()
-    plain = [f"<{name}>" for name, slot in recipe.slots.items() if not slot.mark]
     for segment in segments:
         for mark in media_marks(segment.text, beside_media=beside_media) if isinstance(segment, TextSegment) else ():
             is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
             if (
                 is_token
-                or mark in plain
+                or any(mark == f"<{name}>" and not slot.mark for name, slot in recipe.slots.items())
                 or (said is not None and not any(mark in phrase for phrase in phrases(said())))
             ):
                 continue
