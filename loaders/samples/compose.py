@@ -237,12 +237,12 @@ def unread_in(
     has = {modality for modality, _ in parts} if parts else ()
     for at, value, document in composition.records:
         name = "" if at is None else name_of_member(members[at].field)
-        read = _keys_about_media(value, parts, members, recipe)
+        read = _keys_about_media(value, parts, members, recipe) if parts else ()
         names = names_of_record(value, document, recipe.rules, name, read, has)
         if len(members) == 1:
             return names
         found |= dict.fromkeys(names)
-    used = {*composition.texts, *(member for _, member in parts), *(each.member for each in composition.records)}
+    used = {*composition.texts, *[member for _, member in parts], *[each.member for each in composition.records]}
     if len(used) == len(members) and None not in used and not composition.is_chat:
         return tuple(found)
     for index, member in enumerate(members):
@@ -264,7 +264,7 @@ def _keys_about_media(
     record: Any, parts: Sequence[tuple[str, int]], members: Sequence[Member], recipe: Recipe
 ) -> list[str]:
     """Return the keys of a record that are read with the media of its sample."""
-    if not parts or not isinstance(record, dict):
+    if not isinstance(record, dict):
         return []
     named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
     read = [key for key in record if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(record) else []
@@ -333,8 +333,10 @@ def _plain_segments(
     recipe: Recipe,
 ) -> tuple[list[int], list[Segment]]:
     """Return the member with plain text, or with a text in JSON (none: no text), and the segments."""
-    check_one_text(members, uses.plain)
-    check_unfit(uses.unfit, members, texts, recipe)
+    if len(uses.plain) > 1:
+        check_one_text(members, uses.plain)
+    if uses.unfit:
+        check_unfit(uses.unfit, members, texts, recipe)
     for each in documents.values():
         if each.named:
             missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}

@@ -73,8 +73,6 @@ def media_marks(text: str, *, beside_media: bool) -> list[str]:
     Args:
         beside_media: whether the sample has media. In others only marks with a number or bars are meant.
     """
-    if "<" not in text and "[" not in text:
-        return []
     marks = _marks_in_short(text) if len(text) <= _SHORT else _MARK.findall(text)
     return [
         mark for mark in marks if words_of_media(mark) and (beside_media or mark[:2] in _BARS or _NUMBERED.search(mark))
