@@ -138,7 +138,12 @@ def names_of_record(
     """
     found: dict[str, None] = {}
     is_chat = document is not None and document.is_chat
-    if not isinstance(record, dict):
+    (only,) = record if document is not None and isinstance(record, dict) and len(record) == 1 else (None,)
+    if only is not None and document is not None and document.text is not None:
+        return ()
+    if is_chat and only in CHAT_KEYS and isinstance(record[only], list):
+        _add_turns(f"{only}[]", record[only], rules, found)
+    elif not isinstance(record, dict):
         if is_chat:
             _add_turns(f"{name}[]", record, rules, found)
         else:
@@ -148,11 +153,11 @@ def names_of_record(
     else:
         mine = () if document is None else _keys_read(record, document, rules)
         media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
-        keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read))
+        keys, names = _others(tuple(record), (*mine, *media, *read))
         values = [record[key] for key in keys]
         if False in values:  # in place of media it says nothing
             no_media = [key for key in keys if record[key] is False and key in rules.words.records]
-            keys, names = _others(tuple(record), (*_KEYS, *mine, *media, *read, *no_media))
+            keys, names = _others(tuple(record), (*mine, *media, *read, *no_media))
             values = [record[key] for key in keys]
         if not is_chat and _FLAT.issuperset(map(type, values)) and "" not in values:
             return names
@@ -212,7 +217,7 @@ def _is_in(value: Any, texts: Sequence[str]) -> bool:
 @lru_cache(maxsize=256)
 def _others(keys: tuple[str, ...], read: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
     """Return the keys that are not read, and their names."""
-    others = [key for key in keys if key not in read]
+    others = [key for key in keys if key not in read and key not in _KEYS]
     return others, tuple(map(_short, others))
 
 
@@ -223,7 +228,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
     if isinstance(template, JinjaTemplate):
         named = (template.source, template.tool_source or "", *template.ignore_keys)
     for turn in turns:
-        if not isinstance(turn, dict) or (len(turn) == 2 and isinstance(turn.get("content", turn.get("value")), str)):
+        if not isinstance(turn, dict) or (len(turn) == 2 and isinstance(turn.get("content") or turn.get("value"), str)):
             continue
         for key, its_name in _others_of_turn(tuple(turn), name, named):
             if not speaks(key, turn[key], rules.words.records):

@@ -165,12 +165,12 @@ def check_whole(
         items: member -> what an item of a turn says about it.
         record: made by the user's function; None: the sample's own fields say it.
     """
+    has_clips = any(has_length(name, recipe) for name, _ in parts)
+    if not has_clips and not any(items.values()):
+        return
     media: dict[str, list[int]] = {}
     for name, index in parts:
         media.setdefault(name, []).append(index)
-    has_clips = any(has_length(name, recipe) for name in media)
-    if not has_clips and not any(items.values()):
-        return
     records = [] if not has_clips else [record] if record is not None else [*_records(members, texts)]
     for name, indices in media.items():
         modality, others = recipe.modalities[name], media.keys() - {name}
@@ -253,14 +253,15 @@ def check_marks(
     Args:
         said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
     """
-    placeholders = recipe.rules.words.slots.values()
-    plain = [f"<{name}>" for name, slot in recipe.slots.items() if not slot.mark]
     for segment in segments:
-        for mark in media_marks(segment.text, next_to_media=next_to_media) if isinstance(segment, TextSegment) else ():
+        if not isinstance(segment, TextSegment) or not ("<" in segment.text or "[" in segment.text):
+            continue
+        for mark in media_marks(segment.text, next_to_media=next_to_media):
+            placeholders = recipe.rules.words.slots.values()
             is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
             if (
                 is_token
-                or mark in plain
+                or any(mark == f"<{name}>" and not slot.mark for name, slot in recipe.slots.items())
                 or (said is not None and not any(mark in phrase for phrase in phrases(said())))
             ):
                 continue

@@ -140,6 +140,7 @@ class Composition(NamedTuple):
 
     Attributes:
         segments: text, and (modality, index in the sample's members) for each part.
+        parts: these parts alone.
         texts: indices of the members that the text comes from.
         is_chat: whether a chat template made the text.
         where: field that errors of its text name.
@@ -149,16 +150,13 @@ class Composition(NamedTuple):
     """
 
     segments: Sequence[TextSegment | tuple[str, int]]
+    parts: Sequence[tuple[str, int]]
     texts: list[int]
     is_chat: bool
     where: str
     items: Mapping[int, Mapping[str, Any]] = {}
     record: Mapping[str, Any] | None = None
     records: Sequence[ReadRecord] = ()
-
-    @property
-    def parts(self) -> list[tuple[str, int]]:
-        return [segment for segment in self.segments if not isinstance(segment, TextSegment)]
 
     def written(self, recipe: Recipe, size_of: SizeOf) -> SpanWriter:
         """Return a writer with all segments. `size_of` is called once for each part, in order."""
@@ -194,19 +192,19 @@ def composition_of(
     if recipe.text.marks == "refuse":
         said = partial(_said, used, members, texts, recipe, made) if is_chat else None
         check_marks(segments, said, where, recipe, next_to_media=any(media.values()))
-    ordered: list[TextSegment | tuple[str, int]] = [
-        (modality, member) for modality in leading for member in media[modality]
-    ]
+    parts = [(modality, member) for modality in leading for member in media[modality]]
+    ordered: list[TextSegment | tuple[str, int]] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
         if isinstance(segment, Placeholder):
             index = next(queues[segment.modality])
-            ordered.append((segment.modality, index))
+            parts.append((segment.modality, index))
+            ordered.append(parts[-1])
             items[index] = segment.about
         else:
             ordered.append(segment)
-    return Composition(ordered, used, is_chat, where, items, None if made is None else made.record, records)
+    return Composition(ordered, parts, used, is_chat, where, items, None if made is None else made.record, records)
 
 
 def _said(
@@ -236,15 +234,17 @@ def unread_in(
         return ()
     found: dict[str, None] = {}
     parts = composition.parts
-    has = {modality for modality, _ in parts}
+    has = {modality for modality, _ in parts} if parts else ()
     for at, value, document in composition.records:
         name = "" if at is None else name_of_member(members[at].field)
-        read = _keys_about_media(value, parts, members, recipe)
+        read = _keys_about_media(value, parts, members, recipe) if parts else ()
         names = names_of_record(value, document, recipe.rules, name, read, has)
         if len(members) == 1:
             return names
         found |= dict.fromkeys(names)
-    used = {*composition.texts, *(member for _, member in parts), *(each.member for each in composition.records)}
+    used = {*composition.texts, *[member for _, member in parts], *[each.member for each in composition.records]}
+    if len(used) == len(members) and None not in used and not composition.is_chat:
+        return tuple(found)
     for index, member in enumerate(members):
         if index in used and not (composition.is_chat and member.field.startswith(REJECTED)):
             continue
@@ -264,7 +264,7 @@ def _keys_about_media(
     record: Any, parts: Sequence[tuple[str, int]], members: Sequence[Member], recipe: Recipe
 ) -> list[str]:
     """Return the keys of a record that are read with the media of its sample."""
-    if not parts or not isinstance(record, dict):
+    if not isinstance(record, dict):
         return []
     named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
     read = [key for key in record if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(record) else []
@@ -333,11 +333,14 @@ def _plain_segments(
     recipe: Recipe,
 ) -> tuple[list[int], list[Segment]]:
     """Return the member with plain text, or with a text in JSON (none: no text), and the segments."""
-    check_one_text(members, uses.plain)
-    check_unfit(uses.unfit, members, texts, recipe)
+    if len(uses.plain) > 1:
+        check_one_text(members, uses.plain)
+    if uses.unfit:
+        check_unfit(uses.unfit, members, texts, recipe)
     for each in documents.values():
-        missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
-        check_named(missing, members, recipe, exactly=False)
+        if each.named:
+            missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
+            check_named(missing, members, recipe, exactly=False)
     chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
@@ -349,7 +352,10 @@ def _plain_segments(
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
-    return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
+    for each in segments:
+        if isinstance(each, TextSegment) and each.loss and each.text.strip():
+            return True
+    return False
 
 
 def _records(values: Mapping[int, Any], documents: Mapping[int, Document], used: Sequence[int]) -> list[ReadRecord]:

@@ -169,7 +169,7 @@ def prepare(
     declared = declared_counts(members, payloads, recipe)
     unread = unread_in(composition, members, payloads, recipe)
     # Without the values of its records: many objects at a time would slow the garbage collector.
-    return Prepared(Composition(*composition[:4]), sizes, declared, unread)
+    return Prepared(Composition(*composition[:5]), sizes, declared, unread)
 
 
 def part_sizes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,10 @@ NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"
 _NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
 # Square brackets after a name or a bracket index a value in code, and before a round one they are a link. Angle
 # brackets may be around the id of an e-mail's part.
-_MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|(?<!-I[Dd]: )<{_NAME}>|(?<![\w\])(])\[{_NAME}\](?!\()")
+# Each alternative begins with a bracket, so that others than brackets are skipped fast.
+_MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|<(?<!-I[Dd]: <){_NAME}>|\[(?<![\w\])(]\[){_NAME}\](?!\()")
+_SHORT: Final = 64
+_marks_in_short = lru_cache(maxsize=1024)(_MARK.findall)  # templates write the same before and after each turn
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
 _BARS: Final = ("<|", "<\uff5c")
@@ -64,17 +67,18 @@ def holds_mark(name: str, mark: str | None) -> str:
     )
 
 
-def media_marks(text: str, *, next_to_media: bool) -> Iterator[str]:
-    """Yield the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
+def media_marks(text: str, *, next_to_media: bool) -> list[str]:
+    """Return the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
 
     Args:
         next_to_media: whether the sample has media. In others only marks with a number or bars are meant.
     """
-    if "<" in text or "[" in text:
-        for found in _MARK.finditer(text):
-            mark = found[0]
-            if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark)):
-                yield mark
+    marks = _marks_in_short(text) if len(text) <= _SHORT else _MARK.findall(text)
+    return [
+        mark
+        for mark in marks
+        if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark))
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -105,7 +105,7 @@ class Warming:
         self._is_done = False
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
             seconds = _FAMILY_SECONDS * -(-len(missing) // num_children)
-            sys.stderr.write(f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead, for an image)\n")
+            sys.stderr.write(f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead)\n")
             sys.stderr.flush()
         for number in range(num_children):
             command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]

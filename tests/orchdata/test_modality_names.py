@@ -20,6 +20,8 @@ ALLOWED = {
     "loaders/limits.py": "how large they may be",
     "loaders/versions.py": "rules about them",
     "loaders/recipe.py": "those of a recipe that names none",
+    "loaders/text/media_words.py": "words of the marks that tools write for them",
+    "loaders/shards/jsonl/stretch.py": "words before the names of a start and an end",
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/batch/": "batch.image and batch.audio",
     "orchdata/hf/": "what processors and models of Hugging Face call them",

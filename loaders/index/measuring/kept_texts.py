@@ -255,9 +255,10 @@ class TextsWriter:
             for name, value in (("span_kind", kind), ("span_tokens", tokens), ("span_first", first_id)):
                 columns[name].append(value)
         columns["start"].extend(outline.starts)
-        names = [] if kept is None else [*self._names.add(kept.unread), *[_OTHER_NAME] * kept.others]
-        columns["num_names"].append(len(names))
-        columns["name"].extend(names)
+        names = [] if kept is None or not kept.unread else self._names.add(kept.unread)
+        others = 0 if kept is None else kept.others
+        columns["num_names"].append(len(names) + others)
+        columns["name"].extend([*names, *[_OTHER_NAME] * others] if others else names)
 
     def write(
         self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float], access: Access

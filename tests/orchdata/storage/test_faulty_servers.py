@@ -79,9 +79,9 @@ def test_faults_change_no_batch_and_skip_no_sample(
     proxy = proxied(s3_server)
     dataset = through(proxy, read_timeout="1s")
     dataset.index()
+    loader = od.DataLoader(dataset, on_error="skip", **ENGINES[engine], **LOADER)  # looks at the first texts
     proxy.faults = numbered(4)
     proxy.clear()
-    loader = od.DataLoader(dataset, on_error="skip", **ENGINES[engine], **LOADER)
     assert digests(loader) == local.local
     acted = {(each.fault, each.status * (each.fault == "status")) for each in proxy.requests()} - {("", 0)}
     assert acted == {(each.action, each.status if each.action == "status" else 0) for each in IN_TURN}
