@@ -211,6 +211,7 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     for _ in zip(range(4), one.steps(), strict=False):
         pass
     state = one.state_dict()
+    resumed = loader(dataset, global_batch_size=10)
     read: list[tuple[str, str]] = []
     original = StoredSample.read
     monkeypatch.setattr(
@@ -218,7 +219,6 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
         "read",
         lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1],
     )
-    resumed = loader(dataset, global_batch_size=10)
     resumed.load_state_dict(state)
     delivered = [key for batch in resumed for key in batch.sample_ids]
     assert sorted(read) == sorted(delivered)

@@ -89,7 +89,7 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, mo
                     "not mark a file as bad, so the build ends: write the file again, or leave it out"
                 )
                 raise StorageError(file.url, reason, errno.ETIME) from None
-            if attempt == 2 and is_limited_below(memory_bytes(limits)):
+            if attempt == 2 and not death.of_the_file and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if attempt == 2 and not death.external:
                 return _measurement(f"the Parquet library {death}", child.promised_rows, None if most else digest)

@@ -56,12 +56,14 @@ class Died(Exception):
     Attributes:
         external: whether something other than the file may have ended it.
         slow: whether it took too long.
+        of_the_file: whether the library's last words blame the file, and not memory.
     """
 
-    def __init__(self, message: str, *, external: bool = False, slow: bool = False) -> None:
+    def __init__(self, message: str, *, external: bool = False, slow: bool = False, of_the_file: bool = False) -> None:
         super().__init__(message)
         self.external = external
         self.slow = slow
+        self.of_the_file = of_the_file
 
 
 class MeasuringProcess:
@@ -176,7 +178,12 @@ class MeasuringProcess:
             return Died("took too much processor time (SIGXCPU)", slow=True)
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         if number in _CRASH_SIGNALS:
-            return Died(f"ended the process with {name}")
+            self._errors.seek(0)
+            said = self._errors.read()[-2000:]
+            return Died(
+                f"ended the process with {name}",
+                of_the_file=b"throwing an instance of 'parquet::" in said and b"bad_alloc" not in said,
+            )
         return Died(f"was killed ({name})", external=True)
 
     def kill(self) -> None:
