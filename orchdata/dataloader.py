@@ -30,7 +30,7 @@ from orchdata.engines.run import OpensEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
-from orchdata.loop.position import Progress
+from orchdata.loop.position import Position, Progress
 from orchdata.notices import calling_line, calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
@@ -41,10 +41,12 @@ from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
 from orchdata.trainers import (
     AccelerateEnd,
+    LightningFit,
     TrainerEpochs,
     check_accumulation,
     check_counted_by_len,
     check_not_prepared,
+    lightnings_loop,
 )
 
 _LATER = "after DataLoader is initialized: create another loader"
@@ -366,8 +368,16 @@ class DataLoader(Generic[T_co]):
             check_still_alone(runtime.rank)
         self._follow_sampler()
         ends = check_accumulation(runtime, lambda: runtime.known_count(progress.start.position) is not None)
+        watcher: Any = None
+        start = progress.start.position
+        if (fit := lightnings_loop()) is not None:
+            watcher = LightningFit(fit, runtime)
+            watcher.check_accumulation()
+            if runtime.known_count(start) is not None:
+                watcher.check_epochs(start, lambda epoch: runtime.count(Position(epoch)))
         loop = runtime.begin(progress)
-        watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends else None
+        if ends:
+            watcher = AccelerateEnd(lambda: runtime.count(loop.origin))
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:
