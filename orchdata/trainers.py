@@ -152,8 +152,8 @@ def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> boo
 class LightningFit:
     """An iteration in Lightning's fit loop.
 
-    If `configure_optimizers` asks for `trainer.estimated_stepping_batches`, Lightning begins the iteration before it reads
-    its checkpoint, and does not load the states of loaders afterwards: they are loaded as the first item is requested.
+    If `configure_optimizers` asks for `trainer.estimated_stepping_batches`, Lightning begins the iteration before it
+    reads its checkpoint, and does not load the states of loaders afterwards: they are loaded with the first item.
 
     Args:
         loop: Lightning's.
