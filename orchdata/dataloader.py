@@ -294,8 +294,12 @@ class DataLoader(Generic[T_co]):
         self._progress.load(position, by_trainer=calling_trainer() is not None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch."""
+        """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch.
+
+        An IterableDataset, or a sampler, with a `set_epoch` is told too.
+        """
         self._progress.set_epoch(checked_epoch(epoch))
+        self._runtime.set_epoch(epoch)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 

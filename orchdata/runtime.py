@@ -209,6 +209,11 @@ class Runtime:
         if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):
             self.prepared.steps.follow(sampler)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell an IterableDataset, if it has epochs."""
+        if self._iterable is not None:
+            self._iterable.set_epoch(epoch)
+
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
         steps = self.prepared.steps
