@@ -46,6 +46,7 @@ from orchdata.trainers import (
     check_accumulation,
     check_counted_by_len,
     check_not_prepared,
+    check_not_skipped,
     lightnings_loop,
 )
 
@@ -228,6 +229,8 @@ class DataLoader(Generic[T_co]):
     def sampler(self) -> Any:
         """What samples are drawn from, as torch's loader has it. Raises TypeError for Ray Train, which replaces it."""
         check_not_prepared()
+        if self.batch_sampler is None:
+            check_not_skipped()
         return vars(self)["sampler"]
 
     @sampler.setter
@@ -380,8 +383,8 @@ class DataLoader(Generic[T_co]):
             if runtime.known_count(start) is not None:
                 watcher.check_epochs(start, lambda epoch: runtime.count(Position(epoch)))
         loop = runtime.begin(progress)
-        if ends:
-            watcher = AccelerateEnd(lambda: runtime.count(loop.origin))
+        if ends or runtime.prepared.spec.plan.evens_tail:
+            watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:

@@ -70,6 +70,15 @@ def check_not_prepared() -> None:
         )
 
 
+def check_not_skipped() -> None:
+    """Raise TypeError if Accelerate's `skip_first_batches`, which takes torch's batches, calls the caller of this."""
+    if sys._getframe(2).f_code.co_name == "skip_first_batches":
+        raise TypeError(
+            "skip_first_batches would read the samples anew, in batches of torch's: this loader goes on where its "
+            "load_state_dict, or accelerator.load_state after od.hf.accelerate(loader, accelerator), puts it"
+        )
+
+
 def check_counted_by_len(num_steps: int) -> None:
     """Warn a caller of `len(loader)` that steps may have several microbatches. Raises ValueError for a trainer."""
     if trainer := calling_trainer():
@@ -248,12 +257,15 @@ class AccelerateEnd:
 
     Args:
         num_steps: returns the number of steps of the epoch: its items.
+        num_in_tail: returns the samples of the last one, which come before repeats in what Accelerate gathers of it; -1
+            if nothing is repeated.
     """
 
-    def __init__(self, num_steps: Callable[[], int]) -> None:
+    def __init__(self, num_steps: Callable[[], int], num_in_tail: Callable[[], int]) -> None:
         self._num_steps = num_steps
+        self._num_in_tail = num_in_tail
         self._registered: Any = None
-        self._is_last = False
+        self._is_last: bool | None = None  # no item yet
         self._has_failed = False
 
     def begin(self) -> None:
@@ -272,6 +284,8 @@ class AccelerateEnd:
         if self._is_last:
             raise RuntimeError(_OTHER_LENGTH.format("more"))
         self._is_last = self._registered.end_of_dataloader = _num_left(position, self._num_steps()) == 0
+        if self._is_last:
+            self._registered.remainder = self._num_in_tail()
 
     def failed(self) -> None:
         """A step failed, and the iteration continues after it."""
@@ -283,7 +297,7 @@ class AccelerateEnd:
         Gradients of one epoch would be added to those of the next.
         """
         self.close()
-        if not (self._is_last or self._has_failed):
+        if self._is_last is False and not self._has_failed:
             raise RuntimeError(_OTHER_LENGTH.format("fewer"))
 
     def close(self) -> None:

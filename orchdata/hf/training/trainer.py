@@ -301,11 +301,8 @@ class TrainerMixin(_Base):
                 "DataLoader are several, and their cu_seqlens and positions would not be split with them"
             )
         num_ranks = args.world_size // self.get_tp_size()
-        if steps.num_ranks != num_ranks:
-            raise ValueError(
-                f"the DataLoader is of {steps.num_ranks} data-parallel ranks and the Trainer of {num_ranks}: make it "
-                "after TrainingArguments, which initializes torch.distributed, or give it the mesh"
-            )
+        instead = "give it the data set itself, not split by rank, or write a loop, and save a state for each rank"
+        steps.check_ranks(num_ranks, "the Trainer", "TrainingArguments", instead)
         self._check_epochs(steps)
 
     def _check_epochs(self, steps: OptimizerSteps) -> None:
