@@ -31,7 +31,7 @@ from orchdata.engines.run import OpensEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
-from orchdata.loop.position import Progress
+from orchdata.loop.position import Position, Progress
 from orchdata.notices import calling_line, calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
@@ -42,10 +42,13 @@ from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps
 from orchdata.trainers import (
     AccelerateEnd,
+    LightningFit,
     TrainerEpochs,
     check_accumulation,
     check_counted_by_len,
     check_not_prepared,
+    check_not_skipped,
+    lightnings_loop,
 )
 
 _LATER = "after DataLoader is initialized: create another loader"
@@ -227,6 +230,8 @@ class DataLoader(Generic[T_co]):
     def sampler(self) -> Any:
         """What samples are drawn from, as torch's loader has it. Raises TypeError for Ray Train, which replaces it."""
         check_not_prepared()
+        if self.batch_sampler is None:
+            check_not_skipped()
         return vars(self)["sampler"]
 
     @sampler.setter
@@ -293,8 +298,12 @@ class DataLoader(Generic[T_co]):
         self._progress.load(position, by_trainer=calling_trainer() is not None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch."""
+        """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch.
+
+        An IterableDataset, or a sampler, with a `set_epoch` is told too.
+        """
         self._progress.set_epoch(checked_epoch(epoch))
+        self._runtime.set_epoch(epoch)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -371,8 +380,16 @@ class DataLoader(Generic[T_co]):
             check_still_alone(runtime.rank)
         self._follow_sampler()
         ends = check_accumulation(runtime, lambda: runtime.known_count(progress.start.position) is not None)
+        watcher: Any = None
+        start = progress.start.position
+        if (fit := lightnings_loop()) is not None:
+            watcher = LightningFit(fit, runtime)
+            watcher.check_accumulation()
+            if runtime.known_count(start) is not None:
+                watcher.check_epochs(start, lambda epoch: runtime.count(Position(epoch)))
         loop = runtime.begin(progress)
-        watcher = AccelerateEnd(lambda: runtime.count(loop.origin)) if ends else None
+        if ends or runtime.prepared.spec.plan.evens_tail:
+            watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
     def _follow_sampler(self) -> None:

@@ -51,7 +51,7 @@ from orchdata.notices import warn_once, warn_user
 from orchdata.order.order import Shuffle
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
+from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
 from orchdata.planning.layout import Padded, layout_of
 from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import Rank
@@ -213,6 +213,11 @@ class Runtime:
         if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):
             self.prepared.steps.follow(sampler)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell an IterableDataset, if it has epochs."""
+        if self._iterable is not None:
+            self._iterable.set_epoch(epoch)
+
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
         steps = self.prepared.steps
@@ -257,6 +262,22 @@ class Runtime:
                 position = replace(position, workers=self.state_before())
         state = dump_state(position, prepared.bound_fingerprint, prepared.steps)
         return state | prepared.state_of_order(state)
+
+    def even_tail(self) -> None:
+        """From now on, the last step of an epoch of map-style data has as many samples on each rank, with repeats."""
+        spec = self.prepared.spec
+        if isinstance(spec.content, MapContent) and spec.content.batched and self.rank.size > 1:
+            plan = replace(spec.plan, evens_tail=True)
+            self.install(replace(self.prepared, spec=replace(spec, plan=plan)))
+
+    def num_in_tail(self, position: Position) -> int:
+        """Return the samples of the last step of its epoch, without repeats; -1 if ranks may have other numbers."""
+        plan, epoch = self.prepared.spec.plan, position.epoch
+        if not plan.evens_tail:
+            return -1
+        begin = begin_of(position.draw) if isinstance(self.prepared.steps, OrderedSteps) else None
+        start, stop = plan.batches.bounds(plan.last_step(epoch, begin), plan.order.length(epoch), epoch, begin)
+        return stop - start
 
     def load_state(self, state: dict[str, Any], allow: Sequence[str], num_workers: int) -> Position:
         """Return the position of a state, after the order that it stores was installed."""

@@ -77,6 +77,27 @@ class OptimizerSteps:
         """Data-parallel ranks that share each step."""
         return self._runtime.rank.size
 
+    def check_ranks(self, num_ranks: int, trainer: str, first: str, instead: str) -> None:
+        """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader.
+
+        Args:
+            instead: what to do with an IterableDataset, of which each rank has its own.
+        """
+        if self.num_ranks == num_ranks:
+            return
+        if self._runtime.prepared.is_iterable:
+            raise ValueError(
+                f"an IterableDataset has a state on each rank, and {trainer} stores one for all: {instead}"
+            )
+        raise ValueError(
+            f"the DataLoader is of {self.num_ranks} data-parallel ranks and {trainer} of {num_ranks}: make it after "
+            f"{first}, which initializes torch.distributed, or give it the mesh"
+        )
+
+    def even_tail(self) -> None:
+        """See `Runtime.even_tail`."""
+        self._runtime.even_tail()
+
     def num_steps(self, epoch: int) -> int:
         """Return the optimizer steps of an epoch from its start. Raises TypeError if the data set has no length."""
         self.loader._follow_sampler()

@@ -11,9 +11,10 @@ loaders that register themselves: `AccelerateEnd` registers ours.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, Progress
@@ -66,6 +67,15 @@ def check_not_prepared() -> None:
             "ray.train.torch.prepare_data_loader would build a torch DataLoader of the data set, or take batches ahead "
             "of the loader's state. This loader distributes its samples already: leave out the call, iterate over the "
             "loader itself, and move each batch with batch.to(ray.train.torch.get_device())"
+        )
+
+
+def check_not_skipped() -> None:
+    """Raise TypeError if Accelerate's `skip_first_batches`, which takes torch's batches, calls the caller of this."""
+    if sys._getframe(2).f_code.co_name == "skip_first_batches":
+        raise TypeError(
+            "skip_first_batches would read the samples anew, in batches of torch's: this loader goes on where its "
+            "load_state_dict, or accelerator.load_state after od.hf.accelerate(loader, accelerator), puts it"
         )
 
 
@@ -124,7 +134,6 @@ def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> boo
         ValueError: gradients would be accumulated over other batches than those of an optimizer step, or the last batch
             is not known.
     """
-    _check_lightning(steps.accumulate)
     num_batches, ends_with_epoch = accelerate_accumulation()
     if num_batches == 1:
         return False
@@ -149,28 +158,98 @@ def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> boo
     return ends_with_epoch
 
 
-def _check_lightning(accumulate: int) -> None:
-    """Raise ValueError if Lightning's Trainer, in whose training loop this is called, joins steps that the loader
-    accumulates already: it would divide their losses, which are scaled, once more.
+class LightningFit:
+    """An iteration in Lightning's fit loop.
+
+    If `configure_optimizers` asks for `trainer.estimated_stepping_batches`, Lightning begins the iteration before it
+    reads its checkpoint, and does not load the states of loaders afterwards: they are loaded with the first item.
+
+    Args:
+        loop: Lightning's.
+        steps: of the loader.
     """
-    frame = sys._getframe(1) if accumulate > 1 and calling_trainer() in _LIGHTNING else None
+
+    def __init__(self, loop: Any, steps: Accumulated) -> None:
+        self._loop = loop
+        self._steps = steps
+
+    def check_epochs(self, start: Position, num_steps: Callable[[int], int]) -> None:
+        """Raise ValueError if epochs from a position on have other numbers of steps: Lightning asks only once."""
+        trainer, loop = self._loop.trainer, self._loop
+        length = num_steps(start.epoch)
+        limit = trainer.limit_train_batches
+        most = limit if isinstance(limit, int) else int(length * limit) if limit < 1 else math.inf
+        epochs = math.inf if loop.max_epochs in (None, -1) else loop.max_epochs - loop.epoch_progress.current.processed
+        if trainer.max_steps != -1:
+            left = trainer.max_steps - trainer.global_step + start.step
+            epochs = min(epochs, math.ceil(left / max(1, min(length, most))))
+        compare_epochs("Lightning", lambda epoch: min(num_steps(epoch), most), start.epoch, epochs)
+
+    def begin(self) -> None:
+        """The first item is requested."""
+        loop = self._loop
+        if loop.restarting and loop._combined_loader_states_to_load:
+            loop._load_combined_loader_states()
+            for sampler in (getattr(loader, "sampler", None) for loader in loop._combined_loader.flattened):
+                if isinstance(sampler, TrainerEpochs):
+                    sampler.set_epoch(loop.epoch_progress.current.processed)
+        self.check_accumulation()
+
+    def item(self, position: Position) -> None:
+        """An item is yielded. Raises StateError if a state came too late, and as `check_accumulation`."""
+        if self._loop.restarting and self._loop._combined_loader_states_to_load:
+            raise StateError(
+                "Lightning has taken a batch before it read its checkpoint, so that the loader's state in it cannot be "
+                "loaded: in configure_optimizers, trainer.estimated_stepping_batches of data without a length is "
+                "trainer.max_steps, so use that, or give the data set a __len__"
+            )
+        self.check_accumulation()
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError if Lightning joins steps, and divides losses that are scaled for one step."""
+        trainer = self._loop.trainer
+        schedules = [each for each in trainer.callbacks if hasattr(each, "going_to_accumulate_grad_batches")]
+        joined = max(
+            [trainer.accumulate_grad_batches, *(most for each in schedules for most in each.scheduling.values())]
+        )
+        if self._steps.scales_loss and joined > 1:
+            raise ValueError(
+                f"accumulate_grad_batches={joined} would join steps of the DataLoader, and divide losses that "
+                "batch.loss_scale scales already for one step: leave it at 1, and give "
+                f"DataLoader(batch_size=..., accumulate={self._steps.accumulate * joined}), or a larger "
+                "global_batch_size or global_batch_tokens"
+            )
+
+    def failed(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def lightnings_loop() -> Any:
+    """Return the fit loop of Lightning's Trainer if it leads to this call, but not by an evaluation; else None."""
+    frame = sys._getframe(1) if "lightning" in sys.modules or "pytorch_lightning" in sys.modules else None
     while frame is not None:
         loop = frame.f_locals.get("self")
-        if type(loop).__name__ == "_EvaluationLoop":  # It steps no optimizer.
-            return
-        if type(loop).__name__ == "_FitLoop":
-            joined = getattr(getattr(loop, "trainer", None), "accumulate_grad_batches", 1)
-            if joined != 1:
-                raise ValueError(
-                    f"accumulate_grad_batches={joined} would join steps that have accumulate={accumulate} microbatches "
-                    "of their own, and divide losses that batch.loss_scale scales already: leave it at 1, and give "
-                    f"DataLoader(accumulate={accumulate * joined}) for as many samples"
-                )
-            return
+        if type(loop).__name__ in ("_EvaluationLoop", "_FitLoop"):
+            return loop if type(loop).__name__ == "_FitLoop" else None
         frame = frame.f_back
+    return None
 
 
-_LIGHTNING = ("lightning", "pytorch_lightning")
+def compare_epochs(trainer: str, num_steps: Callable[[int], float], first: int, num_epochs: float) -> None:
+    """Raise ValueError if epochs from `first` on have different numbers of steps, for a trainer that asks only once."""
+    length = num_steps(first)
+    for epoch in range(first + 1, first + int(min(num_epochs, _EPOCHS_COMPARED))):
+        if (other := num_steps(epoch)) != length:
+            raise ValueError(
+                f"epochs {first} and {epoch} of this DataLoader have {length} and {other} steps, and {trainer} takes "
+                f"all for as long as the first: give max_steps={length} or less, or steps of one size"
+            )
+
+
+_EPOCHS_COMPARED: Final = 64
 
 
 class AccelerateEnd:
@@ -178,12 +257,15 @@ class AccelerateEnd:
 
     Args:
         num_steps: returns the number of steps of the epoch: its items.
+        num_in_tail: returns the samples of the last one, which come before repeats in what Accelerate gathers of it; -1
+            if nothing is repeated.
     """
 
-    def __init__(self, num_steps: Callable[[], int]) -> None:
+    def __init__(self, num_steps: Callable[[], int], num_in_tail: Callable[[], int]) -> None:
         self._num_steps = num_steps
+        self._num_in_tail = num_in_tail
         self._registered: Any = None
-        self._is_last = False
+        self._is_last: bool | None = None  # no item yet
         self._has_failed = False
 
     def begin(self) -> None:
@@ -202,6 +284,8 @@ class AccelerateEnd:
         if self._is_last:
             raise RuntimeError(_OTHER_LENGTH.format("more"))
         self._is_last = self._registered.end_of_dataloader = _num_left(position, self._num_steps()) == 0
+        if self._is_last:
+            self._registered.remainder = self._num_in_tail()
 
     def failed(self) -> None:
         """A step failed, and the iteration continues after it."""
@@ -213,7 +297,7 @@ class AccelerateEnd:
         Gradients of one epoch would be added to those of the next.
         """
         self.close()
-        if not (self._is_last or self._has_failed):
+        if self._is_last is False and not self._has_failed:
             raise RuntimeError(_OTHER_LENGTH.format("fewer"))
 
     def close(self) -> None:

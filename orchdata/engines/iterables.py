@@ -157,13 +157,17 @@ class Batches:
         if not has_own_state(state):
             self._skipped = int(state["steps"]) if state.get("epoch") == epoch else 0
             return
-        restore_states(state, dataset=self._content.dataset)
+        dataset = self._content.dataset
+        if (own := _own_epoch(state)) is not None:
+            set_epoch(dataset, own)  # Hugging Face's streams pass over a state of another epoch
+        restore_states(state, dataset=dataset)
         self.steps, self.is_last = state["steps"], state["ended"]
         if "iterator" in state or not self.is_last:
             restore_states(state, iterator=self._iterator())
         if state["epoch"] not in (None, epoch):
             if not self.is_last:
                 exhaust(self._iterator())  # it has yielded its last item, but not yet raised StopIteration
+            begin_after(dataset, state, epoch)
             self._items, self.is_last, self.steps = None, False, 0
 
     def _own_state(self) -> dict[str, Any]:
@@ -208,6 +212,7 @@ class BatchStream(IterableDataset[Taken]):
         epoch: of the first step.
         last: worker that delivered the last step before; -1 for none.
         first: batches of the first pass, if this process has begun it already.
+        restored: the state that an earlier pass in this process began with.
     """
 
     def __init__(
@@ -218,9 +223,11 @@ class BatchStream(IterableDataset[Taken]):
         epoch: int,
         last: int,
         first: Batches | None = None,
+        restored: Mapping[str, Any] | None = None,
     ) -> None:
         self.content = content
         self.first = first
+        self._restored = restored
         self._states = states
         self._epoch = epoch
         self._last = last
@@ -233,10 +240,36 @@ class BatchStream(IterableDataset[Taken]):
         state = self._states[worker] if self._states else None
         if state is not None:
             batches.restore(state, self._epoch)
-        self._states, self._last, self.first = (), -1, None  # a later pass in this process is another epoch
+        elif self._restored is not None:
+            begin_after(self.content.dataset, self._restored, self._epoch)
+        # A later pass in this process is another epoch.
+        self._states, self._last, self.first, self._restored = (), -1, None, state
+        self._epoch += 1
         if info is None:
             self.first = batches  # this process needs its state
         return batches
+
+
+def begin_after(dataset: Any, state: Mapping[str, Any], epoch: int) -> None:
+    """Begin an epoch after one that began with a state: Hugging Face's streams keep to it until their epoch changes."""
+    own = _own_epoch(state)
+    if has_own_state(state) and (own is None or getattr(dataset, "epoch", own) == own):
+        set_epoch(dataset, epoch if own is None else max(epoch, own + 1))
+
+
+def set_epoch(dataset: Any, epoch: int) -> bool:
+    """Set the epoch of a data set that has one, and return whether it has."""
+    has_epoch = callable(getattr(dataset, "set_epoch", None))
+    if has_epoch:
+        dataset.set_epoch(epoch)
+    return has_epoch
+
+
+def _own_epoch(state: Mapping[str, Any]) -> int | None:
+    """Return the epoch in the data set's own state, if it has one."""
+    own = state.get("dataset")
+    epoch = own.get("epoch") if isinstance(own, Mapping) else None
+    return epoch if isinstance(epoch, int) else None
 
 
 def torch_loader(

@@ -121,8 +121,8 @@ class EpochLoop:
         return self.origin.sampler if self.start.restores else None
 
     def begin(self) -> Stream:
-        """Open the stream for the first step. A trainer may have set its epoch since this iteration was created."""
-        if self.progress.start.by_trainers_epoch:
+        """Open the stream for the first step. A trainer may have moved the start since this iteration was created."""
+        if self.progress.start.by_trainers_epoch or self.progress.start.by_trainer:
             self.start = self._own = self.progress.start
         return self._open_stream(self)
 

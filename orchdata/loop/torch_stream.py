@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from orchdata.building.spec import MapContent
 from orchdata.delivery.stats import TorchCounts
-from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
+from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, set_epoch, torch_loader
 from orchdata.engines.processes.engine import Workers
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
@@ -185,6 +185,7 @@ class IterableSource:
         self._pin_memory = pin_memory
         self._begun: Batches | None = None
         self._kept: tuple[int, DataLoader[Taken]] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
         """Return what the next iteration iterates."""
@@ -200,7 +201,10 @@ class IterableSource:
             epoch=origin.epoch,
             last=origin.worker if states and origin.step else -1,
             first=first,
+            restored=self._restored,
         )
+        if states and not self.has_workers:
+            self._restored = states[0]
         return stream, torch_loader(
             stream,
             self._workers,
@@ -221,6 +225,11 @@ class IterableSource:
         self._begun = self._begun or Batches(self.content)
         getter = partial(self._begun.state, None)
         return (getter,) if has_own_state(getter()) else ()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the data set, if it has one: workers that are kept have copies of it."""
+        if set_epoch(self.content.dataset, epoch):
+            self.close()
 
     def close(self) -> None:
         """Stop workers that are kept."""

@@ -234,12 +234,12 @@ class OrderedSteps:
     check: Callable[[], None] | None = None
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
-        return self.batches.count(self.length(epoch), epoch, _begin_of(draw))
+        return self.batches.count(self.length(epoch), epoch, begin_of(draw))
 
     def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, Any]:
         if isinstance(self.batches, LocatesSteps):
             return self.batches.location(epoch, step)
-        begin = _begin_of(draw)
+        begin = begin_of(draw)
         first, position = begin or _START
         if step > first:
             position = self.batches.bounds(step - 1, self.length(epoch), epoch, begin)[1]
@@ -259,13 +259,13 @@ class OrderedSteps:
     ) -> Iterator[StepTask]:
         if self.check is not None:
             self.check()
-        begin = _begin_of(draw)
+        begin = begin_of(draw)
         return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, draw)))
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if self.check is not None:
             self.check()
-        task = StepTask(epoch, step, begin=_begin_of(draw))
+        task = StepTask(epoch, step, begin=begin_of(draw))
         self.bounds(task)
         return task
 
@@ -282,7 +282,7 @@ def is_begin(value: Any) -> bool:
     )
 
 
-def _begin_of(draw: Draw | None) -> Begin | None:
+def begin_of(draw: Draw | None) -> Begin | None:
     return None if draw is None else Begin(*draw["cut"])
 
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
-from orchdata.order.steps import Batches, GlobalBatches, OrderedSteps, StepTask
+from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
-from orchdata.planning.sharing.shares import Padding, Shares, StepSamples
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
 from orchdata.planning.sharing.windows import WindowCost
 from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
 
@@ -70,6 +70,7 @@ class PlanSpec:
         ranks_per_node: where parts are assigned separately, consecutive ranks of a node, inside which features travel
             if possible; None if not known. The samples of a step do not depend on it.
         accumulate: micro-steps of every step, over which samples are spread; 1: as many as the caps need.
+        evens_tail: whether the last step of an epoch has as many samples on each rank, with repeats on the last ones.
     """
 
     costs: SampleCosts
@@ -79,6 +80,7 @@ class PlanSpec:
     num_ranks: int
     ranks_per_node: int | None = None
     accumulate: int = 1
+    evens_tail: bool = False
 
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
@@ -108,6 +110,10 @@ class PlanSpec:
         """Optimizer steps of the first epoch."""
         return self.steps.count(0)
 
+    def last_step(self, epoch: int, begin: Begin | None) -> int:
+        """Return the last step of an epoch that is cut in the present way from `begin` on."""
+        return self.batches.count(self.order.length(epoch), epoch, begin) - 1
+
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
@@ -120,15 +126,24 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     else:
         start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
 
+    stream = spec.order.drawn_from(task.epoch, start, stop)
+    is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
+    if repeats := is_tail and len(row) % spec.num_ranks > 0:
+        size = -(-len(row) // spec.num_ranks) * spec.num_ranks
+        source, row, stream = np.resize(source, size), np.resize(row, size), np.zeros(size, np.int64)
+
     # What each sample costs, and the rank that owns its stream.
     costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
     loss_tokens = spec.costs.loss_tokens(row)
-    stream_rank = stream_ranks(spec.order.drawn_from(task.epoch, start, stop), spec.num_ranks)
+    stream_rank = stream_ranks(stream, spec.num_ranks)
     positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
 
     # The rank and microbatch of each sample, and per phase the rank of each part.
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
-    shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
+    if repeats:
+        shares, parts = one_microbatch(stream_rank), {}
+    else:
+        shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
     return Plan(
         epoch=task.epoch,
         step=task.step,

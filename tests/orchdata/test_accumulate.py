@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.trainers import check_accumulation
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -120,37 +118,6 @@ def test_what_cannot_be_cut_is_an_error(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="one result of collate_fn per step"):
         od.DataLoader(Numbers(8), batch_size=2, accumulate=2)
     assert len(od.DataLoader(Numbers(8), batch_size=2, accumulate=1)) == 4
-
-
-class _EvaluationLoop:
-    """As Lightning's, which runs inside of a training loop."""
-
-    def run(self, fit: _FitLoop, accumulate: int) -> Any:
-        return fit.begin(self, SimpleNamespace(accumulate=accumulate, scales_loss=True))
-
-
-class _FitLoop:
-    """As Lightning's, which begins the iteration of a loader."""
-
-    def __init__(self, accumulate_grad_batches: int) -> None:
-        self.trainer = SimpleNamespace(accumulate_grad_batches=accumulate_grad_batches)
-        module = {"__name__": "lightning.pytorch.loops", "check": check_accumulation}
-        exec("def begin(self, steps): return check(steps, lambda: True)", module)
-        self.begin = module["begin"]
-
-    def evaluate(self, accumulate: int) -> Any:
-        return _EvaluationLoop().run(self, accumulate)
-
-    def setup(self, accumulate: int) -> Any:
-        return self.begin(self, SimpleNamespace(accumulate=accumulate, scales_loss=True))
-
-
-def test_a_trainer_of_lightnings_that_accumulates_too_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=3 .* give DataLoader\(accumulate=12\)"):
-        _FitLoop(3).setup(4)
-    assert not _FitLoop(1).setup(4)
-    assert not _FitLoop(3).evaluate(4)
-    assert not _FitLoop(3).setup(1)
 
 
 def test_a_trainer_that_counts_by_len_gets_steps(dataset: od.ShardDataset) -> None:

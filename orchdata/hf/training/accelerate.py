@@ -105,13 +105,36 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
         )
     config = getattr(accelerator, "parallelism_config", None)
     num_ranks = accelerator.num_processes // (1 if config is None else config.non_data_parallel_size)
-    if steps.num_ranks != num_ranks:
-        raise ValueError(
-            f"the DataLoader is of {steps.num_ranks} data-parallel ranks and the accelerator of {num_ranks}: make it "
-            "after the Accelerator, which initializes torch.distributed, or give it the mesh"
-        )
+    instead = (
+        "iterate the loader itself, move each batch to accelerator.device, and save loader.state_dict() for each rank"
+    )
+    steps.check_ranks(num_ranks, "the accelerator", "the Accelerator", instead)
+    if accelerator.num_processes > 1:
+        steps.even_tail()
+        _check_gathered(accelerator)
     prepared: Prepared = accelerator.prepare_data_loader(Prepared(loader, accelerator))
     return prepared
+
+
+def _check_gathered(accelerator: Any) -> None:
+    """Let an accelerator compare shapes before it gathers tensors: of others a rank is aborted, or waits forever."""
+    if "gather" in vars(accelerator):
+        return
+    gather = accelerator.gather
+
+    def checked(tensor: Any) -> Any:
+        from accelerate.utils.operations import gather_object, get_shape
+
+        shapes = gather_object([get_shape(tensor)])
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(
+                f"tensors of other shapes on each rank cannot be gathered: {', '.join(map(str, shapes))}. Balanced "
+                "ranks have other numbers of samples and tokens: accelerator.gather_for_metrics(..., "
+                "use_gather_object=True)"
+            )
+        return gather(tensor)
+
+    accelerator.gather = checked
 
 
 def _is_pinned(item: Any) -> bool:

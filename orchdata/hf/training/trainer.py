@@ -32,6 +32,7 @@ from orchdata.hf.towers import encode
 from orchdata.hf.training.sft import check_options, is_sft, sft_arguments, stand_in, stands_for
 from orchdata.loaders.errors import StateError
 from orchdata.steps import OptimizerSteps
+from orchdata.trainers import compare_epochs
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -42,7 +43,6 @@ _STATE: Final = "orchdata.DataLoader"
 """What the loader's state is called in trainer_state.json."""
 _BATCH: Final = "orchdata_batch"
 """Key of the batch among the model's arguments."""
-_EPOCHS_COMPARED: Final = 64
 
 
 class TrainerMixin(_Base):
@@ -301,11 +301,8 @@ class TrainerMixin(_Base):
                 "DataLoader are several, and their cu_seqlens and positions would not be split with them"
             )
         num_ranks = args.world_size // self.get_tp_size()
-        if steps.num_ranks != num_ranks:
-            raise ValueError(
-                f"the DataLoader is of {steps.num_ranks} data-parallel ranks and the Trainer of {num_ranks}: make it "
-                "after TrainingArguments, which initializes torch.distributed, or give it the mesh"
-            )
+        instead = "give it the data set itself, not split by rank, or write a loop, and save a state for each rank"
+        steps.check_ranks(num_ranks, "the Trainer", "TrainingArguments", instead)
         self._check_epochs(steps)
 
     def _check_epochs(self, steps: OptimizerSteps) -> None:
@@ -318,12 +315,7 @@ class TrainerMixin(_Base):
                 "has no length: give it a __len__"
             ) from error
         epochs = math.ceil(args.max_steps / max(1, first) if args.max_steps > 0 else args.num_train_epochs)
-        lengths = [steps.num_steps(epoch) for epoch in range(min(epochs, _EPOCHS_COMPARED))]
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"epochs of this DataLoader have {lengths} steps, and the Trainer takes all for as long as the first: "
-                f"give max_steps={lengths[0]} or less, or steps of one size"
-            )
+        compare_epochs("the Trainer", steps.num_steps, 0, epochs)
 
     def _whole(self, steps: OptimizerSteps) -> OptimizerSteps:
         """The same samples at each evaluation."""

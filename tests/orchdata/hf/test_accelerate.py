@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from map_dataset import Numbers
+from rank_jobs import run_ranks
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -201,3 +202,31 @@ def test_skipping_batches_is_refused(dataset: od.ShardDataset, accelerator: Any)
     loader = od.hf.accelerate(make(dataset), accelerator)
     with pytest.raises(TypeError, match="accelerator.load_state"):
         accelerator.skip_first_batches(loader, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_sample_is_gathered_once_and_other_shapes_are_an_error_that_names_the_way(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    job = Path(__file__).parents[2] / "support" / "gather_job.py"
+    found = run_ranks(str(job), num_ranks=num_ranks, folder=tmp_path)
+    for each in found:
+        assert each["wrong"] == []
+        assert each["plain"] == [4, 1]
+        assert "use_gather_object=True" in each["error"]
+        assert each["whole"] == [number for other in range(num_ranks) for number in range(other + 1)]
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"dp": (0, 2)}])
+def test_skip_first_batches_says_what_to_do(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="load_state_dict"):
+        accelerate.skip_first_batches(od.DataLoader(Numbers(8), 2, shuffle=True, **options), 1)
+    rest = accelerate.skip_first_batches(od.DataLoader(Numbers(8), 2), 1)  # one rank's, in batches of torch's
+    assert [batch["number"].tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_iterable_of_each_rank_is_given_another_way(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(accelerator), "num_processes", property(lambda _: 2))
+    with pytest.raises(ValueError, match=r"iterate the loader itself.*state_dict\(\) for each rank"):
+        od.hf.accelerate(od.DataLoader(Endless(), batch_size=2, dp=(0, 1)), accelerator)

@@ -444,7 +444,7 @@ def test_loaders_that_the_trainer_would_miscount_are_refused(vl: Family, tmp_pat
     tokens = int(od.ShardDataset(list(vl.shards), recipe=od.hf.recipe(vl.processor)).index().llm_tokens.sum())
     ramp = [(0, tokens // 6), (tokens // 2, tokens // 4)]
     growing: dict[str, Any] = {"global_batch_size": None, "global_batch_tokens": ramp}
-    with pytest.raises(ValueError, match=r"epochs of this DataLoader have \[\d+, \d+\] steps"):
+    with pytest.raises(ValueError, match=r"epochs 0 and 1 of this DataLoader have \d+ and \d+ steps"):
         make(model, vl.loader(model, **growing), tmp_path).train()
     within = make(model, vl.loader(model, **growing), tmp_path, max_steps=2)
     within.train()

@@ -209,3 +209,50 @@ def test_a_batch_that_collate_fn_refused_comes_after_a_resume(workers: int, take
     with pytest.raises(ValueError, match="refused"):
         next(iter(one))
     assert next(steps) == given[3]
+
+
+class OfEpochs(IterableDataset[int]):
+    """As a stream of Hugging Face's: an order for each epoch, and a state that holds until the epoch changes."""
+
+    def __init__(self) -> None:
+        self.epoch = self._at = 0
+        self._loaded: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._loaded = state
+
+    def __iter__(self) -> Iterator[int]:
+        loaded = self._loaded
+        start = loaded["at"] if loaded is not None and loaded["epoch"] == self.epoch else 0
+        for self._at in range(start + 1, 9):
+            yield self.epoch * 100 + self._at
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_data_set_has_the_loaders_epoch_and_later_epochs_have_all_of_it(options: dict[str, Any]) -> None:
+    def epoch(loader: od.DataLoader) -> list[int]:
+        return [item for batch in loader for item in batch.tolist()]
+
+    whole = range(1, 9)
+    loader = od.DataLoader(OfEpochs(), batch_size=2, **options)
+    for number in (0, 0, 3):
+        loader.set_epoch(number)
+        assert epoch(loader) == [number * 100 + at for at in whole]
+    loader.set_epoch(5)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    middle = loader.state_dict()
+    rest = [item for batch in iterator for item in batch.tolist()]
+    assert first + rest == [500 + at for at in whole]
+    for state, left in ((middle, 6), (loader.state_dict(), 8)):
+        resumed = od.DataLoader(OfEpochs(), batch_size=2, **options)
+        resumed.load_state_dict(state)
+        following = epoch(resumed)
+        assert len(following) == left and (state is not middle or following == rest)
+        assert [len(epoch(resumed)) for _ in range(2)] == [8, 8]

@@ -1,0 +1,161 @@
+"""Lightning's Trainer over a loader: its state is loaded, its steps are not joined, and its epochs are not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("same_cache"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),  # Lightning's, of torch
+]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20), RECIPE)
+    dataset.index()
+    return dataset
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make: Callable[[], Any], *, asks: bool) -> None:
+        super().__init__()
+        self.weight, self.make, self.asks = torch.nn.Parameter(torch.zeros(())), make, asks
+        self.seen: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+    def training_step(self, item: Any, number: int) -> torch.Tensor:
+        batches = item if isinstance(item, list) else [item]
+        self.seen += [each.sample_ids if isinstance(each, od.Batch) else each["number"].tolist() for each in batches]
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        if self.asks:
+            assert self.trainer.estimated_stepping_batches
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(make: Callable[[], Any], path: Any = None, *, asks: bool = False, more: Any = (), **options: Any) -> list[Any]:
+    """What each step was given."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    module = Module(make, asks=asks)
+    settings = {
+        "max_epochs": 2,
+        "devices": 1,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in more),
+    }
+    trainer = lightning.Trainer(callbacks=list(more), **(quiet | settings | options))
+    trainer.fit(module, ckpt_path=path)
+    return module.seen
+
+
+class Sized(torch.utils.data.IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Any:
+        return ({"number": number} for number in range(20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Endless(torch.utils.data.IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Any:
+        return ({"number": number} for number in range(20))
+
+
+@pytest.mark.parametrize("stop", [2, 5, 7])
+@pytest.mark.parametrize("kind", ["steps", "microbatches", "drawn", "in order", "iterable"])
+def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(
+    dataset: od.ShardDataset, kind: str, stop: int, tmp_path: Path
+) -> None:
+    def make() -> Any:
+        options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "drop_last": True, "seed": 1}
+        if kind in ("steps", "microbatches"):
+            loader = od.DataLoader(dataset, **options | {"batch_size": 8})
+            return loader.steps() if kind == "steps" else loader
+        if kind == "iterable":
+            return od.DataLoader(Sized(), batch_size=4)
+        return od.DataLoader(Numbers(20), **options | {"seed": None if kind == "drawn" else 1})
+
+    if kind == "drawn" and stop != 2:
+        pytest.skip("later epochs draw from torch's generator, which Lightning does not restore")
+    torch.manual_seed(0)
+    kept = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    whole = fit(make, more=[kept])
+    assert len(whole) == 10
+    for asks in (False, True):
+        found = fit(make, tmp_path / f"step={stop}.ckpt", asks=asks)
+        end = 5 if kind == "drawn" else 10
+        assert len(found) == 10 - stop and found[: end - stop] == whole[stop:end]
+
+
+def test_a_state_that_comes_too_late_to_be_loaded_is_an_error(tmp_path: Path) -> None:
+    def make() -> od.DataLoader:
+        return od.DataLoader(Endless(), batch_size=4)
+
+    kept = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    fit(make, more=[kept], max_steps=8)
+    path = tmp_path / "step=2.ckpt"
+    with pytest.raises(od.StateError, match="in configure_optimizers, trainer.estimated_stepping_batches"):
+        fit(make, path, asks=True, max_steps=8)
+
+
+class Later(lightning.Callback):
+    """Changes it by itself, inside an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.accumulate_grad_batches = 2
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_lightning_does_not_join_steps_whose_loss_is_scaled(dataset: od.ShardDataset, whole: bool) -> None:
+    def make(**options: Any) -> Any:
+        loader = od.DataLoader(dataset, **({"batch_size": 4} | options))
+        return loader.steps() if whole else loader
+
+    ways: list[dict[str, Any]] = [
+        {"accumulate_grad_batches": 3},
+        {"more": [GradientAccumulationScheduler({1: 3})]},
+        {"more": [Later()]},
+    ]
+    for way, joined in zip(ways, (3, 3, 2), strict=True):
+        with pytest.raises(ValueError, match=f"accumulate_grad_batches={joined} would join .*accumulate={joined}[)]"):
+            fit(make, **way)
+    assert len(fit(make, more=[GradientAccumulationScheduler({1: 1})])) == 20  # the control
+    assert len(fit(lambda: od.DataLoader(Numbers(12), batch_size=4), accumulate_grad_batches=3)) == 6
+    if whole:
+        assert len(fit(lambda: make(accumulate=3), max_epochs=1)) == 12
+        with pytest.raises(ValueError, match="accumulate_grad_batches=3 would join .*accumulate=9[)]"):
+            fit(lambda: make(accumulate=3), accumulate_grad_batches=3)
+
+
+def test_lightning_does_not_cut_epochs_of_other_lengths(dataset: od.ShardDataset) -> None:
+    tokens = int(dataset.index().llm_tokens.sum())
+
+    def ramp() -> Any:
+        ramp = [(0, tokens // 10), (tokens, tokens // 5)]
+        return od.DataLoader(dataset, global_batch_tokens=ramp, shuffle=True).steps()
+
+    first, second = (ramp().num_steps(epoch) for epoch in range(2))
+    assert first > second
+    named = f"epochs 0 and 1 of this DataLoader have {first} and {second} steps, and Lightning.*max_steps={first} or"
+    for options in ({}, {"max_epochs": -1}, {"max_steps": first + 1, "max_epochs": -1}):
+        with pytest.raises(ValueError, match=named):
+            fit(ramp, **options)
+    for options in ({"max_steps": first, "max_epochs": -1}, {"max_epochs": 1}, {"limit_train_batches": second}):
+        assert len(fit(ramp, **options)) == (2 * second if "limit_train_batches" in options else first)
