@@ -45,7 +45,7 @@ def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -
     bad = shards.index.bad_rows()
     for row in range(start, stop):
         recipe = shards.recipe_of(row)
-        if chats == _CHATS or others == _OTHERS or recipe.text.eos_token_id is not None:
+        if chats == _CHATS or others == _OTHERS or recipe.text.learns_end:
             break
         place = bad.searchsorted(row)
         if place < len(bad) and bad[place] == row:

@@ -163,9 +163,9 @@ def prepare(
         FieldError: as `compose`, or a part is bad.
     """
     composition = composition_of(members, payloads, recipe)
+    sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     if composition.parts:
         check_whole(composition.parts, composition.items, composition.record, members, payloads, recipe)
-    sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     declared = declared_counts(members, payloads, recipe)
     unread = unread_in(composition, members, payloads, recipe)
     # Without the values of its records: many objects at a time would slow the garbage collector.

@@ -167,6 +167,25 @@ def ending_of(template: JinjaTemplate) -> str:
     return next((ending for each in templates if (ending := each.around[1].strip())), "")
 
 
+@lru_cache(maxsize=64)
+def learned_ending(template: JinjaTemplate) -> str:
+    """Return what of the text after the last answer carries loss, without blanks around it."""
+    for listed in (False, True):
+        messages = [
+            *_Template(template, Inputs(), listed, Work()).asked,
+            {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)},
+        ]
+        try:
+            text, generated = template.render(messages, Inputs())
+            trained = [message["role"] == TRAINED_ROLE for message in messages]
+            spans = loss_spans(messages, trained, template, Inputs(), text, generated, Work())
+        except DecodeError:
+            continue
+        if spans and _ANSWER in text:
+            return text[slice(*spans[-1])].rpartition(_ANSWER)[2].strip()
+    return ""
+
+
 def _apart(spans: Spans, others: Spans) -> Spans:
     """Return the spans that do not overlap any of the others."""
     others = sorted(others)
