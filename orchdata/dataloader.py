@@ -387,6 +387,8 @@ class DataLoader(Generic[T_co]):
             watcher.check_accumulation()
             if runtime.known_count(start) is not None:
                 watcher.check_epochs(start, lambda epoch: runtime.count(Position(epoch)))
+            else:
+                watcher.is_ahead = progress.start.by_trainer and start.step > 0
         loop = runtime.begin(progress)
         if ends or runtime.prepared.spec.plan.evens_tail:
             watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))

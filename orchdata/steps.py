@@ -77,6 +77,14 @@ class OptimizerSteps:
         """Data-parallel ranks that share each step."""
         return self._runtime.rank.size
 
+    @property
+    def repeats(self) -> bool:
+        """Whether this rank has no sample of its own in the step delivered last, but one of another rank."""
+        runtime, position = self._runtime, self._progress.position
+        if runtime.is_single_rank or position.step < runtime.count(position):
+            return False
+        return runtime.rank.rank not in self.loader.plan_at(position.epoch, position.step - 1).rank
+
     def check_ranks(self, num_ranks: int, trainer: str, first: str, instead: str) -> None:
         """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader.
 

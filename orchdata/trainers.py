@@ -167,9 +167,13 @@ class LightningFit:
     Args:
         loop: Lightning's.
         steps: of the loader.
+
+    Attributes:
+        is_ahead: whether a state inside an epoch was loaded, of data without a length: Lightning prefetches a batch.
     """
 
     def __init__(self, loop: Any, steps: Accumulated) -> None:
+        self.is_ahead = False
         self._loop = loop
         self._steps = steps
 
@@ -187,6 +191,12 @@ class LightningFit:
 
     def begin(self) -> None:
         """The first item is requested."""
+        if self.is_ahead:
+            raise StateError(
+                "Lightning takes a batch ahead of data without a length: the state in its checkpoint is one batch "
+                "further than the training. Give the data set a __len__ and train anew, or resume at the end of an "
+                "epoch"
+            )
         loop = self._loop
         if loop.restarting and loop._combined_loader_states_to_load:
             loop._load_combined_loader_states()

@@ -140,10 +140,13 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 
     # The rank and microbatch of each sample, and per phase the rank of each part.
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
+    parts: Mapping[str, Parts] = {}
     if repeats:
-        shares, parts = one_microbatch(stream_rank), {}
+        shares = one_microbatch(stream_rank)
+    elif spec.balance.assignment == "joint":
+        shares = batch.share_out()
     else:
-        shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
+        shares, parts = batch.share_out_per_phase()
     return Plan(
         epoch=task.epoch,
         step=task.step,

@@ -113,6 +113,8 @@ def test_a_state_that_comes_too_late_to_be_loaded_is_an_error(tmp_path: Path) ->
     path = tmp_path / "step=2.ckpt"
     with pytest.raises(od.StateError, match="in configure_optimizers, trainer.estimated_stepping_batches"):
         fit(make, path, asks=True, max_steps=8)
+    with pytest.raises(od.StateError, match="a batch ahead of data without a length"):
+        fit(make, path, max_steps=8)
 
 
 class Later(lightning.Callback):

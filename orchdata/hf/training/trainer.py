@@ -22,10 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint
 
 from orchdata.batch.batch import Batch
 from orchdata.dataloader import DataLoader
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.hf.inputs import Inputs, as_rows
 from orchdata.hf.scaled_loss import loss as scaled_loss
 from orchdata.hf.towers import encode
@@ -43,6 +46,8 @@ _STATE: Final = "orchdata.DataLoader"
 """What the loader's state is called in trainer_state.json."""
 _BATCH: Final = "orchdata_batch"
 """Key of the batch among the model's arguments."""
+_WITHOUT: Final = ShardDataset | Mixture
+"""Data that a loader is made of."""
 
 
 class TrainerMixin(_Base):
@@ -119,7 +124,14 @@ class TrainerMixin(_Base):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         steps = _counted(test_dataset)
-        return self._whole(steps) if isinstance(steps, OptimizerSteps) else super().get_test_dataloader(test_dataset)
+        if not isinstance(steps, OptimizerSteps):
+            return super().get_test_dataloader(test_dataset)
+        if not self.args.prediction_loss_only:
+            raise ValueError(
+                "predict() over a DataLoader gives the loss alone, without predictions: set prediction_loss_only=True, "
+                "or give it a data set of torch's"
+            )
+        return self._whole(steps)
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """SFTTrainer's preparation of rows; a loader, and what stands for one, needs none."""
@@ -200,15 +212,15 @@ class TrainerMixin(_Base):
         return sum(super(TrainerMixin, self).floating_point_ops(self._main_input(batch)) for batch in inputs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self._evaluated = [0.0, 0.0]
+        self._evaluated, self._evaluating = [0.0, 0.0], dataloader
         output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         if not isinstance(dataloader, OptimizerSteps):
             return output
         sums = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device)
         if self.args.world_size > 1:
-            sums = self.accelerator.reduce(sums, "mean")
-        loss, tokens = sums.tolist()
-        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / max(1, tokens)
+            sums = self.accelerator.reduce(sums, "sum")
+        loss, weight = sums.tolist()
+        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / max(1, weight)
         return output
 
     def prediction_step(
@@ -220,11 +232,16 @@ class TrainerMixin(_Base):
             losses = [
                 self.compute_loss(model, self._prepare_inputs(self._arguments(batch))).detach() for batch in inputs
             ]
-        loss = torch.stack(losses).sum()
-        tokens = inputs[0].global_loss_tokens if isinstance(inputs[0], Batch) else 1
-        self._evaluated[0] += loss.item() * tokens
-        self._evaluated[1] += tokens
-        return loss, None, None
+        if isinstance(inputs[0], Batch):
+            losses, weights = [torch.stack(losses).sum()], [inputs[0].global_loss_tokens]
+        elif self._evaluating.repeats:
+            weights = [0]
+        else:
+            weights = [find_batch_size(batch) or 1 for batch in inputs]
+        for loss, weight in zip(losses, weights, strict=True):
+            self._evaluated[0] += loss.item() * weight
+            self._evaluated[1] += weight
+        return torch.stack(losses).mean(), None, None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if isinstance(self.train_dataset, OptimizerSteps):
@@ -303,7 +320,18 @@ class TrainerMixin(_Base):
         num_ranks = args.world_size // self.get_tp_size()
         instead = "give it the data set itself, not split by rank, or write a loop, and save a state for each rank"
         steps.check_ranks(num_ranks, "the Trainer", "TrainingArguments", instead)
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        if args.eval_strategy != "no" or args.eval_on_start:
+            for each in evaluated.values():
+                self._check_own_loader(_counted(each))
         self._check_epochs(steps)
+
+    def _check_own_loader(self, steps: Any) -> None:
+        if isinstance(steps, OptimizerSteps) and steps.loader is _counted(self.train_dataset).loader:
+            raise ValueError(
+                "one DataLoader trains and evaluates, so that an evaluation would move the place from which training "
+                "goes on: make a second DataLoader for the evaluation, of the same data set if you like"
+            )
 
     def _check_epochs(self, steps: OptimizerSteps) -> None:
         args = self.args
@@ -324,6 +352,8 @@ class TrainerMixin(_Base):
                 "compute_metrics takes predictions of one row a sample; batches of a DataLoader are packed, and give "
                 "eval_loss alone: leave it out, or evaluate on a data set of torch's"
             )
+        if self.is_in_train:
+            self._check_own_loader(steps)
         steps.set_epoch(0)
         return steps
 
@@ -363,7 +393,12 @@ class _EpochOfSteps(TrainerCallback):
 
 
 def _counted(dataset: Any) -> Any:
-    """A loader as its steps, also by name; anything else as it is."""
-    if isinstance(dataset, dict) and any(isinstance(each, DataLoader) for each in dataset.values()):
+    """A loader as its steps, also by name; anything else as it is. Raises TypeError for data without a loader."""
+    if isinstance(dataset, _WITHOUT):
+        raise TypeError(
+            f"od.hf.TrainerMixin takes an od.DataLoader, got a {type(dataset).__name__}: give "
+            "od.DataLoader(dataset, batch_size=..., collate_fn=od.hf.Inputs(model.config))"
+        )
+    if isinstance(dataset, dict) and any(isinstance(each, DataLoader | _WITHOUT) for each in dataset.values()):
         return {name: _counted(each) for name, each in dataset.items()}
     return dataset.steps() if isinstance(dataset, DataLoader) else dataset

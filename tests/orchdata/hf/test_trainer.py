@@ -462,3 +462,38 @@ def test_one_gpu_a_process(vl: Family, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
     with pytest.raises(ValueError, match="this process has 2 GPUs"):
         trainer.train()
+
+
+class MeanOfSquares(OfRows):
+    def forward(self, number: Tensor, length: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.weight * number).square().mean(), "logits": number}
+
+
+def test_eval_loss_of_map_style_data_weighs_by_samples_and_predictions_are_not_lost(tmp_path: Path) -> None:
+    loader = od.DataLoader(Numbers(9), batch_size=4)
+    trainer = make(MeanOfSquares(), None, tmp_path, more={"eval_dataset": loader})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(n * n for n in range(9)) / 9)
+    with pytest.raises(ValueError, match="prediction_loss_only=True"):
+        trainer.predict(loader)
+    trainer.args.prediction_loss_only = True
+    assert trainer.predict(loader).metrics["test_loss"] == pytest.approx(204 / 9)
+
+
+def test_a_rank_that_only_repeats_a_sample_says_so() -> None:
+    repeating = [od.DataLoader(Numbers(9), 2, seed=0, dp=(rank, 2)).steps() for rank in range(2)]
+    assert [[steps.repeats for _ in steps] for steps in repeating] == [[False] * 3, [False, False, True]]
+
+
+def test_data_that_a_trainer_would_lose_its_place_in_are_refused(vl: Family, tmp_path: Path) -> None:
+    loader = od.DataLoader(Numbers(12), batch_size=4)
+    for given in (loader, {"a": loader.steps()}):
+        trainer = make(OfRows(), loader, tmp_path, eval_strategy="steps", more={"eval_dataset": given})
+        with pytest.raises(ValueError, match="make a second DataLoader"):
+            trainer.train()
+    alone = make(OfRows(), loader, tmp_path, more={"eval_dataset": loader}, num_train_epochs=1)
+    alone.train()
+    assert alone.evaluate()["eval_loss"] > 0
+    shards = od.ShardDataset(list(vl.shards))
+    for dataset in (shards, od.Mixture({"a": od.Source(shards)})):
+        with pytest.raises(TypeError, match=rf"got a {type(dataset).__name__}: give od.DataLoader"):
+            make(OfRows(), dataset, tmp_path)
