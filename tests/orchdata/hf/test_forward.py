@@ -25,6 +25,8 @@ from orchdata.hf.families import family_of, model_class  # noqa: E402
 from orchdata.hf.forward import check, models, trial  # noqa: E402
 from orchdata.hf.forward.made_up import kinds_of, made_up  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:chats never learn to stop")  # some templates write no end
+
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
