@@ -184,7 +184,7 @@ def test_per_phase_is_refused_where_a_model_takes_no_features() -> None:
 
 
 def test_what_is_no_configuration_is_refused(model: Any) -> None:
-    with pytest.raises(TypeError, match="model.config, and LlamaForCausalLM is none"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM is none: pass model.config"):
         od.hf.Inputs(model)
 
 
