@@ -74,7 +74,7 @@ def check_not_skipped() -> None:
     """Raise TypeError if Accelerate's `skip_first_batches`, which takes torch's batches, calls the caller of this."""
     if sys._getframe(2).f_code.co_name == "skip_first_batches":
         raise TypeError(
-            "skip_first_batches would read the samples anew, in batches of torch's: this loader goes on where its "
+            "skip_first_batches would read the samples again, in batches of torch's: this loader goes on where its "
             "load_state_dict, or accelerator.load_state after od.hf.accelerate(loader, accelerator), puts it"
         )
 
@@ -194,7 +194,7 @@ class LightningFit:
         if self.is_ahead:
             raise StateError(
                 "Lightning takes a batch ahead of data without a length: the state in its checkpoint is one batch "
-                "further than the training. Give the data set a __len__ and train anew, or resume at the end of an "
+                "further than the training. Give the data set a __len__ and train again, or resume at the end of an "
                 "epoch"
             )
         loop = self._loop
