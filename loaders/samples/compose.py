@@ -42,7 +42,7 @@ from orchdata.loaders.samples.spans import (
 )
 from orchdata.loaders.samples.values import check_text, json_or_text, text_of
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
-from orchdata.loaders.shards.jsonl.stretch import is_edge
+from orchdata.loaders.shards.jsonl.stretch import says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     Document,
@@ -269,7 +269,7 @@ def _keys_about_media(
     named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
     read = [key for key in record if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(record) else []
     if sum(has_length(name, recipe) for name, _ in parts) == 1:
-        read += [key for key in record if is_edge(key, or_length=True)]
+        read += [key for key, value in record.items() if says_edge(key, value)]
     return read
 
 

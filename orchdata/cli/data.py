@@ -95,10 +95,7 @@ def index(
     Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
-    from orchdata.building.spec import IndexedShards
     from orchdata.dataset.shard_dataset import ShardDataset
-    from orchdata.loaders.shards.open import by_identity
-    from orchdata.unended_chats import warn_of_unended
 
     start = time.perf_counter()
     given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key, ignore)
@@ -119,15 +116,8 @@ def index(
     else:
         built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
     own = _open_fields(dataset, built, force=force)
-    warn_of_unended(
-        IndexedShards(
-            index=built,
-            build_id=built.build_id,
-            recipe=dataset.recipe,
-            containers=by_identity(dataset.containers),
-            files=dataset.files,
-        )
-    )
+    if not dataset.recipe.text.learns_end:
+        _warn_of_unended(dataset, built)
     report = (
         index_report(dataset, built, scanned, time.perf_counter() - start)
         | ({"index_fields": own} if own else {})
@@ -326,6 +316,22 @@ def recipe_named(name: str | None) -> Recipe:
     except TypeError as error:  # a parameter of a modality, named
         raise ValueError(str(error)) from error
     return recipe
+
+
+def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
+    from orchdata.building.spec import IndexedShards
+    from orchdata.loaders.shards.open import by_identity
+    from orchdata.unended_chats import warn_of_unended
+
+    warn_of_unended(
+        IndexedShards(
+            index=index,
+            build_id=index.build_id,
+            recipe=dataset.recipe,
+            containers=by_identity(dataset.containers),
+            files=dataset.files,
+        )
+    )
 
 
 def indexed(

@@ -39,6 +39,11 @@ _WAY_OUT: Final = (
 )
 
 
+def says_edge(name: str, value: Any) -> bool:
+    """Whether a name and its value are those of an edge, or of a length, in a form that is read."""
+    return is_edge(name, or_length=True) and (isinstance(value, list | dict) or _seconds(value, "") is not None)
+
+
 def is_edge(name: str, *, or_length: bool = False) -> bool:
     """Whether a name is that of an edge of a stretch; a length cuts nothing alone."""
     edge = _EDGE.fullmatch(plain := _plain(name))

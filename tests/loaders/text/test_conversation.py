@@ -26,7 +26,7 @@ from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.named_media import media_of
-from orchdata.loaders.text.conversation import read_document
+from orchdata.loaders.text.conversation import document_of, parse_json
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
@@ -44,7 +44,7 @@ THOUGHTS = "The user asks for the weather, so I look out of the window."
 
 def said(value: object) -> list[tuple[str, str]] | str | None:
     """Role and text of each turn, or the text."""
-    document = read_document(json.dumps(value).encode(), RECIPE.rules)
+    document = document_of(parse_json(json.dumps(value).encode()), RECIPE.rules)
     if document.turns is None:
         return document.text
     return [(turn.role, "".join(map(str, turn.content))) for turn in document.turns]
@@ -179,7 +179,10 @@ def test_a_template_may_know_other_roles():
     template = ChatTemplate(roles=("narrator",), loss_roles=("hero",))
     rules = Recipe(text=TextPreprocessor(template=template)).rules
     turns = [{"role": "narrator", "content": "a"}, {"role": "hero", "content": "b"}]
-    assert [turn.role for turn in read_document(json.dumps(turns).encode(), rules).turns] == ["narrator", "hero"]
+    assert [turn.role for turn in document_of(parse_json(json.dumps(turns).encode()), rules).turns] == [
+        "narrator",
+        "hero",
+    ]
     assert TextPreprocessor(template=template).describe() != TextPreprocessor().describe()
     with pytest.raises(ValueError, match=r"ChatTemplate\.roles must be a tuple"):
         ChatTemplate(roles="user")
@@ -454,7 +457,7 @@ def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():
 
 def test_one_turn_alone_is_a_conversation():
     assert said(ANSWER) == [("assistant", "It rains.")]
-    document = read_document(json.dumps(ANSWER).encode() + b"\n", RECIPE.rules, lines=True)
+    document = document_of(parse_json(json.dumps(ANSWER).encode() + b"\n", lines=True), RECIPE.rules)
     assert document.turns is not None
 
 
@@ -490,8 +493,8 @@ def test_a_key_that_comes_twice_is_refused_where_it_is_read():
         b'[{"role": "user", "content": [{"type": "text", "text": "a", "text": "b"}]}]',
     ):
         with pytest.raises(DecodeError, match="twice"):
-            read_document(payload, RECIPE.rules)
-    assert read_document(b'{"text": "a", "exif": {"x": 1, "x": 2}}', RECIPE.rules).text == "a"
+            document_of(parse_json(payload), RECIPE.rules)
+    assert document_of(parse_json(b'{"text": "a", "exif": {"x": 1, "x": 2}}'), RECIPE.rules).text == "a"
 
 
 def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):

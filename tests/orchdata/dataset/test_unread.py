@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, jpeg, write_shard
+from tars import wav
 from typer.testing import CliRunner
 
 import orchdata as od
@@ -259,3 +260,14 @@ def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> No
     )
     with pytest.warns(UserWarning, match=r"'image' \(1\)"):
         od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)
+
+
+def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(wav(16_000, 16_000))
+    row = {"audio": "a.wav", "text": "hello", "end": 1.0}
+    recipe = od.Recipe(image=None, audio=od.AudioPreprocessor())
+    for start, said in ((0.0, set()), ("0.0s", {"start"})):
+        path = tmp_path / f"{start}.jsonl"
+        path.write_text(json.dumps(row | {"start": start}) + "\n")
+        dataset = od.ShardDataset(str(path), recipe=recipe, media_root=str(tmp_path))
+        assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
