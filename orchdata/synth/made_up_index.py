@@ -71,7 +71,7 @@ class _Source:
         columns = _generate(seed, start, stop)
         size_bytes = int(columns.member_offset[-1] + columns.member_size[-1]) + 1024
         shard = ShardInfo(f"synthetic-{number:06d}.tar", size_bytes, digest([seed, start, stop]))
-        return cls(seed, start, shard, columns.size, summarize(columns, KINDS, {}))
+        return cls(seed, start, shard, columns.size, summarize(columns, KINDS, {}, unread={"names": {}, "others": 0}))
 
     def body(self) -> bytes:
         return pack(_generate(self.seed, self.start, self.start + self.size.rows))
