@@ -241,9 +241,11 @@ def lightnings_loop() -> Any:
     """Return the fit loop of Lightning's Trainer if it leads to this call, but not by an evaluation; else None."""
     frame = sys._getframe(1) if "lightning" in sys.modules or "pytorch_lightning" in sys.modules else None
     while frame is not None:
-        loop = frame.f_locals.get("self")
-        if type(loop).__name__ in ("_EvaluationLoop", "_FitLoop"):
-            return loop if type(loop).__name__ == "_FitLoop" else None
+        # The local variables of a user's frame are not read: it would keep them, a loader among them, alive.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in ("lightning", "pytorch_lightning"):
+            loop = frame.f_locals.get("self")
+            if type(loop).__name__ in ("_EvaluationLoop", "_FitLoop"):
+                return loop if type(loop).__name__ == "_FitLoop" else None
         frame = frame.f_back
     return None
 
