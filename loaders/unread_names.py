@@ -138,11 +138,14 @@ def names_of_record(
     """
     found: dict[str, None] = {}
     is_chat = document is not None and document.is_chat
-    (only,) = record if document is not None and isinstance(record, dict) and len(record) == 1 else (None,)
-    if only is not None and document is not None and document.text is not None:
-        return ()
-    if is_chat and only in CHAT_KEYS and isinstance(record[only], list):
-        _add_turns(f"{only}[]", record[only], rules, found)
+    usual = None
+    if is_chat and isinstance(record, dict) and not has and not read and record.keys().isdisjoint(rules.words.records):
+        template = rules.template
+        usual = _usual_chat(tuple(record), template.ignore_keys if isinstance(template, JinjaTemplate) else ())
+    if usual is not None and isinstance(record[usual[0]], list) and record[usual[0]]:
+        for key, its_name in usual[1]:
+            _add(its_name, record[key], found)
+        _add_turns(f"{usual[0]}[]", record[usual[0]], rules, found)
     elif not isinstance(record, dict):
         if is_chat:
             _add_turns(f"{name}[]", record, rules, found)
@@ -183,7 +186,7 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
     if document.completion is not None:
         return [key for key in (*_PAIR, *_ALPACA, "input") if _is_in(record.get(key), document.completion)]
     if document.text is not None:
-        return [key for key in rules.text_keys if record.get(key) == document.text][:1]
+        return [next((key for key in rules.text_keys if record.get(key) == document.text), "")]
     if not document.is_chat:
         return []
     template = rules.template
@@ -208,6 +211,15 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
 def _context(keys: tuple[str, ...], ignored: tuple[str, ...]) -> list[str]:
     """Return the keys that belong to a conversation, or that its template may lose."""
     return [key for key in keys if key in ignored or is_chat_context(key)]
+
+
+@lru_cache(maxsize=256)
+def _usual_chat(keys: tuple[str, ...], ignored: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]] | None:
+    """Return the key of the turns, and the keys that are not read with their names; None if more belongs to a chat."""
+    chats = [key for key in keys if key in CHAT_KEYS]
+    if len(chats) != 1 or _context(keys, ignored):
+        return None
+    return chats[0], list(zip(*_others(keys, (chats[0],)), strict=True))
 
 
 def _is_in(value: Any, texts: Sequence[str]) -> bool:

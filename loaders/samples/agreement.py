@@ -253,25 +253,25 @@ def check_marks(
     Args:
         said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
     """
-    for segment in segments:
-        if not isinstance(segment, TextSegment) or not ("<" in segment.text or "[" in segment.text):
+    text = "\n".join([segment.text for segment in segments if isinstance(segment, TextSegment)])
+    if "<" not in text and "[" not in text:
+        return
+    for mark in media_marks(text, next_to_media=next_to_media):
+        placeholders = recipe.rules.words.slots.values()
+        is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
+        if (
+            is_token
+            or any(mark == f"<{name}>" and not slot.mark for name, slot in recipe.slots.items())
+            or (said is not None and not any(mark in phrase for phrase in phrases(said())))
+        ):
             continue
-        for mark in media_marks(segment.text, next_to_media=next_to_media):
-            placeholders = recipe.rules.words.slots.values()
-            is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders
-            if (
-                is_token
-                or any(mark == f"<{name}>" and not slot.mark for name, slot in recipe.slots.items())
-                or (said is not None and not any(mark in phrase for phrase in phrases(said())))
-            ):
-                continue
-            if (own := dict(recipe.rules.words.marks).get(mark)) is not None:  # next to items that place its parts
-                raise FieldError(where, holds_mark(own, mark))
-            raise FieldError(
-                where,
-                f"{shown(mark)} is no placeholder here, and the model would read it as text: "
-                f'{_way_to_read(mark, recipe)}; leave it out, or TextPreprocessor(marks="keep") keeps it',
-            )
+        if (own := dict(recipe.rules.words.marks).get(mark)) is not None:  # next to items that place its parts
+            raise FieldError(where, holds_mark(own, mark))
+        raise FieldError(
+            where,
+            f"{shown(mark)} is no placeholder here, and the model would read it as text: "
+            f'{_way_to_read(mark, recipe)}; leave it out, or TextPreprocessor(marks="keep") keeps it',
+        )
 
 
 def _way_to_read(mark: str, recipe: Recipe) -> str:

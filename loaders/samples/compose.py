@@ -154,9 +154,9 @@ class Composition(NamedTuple):
     texts: list[int]
     is_chat: bool
     where: str
-    items: Mapping[int, Mapping[str, Any]] = {}
-    record: Mapping[str, Any] | None = None
-    records: Sequence[ReadRecord] = ()
+    items: Mapping[int, Mapping[str, Any]]
+    record: Mapping[str, Any] | None
+    records: list[ReadRecord]
 
     def written(self, recipe: Recipe, size_of: SizeOf) -> SpanWriter:
         """Return a writer with all segments. `size_of` is called once for each part, in order."""

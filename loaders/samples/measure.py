@@ -168,8 +168,8 @@ def prepare(
         check_whole(composition.parts, composition.items, composition.record, members, payloads, recipe)
     declared = declared_counts(members, payloads, recipe)
     unread = unread_in(composition, members, payloads, recipe)
-    # Without the values of its records: many objects at a time would slow the garbage collector.
-    return Prepared(Composition(*composition[:5]), sizes, declared, unread)
+    composition.records.clear()  # many objects at a time would slow the garbage collector
+    return Prepared(composition, sizes, declared, unread)
 
 
 def part_sizes(
@@ -250,11 +250,8 @@ def _tokenized(
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
         trained = [at for at in texts if whole[at].is_trained_text]
-        # An end token of the text's or the tokenizer's own takes the place of the recipe's.
-        without = [
-            *recipe.mark_tokens.values(),
-            *([] if recipe.text.eos_token_id is None else [recipe.text.eos_token_id]),
-        ]
+        end = recipe.text.eos_token_id  # one of the text's or the tokenizer's own takes its place
+        without = [*recipe.mark_tokens.values(), *([] if end is None else [end])]
         found = recipe.text.count_all([texts[at] for at in trained], without) if trained else ()
         counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
     others = [at for at in texts if at not in counts]

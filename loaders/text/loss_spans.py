@@ -52,10 +52,14 @@ class _Template:
 
     @cached_property
     def answered(self) -> str:
-        """The rendering of the question and an answer, of another marker word; "" if it does not show them."""
-        answer = {"role": TRAINED_ROLE, "content": _like([] if self.listed else "", _ANSWER)}
-        text = self.of([*self.asked, answer])
+        """The rendering of `example`; "" if it does not show the answer."""
+        text = self.of(self.example)
         return text if text is not None and _ANSWER in text else ""
+
+    @property
+    def example(self) -> list[Message]:
+        """The question and an answer, of another marker word."""
+        return [*self.asked, {"role": TRAINED_ROLE, "content": _like([] if self.listed else "", _ANSWER)}]
 
     @cached_property
     def tail(self) -> str:
@@ -171,10 +175,7 @@ def ending_of(template: JinjaTemplate) -> str:
 def learned_ending(template: JinjaTemplate) -> str:
     """Return what of the text after the last answer carries loss, without blanks around it."""
     for listed in (False, True):
-        messages = [
-            *_Template(template, Inputs(), listed, Work()).asked,
-            {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)},
-        ]
+        messages = _Template(template, Inputs(), listed, Work()).example
         try:
             text, generated = template.render(messages, Inputs())
             trained = [message["role"] == TRAINED_ROLE for message in messages]

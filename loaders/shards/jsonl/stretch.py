@@ -81,14 +81,16 @@ def why_not_whole(
         last = math.inf if other is None else _seconds(about[other], "" if _plain(other) == "duration" else unit)
         if word == "end":
             first, last = 0.0, first
+        if last is not None and last < 0:  # -1: to the end of the clip
+            last = math.inf
         elif first is not None and last is not None and "duration" in _plain(other or ""):
             last += first
-        if first is None or last is None or last <= first:
+        if first is None or last is None or first == last == 0:
             is_whole = not (strict and value)
-        elif last == math.inf:  # from its start to the end of the clip
+        elif last == math.inf:
             is_whole = first <= 0 or first >= seconds
         else:
-            is_whole = seconds <= (last - first) * _LONGER + _ROUNDED
+            is_whole = seconds <= (last - first) * _LONGER + (_ROUNDED if last > first else 0)
         if not is_whole:
             named = " and ".join(f"{each!r} is {about[each]!r:.40}" for each in (key, other) if each is not None)
             of = "media without a length" if seconds == math.inf else f"a clip of {seconds:.4g} s"
