@@ -17,7 +17,6 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import NUMBER, bare_name
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge
-from orchdata.loaders.storage.shared.values import COUNT
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
 from orchdata.loaders.text.conversation import CONTENT_KEYS, Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
@@ -25,8 +24,6 @@ from orchdata.loaders.text.messages import CHAT_KEYS, SYSTEM
 
 SHARD_NAMES: Final = 256
 INDEX_NAMES: Final = 1024
-UNREAD_SHAPE: Final = {"names": {str: COUNT}, "others": COUNT}
-"""The shape of `UnreadNames.totals`, see `storage.shared.values`."""
 _FORGOTTEN_AT: Final = 4
 _MOST_SETS: Final = 1024
 _LEVELS: Final = 4

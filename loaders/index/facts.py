@@ -11,13 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.checks.heads import check_facts
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.marks import MARK_BYTES
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
@@ -26,13 +24,11 @@ from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
-from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"fact"
 _COMPRESSED_BYTES = 64 << 10
 _FEW_ROWS = 8
-_UNCOMPRESSED = range(_COMPRESSED_BYTES, 4 << 30)  # offsets of strings have 32 bits: more does not fit in one batch
 
 
 def load_facts(
@@ -143,25 +139,16 @@ def _kept(
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
         marks_bytes = values.pop("marks", 0)
-        check_facts(values)
         meta, rules = FactsMeta(**values["meta"]), values["rules"]
         if any(RULES.get(topic) != version for topic, version in rules.items()):
             return None
         if not is_fresh(meta, url, opened, files):
             return None
-        check_shape(marks_bytes, range(len(body) + 1), "marks")
         body, marks = body[: len(body) - marks_bytes], bytes(body[len(body) - marks_bytes :])
         if uncompressed_bytes is not None:
-            check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
         batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
-        batch.validate(full=True)  # before any value is used: lengths and offsets may be wrong
         table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
-        table.check()
-        if marks and len(marks) != MARK_BYTES * len(table):
-            raise ValueError(f"{len(table)} members have {len(marks)} bytes of marks")
-        if meta.lost_bytes and not table.errors:
-            raise ValueError("the shard is damaged, but no sample has an error")
         return Facts(table, meta, marks) if still_holds(values["limits"], limits, table.errors.values()) else None
     except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again

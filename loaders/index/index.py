@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.checks.columns import check_columns
-from orchdata.loaders.index.checks.heads import check_index
+from orchdata.loaders.index.foreign import check_columns, check_head
 from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, body_bytes, marked_bytes, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
@@ -487,9 +486,9 @@ def _map(path: Path) -> _Mapped:
         hold(fd, path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
-        check_index(head.values)
         noted = is_noted(path, status)
         if not noted:
+            check_head(head.values)
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         size, has_marks = TableSize(**head.values["size"]), "marks" in head.values

@@ -37,7 +37,6 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import identity as identity_of_file
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Accesses, restrict
-from orchdata.loaders.storage.shared.values import COUNT, check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"head"
@@ -132,7 +131,7 @@ class Probes:
             restrict(path, access)
             identity = facts.identity()
             if not self._force:
-                headers = _cached(path, identity, len(facts.table), modality.num_facts, self._recipe.limits)
+                headers = _cached(path, identity, self._recipe.limits)
         missing = [row for row in rows if row not in headers]
         if missing:
             opened = shard()
@@ -231,18 +230,12 @@ def _sealed(headers: dict[int, Header | str], identity: Sequence[str], limits: L
     return seal(KIND, FACTS_FORMAT, values, [])[0]
 
 
-def _cached(
-    path: str, identity: Sequence[str], num_rows: int, num_facts: int, limits: Limits
-) -> dict[int, Header | str]:
+def _cached(path: str, identity: Sequence[str], limits: Limits) -> dict[int, Header | str]:
     """Return the headers stored at `path`, if they are those of the current shard. What was refused under other limits
     is probed again.
     """
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
-        row = range(num_rows)
-        fact = range(-_BOUND, _BOUND)
-        shape = {"headers": [(row, (fact,) * num_facts)], "errors": [(row, str)], "limits": {str: float}}
-        check_shape(head.values, {"meta": [str], "rules": COUNT, **shape}, "it")
         if (head.values["meta"], head.values["rules"]) != (identity, RULES["containers"]):
             return {}
         if not still_holds(head.values["limits"], limits, ()):

@@ -14,11 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error
-from orchdata.loaders.index.checks.columns import check_columns
-from orchdata.loaders.index.checks.heads import check_costs
 from orchdata.loaders.index.measuring.chunk import Progress, Result, measure_chunk
 from orchdata.loaders.index.measuring.kept_counts import KeptCounts, NewCounts
 from orchdata.loaders.index.measuring.kept_texts import layout_digest
@@ -27,7 +23,7 @@ from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
 from orchdata.loaders.index.measuring.usable_texts import UsableTexts
 from orchdata.loaders.index.moved.marks import row_marks
 from orchdata.loaders.index.probed import Probes, with_inner
-from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_bytes, pack, views
+from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_bytes, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
@@ -106,7 +102,6 @@ class CostTable:
             kinds: modalities of the recipe by their codes, text first.
         """
         head, body = read_sealed(path, KIND, COSTS_FORMAT)
-        check_costs(head.values, kinds)
         if (head.values["url"], head.values["media_root"]) != (url, media_root):
             raise Damaged(f"it belongs to {head.values['url']}")
         return cls.of(path, head.values, head.digest, body, kinds, access)
@@ -141,20 +136,6 @@ class CostTable:
     def without_body(self) -> CostTable:
         """Return the same table without its columns in memory."""
         return replace(self, packed=None)
-
-    def is_sound(self) -> bool:
-        """Return whether its columns have values that a build can write. Raises as `body`."""
-        try:
-            check_columns(
-                views(memoryview(self.body())[: body_bytes(self.size)], self.size),
-                modalities=self.kinds,
-                num_fields=len(self.fields),
-                shard_rows=np.array([0, self.size.rows], np.int64),
-                totals=self.totals,
-            )
-        except ValueError:
-            return False
-        return not self.meta.lost_bytes or bool(self.size.bad)
 
     def body(self) -> Buffer:
         """Return its packed columns, and marks.
@@ -316,7 +297,7 @@ def _samples(
                 yield ShardSample(keys[first], first, mine, error=as_field_error(problem, "measured"))
                 continue
         wanted, parts, digest, names = known[layout]
-        sizes = kept.sizes_of(number, names, len(mine)) if parts and kept.sizes else {}
+        sizes = kept.sizes_of(number, names) if parts and kept.sizes else {}
         if parts:
             wanted = sorted({*wanted, *(member for name, member in parts if (name, member) not in sizes)})
         sample = ShardSample(keys[first], first, mine, wanted, digest, names, sizes=sizes)

@@ -25,9 +25,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.compact import Names, Strings
-from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
+from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.shards.fields import OWN_JSON, RAW
+from orchdata.loaders.shards.fields import RAW
 
 SCHEMA = pa.schema(
     [
@@ -180,22 +180,10 @@ class FactsTable:
             columns["error"] = pa.array(map(self.errors.get, range(len(self))), pa.string())
         return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
-    def check(self) -> None:
-        """Raise ValueError for values that no reader produces: someone else may have written the file of the table."""
-        samples, kinds, encodings = self.sample, set(self.kind.tobytes()), set(self.encoding.tobytes())
-        if samples and (samples[0] < 0 or (np.asarray(samples)[1:] < np.asarray(samples)[:-1]).any()):
-            raise ValueError("samples are not in order")
-        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_JSON + 1)):
-            raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
-        if samples and (min(self.offset) < 0 or min(self.size) < 0):
-            raise ValueError(f"a member is at offset {min(self.offset)}, or has {min(self.size)} bytes")
-
     @staticmethod
     def of_arrow(table: pa.Table) -> FactsTable:
         """Build the rows from a table of SCHEMA."""
         result = FactsTable()
-        if any(table.column(name).null_count for name in (*_NUMBERS, *_STRINGS)):
-            raise ValueError("a column has nulls")
         for name in _NUMBERS:
             getattr(result, name).frombytes(table.column(name).to_numpy().tobytes())
         result.key = Strings.of_arrow(table.column("key"))

@@ -81,7 +81,6 @@ LAYER_OF = {
 }
 # The face gives its names late, so that whoever is asked for them may import it for its version.
 FACE = ("orchdata", "__init__")
-MOST_FILES_OF_A_ROOM = 12
 # Third-party packages of the two folders that promise to stay light.
 THIRD_PARTY = {"native": {"numpy", "numba", "llvmlite"}, "balancers": {"numpy", "scipy"}}
 
@@ -146,13 +145,6 @@ def test_every_unit_has_its_layer() -> None:
     units = {_unit(module) for module in MODULES} - {FACE}
     empty = {(folder, "__init__") for folder in ("native", "loaders")}
     assert units - empty == set(LAYER_OF)
-
-
-def test_rooms_are_small_enough_to_be_seen_at_once() -> None:
-    for folder in FOLDERS.values():
-        for init in (REPOSITORY / folder).rglob("*/__init__.py"):
-            files = [path for path in init.parent.glob("*.py") if path != init]
-            assert len(files) <= MOST_FILES_OF_A_ROOM, f"{init.parent}: {len(files)} files"
 
 
 def test_no_public_name_is_that_of_a_unit() -> None:

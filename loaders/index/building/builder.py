@@ -44,7 +44,7 @@ from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.atomic import remove, write_whole
+from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
 from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
@@ -203,22 +203,19 @@ class Builder:
         try:
             merge_tables(path, tables, identity, build_id=build_id, access=access)
             return Index(path)
-        except (ValueError, DamagedIndexError, StorageError) as error:
-            if isinstance(error, StorageError) and error.errno != errno.ENOENT:
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
                 raise
-            sound = [self._sound(table) for table in tables]
-            if all(map(operator.is_, sound, tables)):
+            there = [self._there(table) for table in tables]
+            if all(map(operator.is_, there, tables)):
                 raise
-            if not isinstance(error, StorageError):
-                remove(path)
-        return self.merged(path, sound)
+        return self.merged(path, there)
 
-    def _sound(self, table: CostTable) -> CostTable:
-        """Return the table; measure the shard again if its columns have impossible values, or were removed."""
+    def _there(self, table: CostTable) -> CostTable:
+        """Return the table; measure the shard again if its file was removed."""
         with contextlib.suppress(StorageError):
-            if table.is_sound():
-                return table
-        remove(table.path)
+            table.body()
+            return table
         costs = self.costs(table.url, lambda: True)
         assert costs is not None  # because it waits for other processes
         return costs[0]

@@ -38,12 +38,10 @@ class KeptCounts(NamedTuple):
     texts: KeptTexts | None = None
     sizes: Mapping[str, KeptSizes] = {}
 
-    def sizes_of(self, number: int, names: str, num_members: int) -> Sizes:
+    def sizes_of(self, number: int, names: str) -> Sizes:
         """Return what is kept of the parts of a sample, as `KeptSizes.of`."""
         return {
-            (name, member): size
-            for name, kept in self.sizes.items()
-            for member, size in kept.of(number, names, num_members).items()
+            (name, member): size for name, kept in self.sizes.items() for member, size in kept.of(number, names).items()
         }
 
 

@@ -25,9 +25,8 @@ from orchdata.loaders.records import LeftOut
 from orchdata.loaders.samples.measure import Outline
 from orchdata.loaders.samples.spans import TextRun
 from orchdata.loaders.storage.atomic import write_whole
-from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
+from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access, restrict
-from orchdata.loaders.storage.shared.values import COUNT, check_of
 from orchdata.loaders.unread_names import UnreadNames
 from orchdata.loaders.versions import RULES, TEXTS_FORMAT
 
@@ -35,7 +34,6 @@ FOLDER: Final = "texts"
 KIND: Final = b"text"
 _NONE, _TEXT, _CHAT, _LEFT_OUT, _FAILED = range(5)
 _OTHER_NAME: Final = -1
-_LEAST_KIND: Final = -4  # of a run of text: -1, less 1 if it carries loss, less 2 if it leads
 _TOPICS: Final = ("text", "chats")
 
 # Column -> its dtype, and the column of lengths that says how many values a sample has; None for one value a sample.
@@ -59,20 +57,6 @@ _COLUMNS: Final[dict[str, tuple[Any, str | None]]] = {
     "name": (np.int32, "num_names"),
 }
 _LENGTHS: Final = tuple(name for name in _COLUMNS if name.startswith("num_"))
-_check_head = check_of(
-    {
-        "meta": [str],
-        "rules": {str: COUNT},
-        "source": str,
-        "limits": {str: float},
-        "modalities": [str],
-        "layouts": [str],
-        "names": [str],
-        "failed": [(COUNT, str, str)],
-        "sizes": {str: COUNT},
-        "uncompressed_bytes": COUNT,
-    }
-)
 
 Counted = Outline | FieldError | LeftOut | None
 """What is kept of a sample: its outline, the error of its tokenizer, that the recipe's function leaves it out, or
@@ -121,7 +105,7 @@ class KeptTexts:
     def __len__(self) -> int:
         return len(self._columns["state"])
 
-    def of(self, number: int, layout: str, num_members: int) -> Kept | None:
+    def of(self, number: int, layout: str) -> Kept | None:
         """Return what is kept of a sample with this layout.
 
         Args:
@@ -136,18 +120,13 @@ class KeptTexts:
         if state == _LEFT_OUT:
             return Kept(LeftOut(), 0)
         if state == _FAILED:
-            return Kept(self._failed[number], 0) if number in self._failed else None
-        outline = self._outline(number, num_members, state == _CHAT)
-        if outline is None:
-            return None
+            return Kept(self._failed[number], 0)
+        outline = self._outline(number, state == _CHAT)
         names = columns["name"][slice(*self._offsets["num_names"][number : number + 2])].tolist()
-        if any(not _OTHER_NAME <= name < len(self._names) for name in names):
-            return None
         unread = tuple(self._names[name] for name in names if name != _OTHER_NAME)
         return Kept(outline, int(columns["shape"][number]), unread, len(names) - len(unread))
 
-    def _outline(self, number: int, num_members: int, is_chat: bool) -> Outline | None:
-        """Return an outline, or None if it has impossible values."""
+    def _outline(self, number: int, is_chat: bool) -> Outline:
         lists = {
             name: self._columns[name][slice(*self._offsets[lengths][number : number + 2])].tolist()
             for name, (_, lengths) in _COLUMNS.items()
@@ -155,12 +134,6 @@ class KeptTexts:
         }
         codes, members, texts = lists["part_modality"], lists["part_member"], lists["text"]
         kinds, tokens = lists["span_kind"], lists["span_tokens"]
-        if any(not 0 <= code < len(self._modalities) for code in codes):
-            return None
-        if any(not 0 <= member < num_members for member in (*members, *texts)):
-            return None
-        if any(not _LEAST_KIND <= kind < len(codes) for kind in kinds) or min(tokens, default=0) < 0:
-            return None
         spans: list[TextRun | int] = []
         for kind, count, first in zip(kinds, tokens, lists["span_first"], strict=True):
             if kind >= 0:
@@ -183,8 +156,7 @@ def read_texts(path: str, identity: Sequence[str], access: Access) -> KeptTexts 
     try:
         head, packed = read_sealed(path, KIND, TEXTS_FORMAT)
         values = head.values
-        _check_head(values, "the head")
-        if values["meta"] != identity or values["sizes"].keys() != _COLUMNS.keys():
+        if values["meta"] != identity:
             return None
         body = pa.decompress(pa.py_buffer(packed), values["uncompressed_bytes"], codec="zstd")
         columns, at = {}, 0
@@ -192,10 +164,6 @@ def read_texts(path: str, identity: Sequence[str], access: Access) -> KeptTexts 
             columns[name] = np.frombuffer(body, dtype, values["sizes"][name], at)
             at += columns[name].nbytes
         offsets = {name: offsets_of(columns[name]) for name in _LENGTHS}
-        for name, (_, lengths) in _COLUMNS.items():
-            wanted = len(columns["state"]) if lengths is None else offsets[lengths][-1]
-            if len(columns[name]) != wanted or (name in _LENGTHS and wanted and columns[name].min() < 0):
-                raise Damaged(f"{name} has {len(columns[name])} values instead of {wanted}")
     except (OSError, ValueError, pa.ArrowException):
         return None  # absent, damaged or of another version
     same = {topic: values["rules"].get(topic) == RULES[topic] for topic in _TOPICS}

@@ -38,7 +38,7 @@ class UsableTexts:
         """Return the `number`-th sample of the shard, with its kept text if the recipe can use that: then only media
         with a size that no header contains are read.
         """
-        kept = self._texts.of(number, sample.layout, len(sample.members))
+        kept = self._texts.of(number, sample.layout)
         if kept is None or not self._is_within(sample) or not self._has_shape(sample, kept):
             return sample
         return replace(sample, wanted=[at for at in sample.wanted if sample.members[at].kind in self._read], kept=kept)

@@ -54,7 +54,8 @@ def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
 
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {})
+    unread = {"names": {}, "others": 0}
+    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {}, unread)
 
 
 def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:

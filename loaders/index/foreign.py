@@ -1,26 +1,56 @@
-"""Checks that the columns of a table can belong to an index: every offset, number and code is in range, no count is
-negative, and all of them add up to the totals.
+"""An index is foreign data: a digest says nothing about who wrote it, and its offsets go into kernels.
 
-A checksum only shows that the bytes have not changed since they were written. These checks run once, when a table is
-loaded or an index is verified, so that later code never meets values that no build writes.
+When it is opened first, every offset, number and code is in range, no count is negative, and all add up to the totals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns
+from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns, TableSize
 from orchdata.loaders.index.totals import OPTIONAL, Totals, sum_totals, summarize
 from orchdata.loaders.modalities.builtin import UNUSED
 from orchdata.loaders.shards.fields import OWN_JSON, RAW
 
 _ROWS_AT_A_TIME: Final = 1 << 18
 _COUNTS: Final = ("llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows").split()
+
+
+_SHARD: Final = (str, int, str, str, int, int, str, list, str, int, bool, bool, bool, str)
+"""The types of `ShardInfo.as_list`, which leaves the last ones out where they are the defaults."""
+
+
+def check_head(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if the head of an index is malformed."""
+    items = {"shards": list, "shard_rows": int, "modalities": str, "fields": str}
+    for name, kind in items.items():
+        _expect(
+            type(values.get(name)) is list and {*map(type, values[name])} <= {kind}, name, f"are no {kind.__name__}"
+        )
+    shards, rows, modalities = values["shards"], values["shard_rows"], values["modalities"]
+    _expect(all(7 <= len(shard) <= len(_SHARD) for shard in shards), "shards", "have another length")
+    for column, kind in zip(zip_longest(*shards), _SHARD, strict=False):
+        given = [each for each in column if each is not None]
+        _expect({*map(type, given)} <= {kind}, "shards", f"are no {kind.__name__}")
+        _expect(kind is not int or min(given, default=0) >= 0, "shards", "are negative")
+    renamed = [pair for shard in shards for pairs in shard[7:8] for pair in pairs]
+    _expect(all(type(each) is list and [*map(type, each)] == [str, str] for each in renamed), "shards", "are no names")
+    starts = rows[0] == 0 and len(rows) == len(shards) + 1 if rows else False
+    _expect(starts and all(a <= b for a, b in pairwise(rows)), "shard_rows", "do not follow each other")
+    _expect(modalities[:1] == ["text"] and len({*modalities}) == len(modalities), "modalities", f"are {modalities}")
+    _expect(
+        type(values.get("totals")) is dict and type(values.get("recipe")) is dict, "totals and recipe", "are missing"
+    )
+    _expect(all(type(values.get(name)) is str for name in ("fingerprint", "build_id")), "fingerprint", "are no str")
+    size: Any = values.get("size")
+    is_size = type(size) is dict and size.keys() == {*TableSize.__slots__} and {*map(type, size.values())} <= {int}
+    _expect(is_size and min(size.values()) >= 0 and size["rows"] == rows[-1], "size", "are not those of the rows")
 
 
 def check_columns(
