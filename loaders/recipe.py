@@ -267,8 +267,8 @@ class Recipe:
 
     @property
     def read_columns(self) -> tuple[str, ...]:
-        """Names of columns that are read besides text and media: those to keep, and declared counts."""
-        return tuple(dict.fromkeys((*self.keep, *self.text.count_fields)))
+        """Names of columns that are read besides text and media: those to keep."""
+        return tuple(dict.fromkeys(self.keep))
 
     def asks_for(self, field: str) -> bool:
         """Whether a member is claimed by name, or kept."""

@@ -222,8 +222,6 @@ class StoredSample:
         """
         if self._is_undivided:
             spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
-            if recipe.text.count_field is not None:  # the counts are not the tokenizer's
-                self._check_counts([span.loss_mask() for span in spans if isinstance(span, TextSpan)], recipe)
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
         if self._window is not None:
             made = self._made(recipe, payloads)
@@ -394,21 +392,12 @@ class StoredSample:
         )
         media_tokens = int(self._index.part_tokens[self.parts.start : self.parts.stop].sum())
         loss = np.concatenate([np.zeros(0, np.bool_), *losses])
-        if recipe.text.count_field is None:
-            self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
-        else:
-            self._expect("text tokens", len(loss), int(llm_tokens.sum()) - media_tokens, recipe)
+        self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
         if len(rows) > 1:  # the first token of a piece carries no loss
             loss[np.cumsum(llm_tokens)[:-1]] = False
         self._expect("loss tokens", int(loss.sum()), int(indexed_loss.sum()), recipe)
 
     def _expect(self, name: str, counted: int, indexed: int, recipe: Recipe) -> None:
-        if counted != indexed and recipe.text.count_field is not None:
-            field = recipe.text.loss_count_field if name.startswith("loss") else recipe.text.count_field
-            raise FieldError(
-                field or recipe.text.count_field,
-                f"declares {indexed} {name}, the tokenizer gives {counted}: correct it, or index without count_field",
-            )
         if counted != indexed:
             reason = f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}"
             raise FieldError(self.text_field(recipe), reason)

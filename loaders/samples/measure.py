@@ -23,7 +23,6 @@ from orchdata.loaders.modalities.modality import Header, Modality, PartSize, cou
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.agreement import check_whole, edges_of
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members, unread_in
-from orchdata.loaders.samples.declared import Declared, declared_counts, declared_runs, fields_with_counts
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
 from orchdata.loaders.samples.spans import (
@@ -96,7 +95,7 @@ class Measured:
 
 def texts_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Return the indices of the members with text that `measure` needs."""
-    return sorted({*text_members(members, recipe), *fields_with_counts(members, recipe), *edges_of(members, recipe)})
+    return sorted({*text_members(members, recipe), *edges_of(members, recipe)})
 
 
 def parts_to_read(members: Sequence[Member], recipe: Recipe) -> list[tuple[str, int]]:
@@ -135,13 +134,12 @@ class Outline:
 
 
 class Prepared(NamedTuple):
-    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, the counts that it
-    declares, and the names of what is not read.
+    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, and the names of what
+    is not read.
     """
 
     composition: Composition
     sizes: list[PartSize]
-    declared: Declared | None
     unread: tuple[str, ...]
 
 
@@ -166,10 +164,9 @@ def prepare(
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     if composition.parts:
         check_whole(composition.parts, composition.items, composition.record, members, payloads, recipe)
-    declared = declared_counts(members, payloads, recipe)
     unread = unread_in(composition, members, payloads, recipe)
     composition.records.clear()  # many objects at a time would slow the garbage collector
-    return Prepared(composition, sizes, declared, unread)
+    return Prepared(composition, sizes, unread)
 
 
 def part_sizes(
@@ -228,9 +225,6 @@ def outlines(
     for number, sample in enumerate(samples):
         at(number)
         try:
-            if sample.declared is not None:
-                results.append(_declared_outline(sample, sample.declared, recipe))
-                continue
             waiting.append((number, sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
             results.append(None)
         except MemoryError:
@@ -269,12 +263,6 @@ def _tokenized(
             raise
         except Exception as error:  # noqa: BLE001 - as in `outlines`
             yield as_field_error(error, "measured")
-
-
-def _declared_outline(sample: Prepared, declared: Declared, recipe: Recipe) -> Outline:
-    composition = sample.composition
-    runs = declared_runs(declared, composition, sample.sizes, recipe)
-    return Outline(tuple(composition.parts), tuple(composition.texts), composition.is_chat, tuple(runs))
 
 
 def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:

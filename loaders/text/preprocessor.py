@@ -69,11 +69,6 @@ class TextPreprocessor:
         overflow: how to treat a longer sample. "error": the sample fails. "truncate": keep its first `max_tokens`
             tokens; the sample fails if media would be cut or no token with loss is left. "split": make pieces of up to
             `max_tokens` tokens, each a row of its own with a first token without loss; samples with media fail.
-        count_field: name of a column, key or member that declares the number of a sample's text tokens, special tokens
-            included and those of media not. Nothing is tokenized while indexing. When a loader is made, 100 samples are
-            tokenized and compared; later a wrong count is a failure of its sample. Needs overflow "error".
-        loss_count_field: as count_field, of the number of tokens that carry loss. Without it only plain text is
-            accepted.
     """
 
     tokenizer: Tokenizer | None = field(default=None, kw_only=False)
@@ -95,8 +90,6 @@ class TextPreprocessor:
     fields: tuple[str, ...] = TEXT_FIELDS
     max_tokens: int | None = None
     overflow: Overflow = "error"
-    count_field: str | None = None
-    loss_count_field: str | None = None
 
     def __post_init__(self) -> None:
         # Check the tokenizer and its id.
@@ -138,7 +131,6 @@ class TextPreprocessor:
             if value is not None and not (isinstance(value, int) and 0 <= value <= _INT32_MAX):
                 raise ValueError(f"TextPreprocessor.{name} must be an int in [0, {_INT32_MAX}], got {value!r}")
         self._check_overflow()
-        self._check_count_fields()
 
     def _check_overflow(self) -> None:
         most = self.max_tokens
@@ -154,24 +146,6 @@ class TextPreprocessor:
             raise ValueError(
                 f"TextPreprocessor.overflow={self.overflow!r} needs max_tokens, the most tokens that a sample may have"
             )
-
-    def _check_count_fields(self) -> None:
-        for name in ("count_field", "loss_count_field"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"TextPreprocessor.{name} must be the name of a field, got {value!r}")
-        if self.loss_count_field is not None and self.count_field is None:
-            raise ValueError("TextPreprocessor.loss_count_field needs count_field, which declares the number of tokens")
-        if self.count_field is not None and self.overflow != "error":
-            raise ValueError(
-                f"TextPreprocessor.overflow={self.overflow!r} cuts between tokens, which count_field does not tell: "
-                'use overflow="error", or leave count_field out'
-            )
-
-    @property
-    def count_fields(self) -> tuple[str, ...]:
-        """The names of count_field and loss_count_field, as far as they are given, in lower case."""
-        return tuple(name.lower() for name in (self.count_field, self.loss_count_field) if name is not None)
 
     def required_modules(self) -> tuple[str, ...]:
         """Modules that reading text imports; see `Modality.required_modules`."""
@@ -322,8 +296,6 @@ class TextPreprocessor:
             described["add_special_tokens"] = self.add_special_tokens
         if self.max_tokens is not None:
             described |= {"max_tokens": self.max_tokens, "overflow": self.overflow}
-        if self.count_field is not None:
-            described |= {"count_field": self.count_field, "loss_count_field": self.loss_count_field}
         if type(self) is not TextPreprocessor:
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
             own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]

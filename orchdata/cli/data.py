@@ -425,29 +425,21 @@ def _build(
     **measured_by: Any,
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
-    from orchdata.dataset.indexed.forecast import Forecast
     from orchdata.loaders.collector import leave_out_what_is_loaded
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.index.building.crew import BuildProgress
 
     scanned = 0
     reading = reading.looked_up(urls)
-    advice = "finished shards are kept if you stop it; for a first look in seconds, `--limit 1000`"
-    forecast = Forecast(urls, advice, files=reading.files)
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
 
         def shard_done(shard: BuildProgress) -> None:
             nonlocal scanned
             scanned += shard.measured
-            forecast.shard_done(shard)
-
-        def under_way(done: float, total: int) -> None:
-            forecast.look()
-            advance(done, total)
 
         how: dict[str, Any] = {"reading": reading, "force": force, "parts": parts, **measured_by}
         leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
-        index = build_index(urls, recipe, **how, progress=shard_done, under_way=under_way)
+        index = build_index(urls, recipe, **how, progress=shard_done, under_way=advance)
         return index, scanned
 
 

@@ -17,11 +17,9 @@ from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import prepare_shards
-from orchdata.declared_counts import check_declared_counts
 from orchdata.notices import warn_once
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
-from orchdata.repeatable import warn_unless_repeatable
 from orchdata.unended_chats import warn_of_unended
 
 
@@ -58,11 +56,8 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:
         make_plan(plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
     _advise_costs(options, plan.costs.phases)
-    check_declared_counts(prepared.spec)
-    if options.rank.rank == 0:
-        warn_unless_repeatable(prepared.spec)
-        if isinstance(prepared.spec.content, ShardContent | SampleContent):
-            warn_of_unended(prepared.spec.content.shards)
+    if options.rank.rank == 0 and isinstance(prepared.spec.content, ShardContent | SampleContent):
+        warn_of_unended(prepared.spec.content.shards)
     return prepared
 
 

@@ -7,8 +7,7 @@ time limit:
     close:  nothing more is queued, and running tasks may end: CLOSE_SECONDS
     exit:   the same for pools still open; then SystemExit is raised in threads that run Python: END_SECONDS together
 
-A thread that then remains is stuck outside Python, in a call that does not return. It is kept there, and the process
-ends with its own status and error.
+A thread that then remains is stuck outside Python, in a call that does not return.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-
-from orchdata.stuck_threads import pause
 
 CLOSE_SECONDS = 2.0
 END_SECONDS = 2.0
@@ -154,8 +151,7 @@ def _end_threads() -> None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         _join_those_at_work(running, END_SECONDS / 2)
     finally:  # Ctrl-C included
-        if left := [thread for thread in running if thread.is_alive()]:
-            pause(left)
+        if any(thread.is_alive() for thread in running):
             _end_without_destructors()
 
 

@@ -22,8 +22,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from orchdata.stuck_threads import pause_at_exit
-
 T = TypeVar("T")
 
 _INIT_SECONDS = 10.0  # Rank 0 calls init_process_group at about the same time as the others.
@@ -48,7 +46,6 @@ class JobStore:
 
         limit = self.timeout if seconds is None else seconds
         asking = Thread(target=run, daemon=True, name="orchdata-store")
-        pause_at_exit(asking)
         asking.start()
         try:
             return answer.result(limit)

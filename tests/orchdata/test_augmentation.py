@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import augmentations
 import numpy as np
 import pytest
 import torch
-from augmentations import Careless, Jittered, careless, cropped, noisy, of_python, recipe
+from augmentations import Jittered, cropped, noisy, recipe
 from fault_trials import batch_digest
 from own_modalities import cloud
 from rank_loaders import loaders, steps_of
-from shard_factory import RECIPE, jpeg, omni_shards, write_shard
+from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.generators import Pass
@@ -156,7 +153,6 @@ def test_a_state_of_another_seed_is_refused_only_where_decoding_draws(dataset: o
 
 def test_no_generator_is_made_without_augmentation(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pass, "generator", lambda *_: pytest.fail("a generator was made"))
-    monkeypatch.setattr("orchdata.repeatable._try_modality", lambda *_: pytest.fail("a modality was tried"))
     plain = plain_dataset(dataset)
     epochs_of(one(plain))
     assert plain[1].parts
@@ -171,55 +167,7 @@ def test_a_modality_with_a_parameter_rng_is_reproducible(tmp_path: Path) -> None
     assert not torch.equal(first, second)
 
 
-def test_a_modality_that_draws_from_numpy_differs_and_is_named(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "npy": cloud(20, n), "txt": b"x"} for n in range(6)])
-    dataset = od.ShardDataset(path, od.Recipe(points=Careless()))
-    said = r"the modality 'points' \(Careless\) decodes sample '0' of .*a.tar differently.* generator of numpy moved"
-    options = {"global_batch_tokens": None, "global_batch_size": 3}
-    with pytest.warns(UserWarning, match=said) as caught:
-        run = one(dataset, **options)
-        again = one(dataset, **options)
-        loaders(dataset, 2, **options)
-    assert len(caught) == 3  # rank 0 of two warns, and rank 1 does not
-    assert epochs_of(run) != epochs_of(again)
-    assert len({batch_digest(run.step_at(0, 0)[0]) for _ in range(3)}) == 3
-
-
-@pytest.mark.parametrize(
-    ("augment", "moved"),
-    [
-        ("careless", "the global generator of numpy moved"),
-        ("of_python", "the global generator of random moved"),
-        ("of_torch", "the global generator of torch moved"),
-        ("of_the_system", "no global generator moved"),
-    ],
-)
-def test_which_global_generator_moved_is_said(dataset: od.ShardDataset, augment: str, moved: str) -> None:
-    with pytest.warns(UserWarning, match=rf"modality 'image' \(ImagePreprocessor\) .* each time, and {moved}:"):
-        one(od.ShardDataset(dataset.urls, recipe(getattr(augmentations, augment))))
-
-
-def test_the_trial_leaves_global_generators_alone_and_takes_seeded_ones(dataset: od.ShardDataset) -> None:
-    def drawn() -> tuple[float, ...]:
-        return random.random(), float(np.random.random()), torch.rand(()).item()  # noqa: NPY002
-
-    def seed() -> None:
-        random.seed(1)
-        np.random.seed(1)  # noqa: NPY002
-        torch.manual_seed(1)
-
-    seed()
-    expected = drawn()
-    for augment in (careless, of_python, augmentations.of_torch, augmentations.seeded_globally):
-        seed()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            one(od.ShardDataset(dataset.urls, recipe(augment)))
-        assert len(caught) == (augment is not augmentations.seeded_globally)
-        assert drawn() == expected
-
-
-def test_what_fails_in_the_trial_is_left_to_the_loader(dataset: od.ShardDataset) -> None:
+def test_what_fails_is_a_failure_of_its_sample(dataset: od.ShardDataset) -> None:
     wrong = od.ShardDataset(dataset.urls, recipe(cropped))
     line = cropped.__code__.co_firstlineno
     with pytest.raises(od.DataError, match=rf"field '.*jpg': ImagePreprocessor.augment: cropped, line {line} returned"):
@@ -227,21 +175,6 @@ def test_what_fails_in_the_trial_is_left_to_the_loader(dataset: od.ShardDataset)
     loader = one(wrong, on_error=od.ErrorPolicy("skip", max_failures=None))
     list(loader)
     assert loader.stats()["failures"]["count"] == 3 * 6  # samples with an image
-
-
-def test_a_quarantined_sample_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "jpg": jpeg(40, 40, n), "txt": b"x"} for n in range(3)])
-    tried: list[str] = []
-    generator = Pass.generator
-
-    def noted(of: Pass, shard: Any, key: str, part: int) -> Any:
-        tried.append(key)
-        return generator(of, shard, key, part)
-
-    monkeypatch.setattr(Pass, "generator", noted)
-    loader = one(od.ShardDataset(path, recipe()), quarantine=[("a.tar", "0")])
-    assert tried == ["1", "1"]
-    assert len(loader) == 1
 
 
 def test_a_lambda_cannot_go_to_workers_and_the_error_says_what_can(dataset: od.ShardDataset) -> None:

@@ -50,7 +50,7 @@ loaders: shards
 loaders: unread_names
 loaders: samples
 loaders: index
-orchdata: progress notices stuck_threads finalizers quarantine yaml_file
+orchdata: progress notices finalizers quarantine yaml_file
 orchdata: order
 orchdata: planning
 orchdata: ranks
@@ -60,7 +60,7 @@ orchdata: engines
 orchdata: delivery measuring
 orchdata: loop
 orchdata: caching
-orchdata: trainers repeatable declared_counts unended_chats
+orchdata: trainers unended_chats
 orchdata: dataset
 orchdata: runtime
 orchdata: copies steps

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from own_modalities import Points
 from shard_factory import RECIPE
@@ -42,27 +40,6 @@ def failing(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.u
     raise RuntimeError("no such colour")
 
 
-def careless(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    return pixels[:, ::-1] if np.random.random() < 0.5 else pixels  # noqa: NPY002 - of that it is an example
-
-
-def of_python(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    return pixels ^ np.uint8(random.randrange(256))
-
-
-def of_torch(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    return pixels ^ np.uint8(torch.randint(256, ()).item())
-
-
-def of_the_system(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    return pixels ^ np.random.default_rng().integers(0, 256, pixels.shape, np.uint8)
-
-
-def seeded_globally(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    torch.manual_seed(int(rng.integers(2**63)))
-    return pixels ^ np.uint8(torch.randint(256, ()).item())
-
-
 def recipe(augment: Any = noisy, **options: Any) -> od.Recipe:
     """Small images, augmented, and short audio."""
     sizes = {"patch_size": 8, "min_tokens": 1, "max_tokens": 12, "dtype": "uint8"}
@@ -87,15 +64,6 @@ class Placed(Points):
     ) -> None:
         super().decode_into(data, size, out, limits)
         out["points"][:] += rng.normal(size=out["points"].shape).astype(np.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Careless(Points):
-    """The same, from numpy's global generator."""
-
-    def decode(self, data: Any, limits: od.Limits) -> Mapping[str, Any]:
-        points = super().decode(data, limits)["points"]
-        return {"points": points + np.random.normal(size=points.shape).astype(np.float32)}  # noqa: NPY002
 
 
 @dataclass(frozen=True, kw_only=True)

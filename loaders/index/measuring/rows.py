@@ -67,7 +67,6 @@ class CostRows:
         self.ignored: Counter[str] = Counter()
         self.unread = UnreadNames()
         self._asked = recipe.read_columns
-        self._counts = recipe.text.count_fields
         # Without an object for each row: millions of them would slow the garbage collector.
         self._rows = {name: array("i") for name in _ROW}
         self._keys = Strings()
@@ -126,7 +125,7 @@ class CostRows:
             columns["extent"].extend(extent if len(extent) == extent_width else _filled(extent, extent_width))
         if len(used) < len(members):
             for index, member in enumerate(members):
-                if index not in position_of and not any(is_kept_as(member.field, name) for name in self._counts):
+                if index not in position_of:
                     self.ignored[member.field] += 1
         for piece, counts in enumerate(measured.pieces):
             self._put(sample.key, *counts, piece, measured.cut_tokens, len(measured.parts), len(used))

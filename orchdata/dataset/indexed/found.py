@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchdata.dataset.indexed.forecast import Forecast
 from orchdata.dataset.indexed.nodes import Apart
 from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.amounts import counted, these
@@ -89,18 +88,11 @@ def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | No
     """
     urls, recipe = wanted.urls, wanted.recipe
     reading = wanted.reading.looked_up(urls)
-    advice = (
-        f"to build it ahead, `orchdata index {wanted.arguments}`; for a first look in seconds, the same with --limit "
-        "1000, or dataset.take(1000)"
-    )
-    forecast = Forecast(urls, advice, processes=num_ranks, files=reading.files)
     apart = Apart(wanted.arguments) if parts is None and num_ranks > 1 and any(map(is_remote, urls)) else None
     if apart is not None:
         apart.check()
 
     def under_way(done: float, total: int) -> None:
-        if not rank:
-            forecast.look()
         if apart is not None:
             apart.check_others()
         if wanted.progress is not None:
@@ -112,7 +104,6 @@ def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | No
         reading=reading,
         share=(rank or 0, num_ranks),
         parts=parts,
-        progress=forecast.shard_done,
         under_way=under_way,
     )
 
