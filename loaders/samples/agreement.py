@@ -29,7 +29,7 @@ RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
 SEVERAL_TEXTS: Final = (
     "; a key ends at the first dot of a file's name: if they are several samples, rename the files without further dots"
 )
-LAST_DOT: Final = ', or pass ShardDataset(key="last_dot")'
+LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
 """Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""
 OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
@@ -232,7 +232,9 @@ def unplaced(
         if count < wanted:
             way_out = f"where the mark is text, {_unmarked(name)}"
             if isinstance(recipe.text.template, JinjaTemplate):
-                way_out = "its bytes are a field or column of the sample, as no URL or path is opened"
+                way_out = (
+                    "its bytes are a field or column of the sample; where the mark is text, take it out of the data"
+                )
             if recipe.record is not None:
                 way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
             raise FieldError(
