@@ -24,7 +24,8 @@ class Limits:
             any dtype of the recipe, decoded waves, and the pixels of the largest image.
         shard_rows: members of one tar, rows or fields of one Parquet file.
         column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file. In
-            an Arrow file, one column of the rows that are read together (at least one row).
+            an Arrow file, one column of the rows that are read together (at least one row), or a batch that is read
+            whole, decompressed.
         decompressed_bytes: a .tar.gz or .tar.zst, decompressed.
         decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
             size of a sparse member as read to its stored size; memory of the index to bytes of a Parquet file.

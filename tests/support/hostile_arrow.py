@@ -52,6 +52,7 @@ def good_files() -> dict[str, bytes]:
         "weightless": pa.table({"messages": _weightless()}),
         "ignored": pa.table({"text": _texts(), **_unread()}),
         "encoded": pa.table({"text": _texts(), "kind": pa.array(_texts()).dictionary_encode()}),
+        "views": pa.table({"text": pa.array(_texts(), pa.string_view()), "images": _view_lists()}),
         "labels": _labels(),
     }
     files = {name: written(table) for name, table in tables.items()}
@@ -70,15 +71,15 @@ def mutations(schema: str, data: bytes, seed: int) -> Iterator[Case]:
         yield Case(schema, name, changed)
 
 
-def huge_batch() -> bytes:
-    """336 bytes: a batch of text that claims 2^36 rows, and not to know how many of them are null."""
+def huge_batch(rows: int) -> bytes:
+    """336 bytes: a batch of text that claims so many rows, and not to know how many of them are null."""
     data = bytearray(written(pa.table({"text": ["abc", "d"]})))
     start, body = [(at, stop) for at, stop, _ in _messages(bytes(data))][1]
     for at in range(start, body - 15, 8):
         if struct.unpack_from("<qq", data, at) == (2, 0):  # a field node
-            struct.pack_into("<qq", data, at, 1 << 36, -1)
+            struct.pack_into("<qq", data, at, rows, -1)
         elif struct.unpack_from("<q", data, at) == (2,):  # the batch
-            struct.pack_into("<q", data, at, 1 << 36)
+            struct.pack_into("<q", data, at, rows)
     return bytes(data)
 
 
@@ -89,35 +90,6 @@ def written(table: pa.Table, *, rows: int = ROWS // 2, file: bool = False, optio
     with new(sink, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=rows)
     return sink.getvalue()
-
-
-def sharing_schema(times: int, note_bytes: int) -> bytes:
-    """A stream whose schema lists one long note so many times, and holds it once."""
-    note = b"v" * note_bytes
-    good = written(pa.table({"text": ["a"]}).replace_schema_metadata({"k": "v"}))
-    start, end, _ = next(_messages(good))
-    described = bytearray(good[start:end])
-    schema = _ahead(described, _field(described, _ahead(described, 0), 2))
-    place = _field(described, schema, 2)  # of how far ahead the list of notes lies
-    listed = len(described)
-    note = listed + 4 + 4 * times + (4 if times % 2 == 0 else 0) + 8  # after its fields
-    described += struct.pack("<I", times)
-    described += b"".join(struct.pack("<I", note - (listed + 4 + 4 * number)) for number in range(times))
-    described += bytes(note - 8 - len(described)) + struct.pack("<HHHHiII", 8, 12, 4, 8, 8, 8, 12)
-    described += struct.pack("<I2sxxI", 1, b"k", note_bytes) + b"v" * note_bytes
-    described += bytes(8 - len(described) % 8)
-    struct.pack_into("<I", described, place, listed - place)
-    return struct.pack("<Ii", 0xFFFFFFFF, len(described)) + bytes(described) + good[end:]
-
-
-def _field(data: bytearray, table: int, number: int) -> int:
-    """Where a field of a table of a flatbuffer lies."""
-    fields = table - int(struct.unpack_from("<i", data, table)[0])
-    return table + int(struct.unpack_from("<H", data, fields + 4 + 2 * number)[0])
-
-
-def _ahead(data: bytearray, place: int) -> int:
-    return place + int(struct.unpack_from("<I", data, place)[0])
 
 
 def try_cases(folder: Path, cases: Sequence[Case], *, end_at: int = -1) -> str:
@@ -157,6 +129,10 @@ def _structs() -> list[Any]:
 
 def _texts() -> list[str | None]:
     return [None if number == 2 else f"text {number} " * number for number in range(ROWS)]
+
+
+def _view_lists() -> pa.Array:
+    return pa.array([_payloads()[:2]] * ROWS, pa.list_view(pa.binary_view()))
 
 
 def _turns() -> list[Any]:

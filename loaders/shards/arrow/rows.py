@@ -1,90 +1,250 @@
-"""Reading rows of a column of a batch: only the bytes of those rows, checked, as a new array.
+"""Rows of the columns of record batches: only the bytes of these rows are read.
 
-The offsets of the rows are checked here: they must ascend, and end inside the buffer.
+description of a batch --pyarrow--> arrays over memory that stays empty --where their buffers are--> bytes of the rows
+
+A batch that is compressed, or has dictionaries or views, is read whole. A file is not mapped: one that is truncated
+would end the process.
 """
 
 from __future__ import annotations
 
+import mmap
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from orchdata.loaders.shards.arrow.layout import Node, Span
+from orchdata.loaders.errors import one_line, pass_trouble
+from orchdata.loaders.shards.arrow.layout import Layout, Message
+from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.storage.storage import Storage
+
+_NORESERVE: Final = 0x4000
+"""MAP_NORESERVE of Linux: address space that takes no memory."""
+_REMEMBERED: Final = 1024
+_BAD: Final = (Refused, pa.ArrowException, OSError, ValueError, KeyError)
+_LARGE: Final = frozenset((pa.large_binary().id, pa.large_string().id, pa.large_list(pa.null()).id))
+_LISTS: Final = frozenset((pa.list_(pa.null()).id, pa.large_list(pa.null()).id))
+_WITH_OFFSETS: Final = _LARGE | _LISTS | {pa.binary().id, pa.string().id}
+_STRUCT, _FIXED_LIST, _NULL = pa.struct([]).id, pa.list_(pa.null(), 1).id, pa.null().id
+
+
+BY_ROW, WHOLE, NEVER = range(3)
+"""How values of a type are read: each row by itself, all of a batch, or not at all."""
 
 
 class TooLarge(ValueError):
     """The rows take more memory than allowed: fewer rows may fit."""
 
 
-class RowsReader:
-    """Reads rows of one column of a file.
+class Node(NamedTuple):
+    """An array of a batch, as pyarrow describes it.
 
-    Args:
-        file: the Arrow file.
-        most_bytes: most bytes of all buffers that this reader reads.
+    Attributes:
+        buffers: its own; they are empty, at the places where they are in the message, unless the batch was read whole.
+        children: of lists and structs.
     """
 
-    def __init__(self, file: Storage, most_bytes: int) -> None:
+    array: pa.Array
+    type: pa.DataType
+    kind: int
+    length: int
+    buffers: list[pa.Buffer | None]
+    children: list[Node]
+
+
+class Column(NamedTuple):
+    """A column of a batch.
+
+    Attributes:
+        node: all its values.
+        message: the batch.
+        address: of the message in memory.
+    """
+
+    node: Node
+    message: Message
+    address: int
+    is_whole: bool
+
+
+class Columns:
+    """The columns of a file. Safe from many threads.
+
+    Args:
+        most_bytes: of one column of rows that are read together, and of a batch that is read whole.
+    """
+
+    def __init__(self, file: Storage, layout: Layout, most_bytes: int) -> None:
         self._file = file
+        self._layout = layout
+        self._most_bytes = most_bytes
+        self._whole_names = {field.name for field in layout.schema if reading_of(field.type) == WHOLE}
+        self._lock = threading.Lock()
+        size = max((batch.stop - batch.offset for batch in layout.batches), default=1)
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self._column = lru_cache(_REMEMBERED)(self._read_column)
+
+    def is_whole(self, batch: int, names: Sequence[str]) -> bool:
+        """Return whether a batch can only be read whole, for these columns."""
+        if self._layout.batches[batch].packed or self._layout.dictionaries[batch]:
+            return True
+        return any(name in self._whole_names for name in names)
+
+    def whole(self, batch: int, names: Sequence[str]) -> list[pa.Array]:
+        """Read columns of a batch, decompressed and with their dictionaries.
+
+        Raises Refused: the batch is damaged, or too large.
+        """
+        layout, message = self._layout, self._layout.batches[batch]
+        parts = (layout.head, *layout.dictionaries[batch], message)
+        options = pa.ipc.IpcReadOptions(
+            use_threads=False, included_fields=[layout.schema.get_field_index(name) for name in names]
+        )
+        try:
+            size = sum(part.stop - part.offset for part in parts)
+            if size <= self._most_bytes:
+                read = [self._file.read(part.offset, part.stop - part.offset) for part in parts]
+                size = sum(part.unpacked_bytes(data) for part, data in zip(parts, read, strict=True))
+            if size > self._most_bytes:
+                raise Refused(f"its buffers take {size} bytes, above Limits.column_bytes={self._most_bytes}")
+            table = pa.ipc.open_stream(b"".join(read), options=options).read_next_batch()
+            columns = [Column(_node(table.column(name), message.num_rows), message, 0, True) for name in names]
+            return [self._taken(column, 0, message.num_rows) for column in columns]
+        except _BAD as error:
+            raise self._refused(batch, error) from None
+
+    def take(self, batch: int, name: str, start: int, length: int) -> pa.Array:
+        """Read values start to start + length of a column that need not be read whole.
+
+        Raises Refused: the description of the batch is impossible; ValueError: its offsets point outside of it.
+        """
+        return self._taken(self._column(batch, name), start, length)
+
+    def _read_column(self, batch: int, name: str) -> Column:
+        message = self._layout.batches[batch]
+        described = self._file.read(message.offset, message.body - message.offset)
+        with self._lock:
+            self._memory[: len(described)] = described
+            try:
+                whole = pa.py_buffer(self._memory)[: message.stop - message.offset]
+                array = pa.ipc.read_record_batch(whole, self._layout.schema).column(name)
+                return Column(_node(array, message.num_rows), message, whole.address, False)
+            except _BAD as error:
+                raise self._refused(batch, error) from None
+            finally:
+                self._memory[: len(described)] = bytes(len(described))
+
+    def _refused(self, batch: int, error: Exception) -> Refused:
+        pass_trouble(error)
+        return Refused(f"batch {batch}, at byte {self._layout.batches[batch].offset}: {one_line(error)}")
+
+    def _taken(self, column: Column, start: int, length: int) -> pa.Array:
+        if length > self._most_bytes:  # for types of no bytes, or of bits
+            raise TooLarge(f"{length} values, above Limits.column_bytes={self._most_bytes}")
+        return _Rows(self._file, column, self._most_bytes).take(column.node, start, length)
+
+
+class _Rows:
+    """Reads rows of one column."""
+
+    def __init__(self, file: Storage, column: Column, most_bytes: int) -> None:
+        self._file = file
+        self._column = column
         self._most_bytes = self._left = most_bytes
 
     def take(self, node: Node, start: int, length: int) -> pa.Array:
-        """Read values start to start + length. Raises ValueError if its offsets point outside of its buffers."""
+        kind, buffers, children = node.kind, node.buffers, node.children
         if not 0 <= start <= start + length <= node.length:
             raise ValueError(f"values {start} to {start + length} of {node.length}")
-        if length > self._most_bytes:  # for types of no bytes, or of bits
-            raise TooLarge(f"{length} values, above Limits.column_bytes={self._most_bytes}")
-        shape = node.shape
-        if shape.is_null:
-            return pa.nulls(length)
-        buffers = [None if node.validity is None else self._bits(node.validity, start, length)]
-        if shape.has_offsets:
-            offsets = self._offsets(node, start, length)
-            buffers.append(pa.py_buffer((offsets - offsets[0]).astype(offsets.dtype)))
-            below, size = int(offsets[0]), int(offsets[-1]) - int(offsets[0])
-            if not node.children:
-                buffers.append(pa.py_buffer(self._read(node.buffers[1], below, size)))
-            children = [self.take(child, below, size) for child in node.children]
+        if kind == _NULL or not length:
+            return pa.nulls(length, node.type)
+        read = [None if buffers[0] is None else self._bits(buffers[0], start, length)]
+        below: list[pa.Array] = []
+        if kind == _STRUCT:
+            below = [self.take(child, start, length) for child in children]
+        elif kind == _FIXED_LIST:
+            each = node.type.list_size
+            below = [self.take(children[0], start * each, length * each)]
+        elif kind in _WITH_OFFSETS:
+            offsets = self._offsets(buffers[1], kind in _LARGE, start, length)
+            first, stop = int(offsets[0]), int(offsets[-1])
+            read.append(pa.py_buffer(offsets - offsets[0]))
+            if kind in _LISTS:
+                below = [self.take(children[0], first, stop - first)]
+            else:
+                read.append(self._bytes(buffers[2], first, stop))
+        elif reading_of(node.type) == WHOLE:
+            rows = node.array.slice(start, length)
+            rows.validate(full=True)
+            return rows
+        elif node.type.bit_width == 1:
+            read.append(self._bits(buffers[1], start, length))
         else:
-            for span, (bits, _) in zip(node.buffers, shape.buffers, strict=True):
-                buffers.append(self._values(span, start, length, bits))
-            each = [times for _, times in shape.children]
-            children = [
-                self.take(child, start * times, length * times)
-                for child, times in zip(node.children, each, strict=True)
-            ]
-        return pa.Array.from_buffers(shape.type, length, buffers, children=children or None)
+            each = node.type.bit_width // 8
+            read.append(self._bytes(buffers[1], start * each, (start + length) * each))
+        return pa.Array.from_buffers(node.type, length, read, children=below or None)
 
-    def _offsets(self, node: Node, start: int, length: int) -> NDArray[np.int32] | NDArray[np.int64]:
-        dtype = np.dtype(np.int64 if node.shape.buffers[0][0] == 64 else np.int32)
-        if node.length == 0:
-            return np.zeros(1, dtype)
-        data = self._read(node.buffers[0], start * dtype.itemsize, (length + 1) * dtype.itemsize)
+    def _offsets(self, buffer: pa.Buffer, is_large: bool, start: int, length: int) -> np.ndarray:
+        dtype = np.dtype(np.int64 if is_large else np.int32)
+        data = self._bytes(buffer, start * dtype.itemsize, (start + length + 1) * dtype.itemsize)
         offsets = np.frombuffer(data, dtype)
         # Compare, because differences can overflow.
         if int(offsets[0]) < 0 or (offsets[1:] < offsets[:-1]).any():
             raise ValueError("offsets that go backwards")
         return offsets
 
-    def _values(self, span: Span, start: int, length: int, bits: int) -> pa.Buffer:
-        if bits == 1:
-            return self._bits(span, start, length)
-        return pa.py_buffer(self._read(span, start * bits // 8, length * bits // 8))
-
-    def _bits(self, span: Span, start: int, length: int) -> pa.Buffer:
+    def _bits(self, buffer: pa.Buffer | None, start: int, length: int) -> pa.Buffer:
         first = start // 8
-        data = self._read(span, first, -(-(start + length) // 8) - first)
-        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[start % 8 :][:length]
+        data = np.frombuffer(self._bytes(buffer, first, -(-(start + length) // 8)), np.uint8)
+        bits = np.unpackbits(data, bitorder="little")[start % 8 :][:length]
         return pa.py_buffer(np.packbits(bits, bitorder="little"))
 
-    def _read(self, span: Span, start: int, size: int) -> bytes:
-        if not 0 <= start <= start + size <= span.size:
-            raise ValueError(f"bytes {start} to {start + size} of a buffer of {span.size}")
-        self._left -= size
+    def _bytes(self, buffer: pa.Buffer | None, start: int, stop: int) -> pa.Buffer:
+        """Return bytes start to stop of a buffer."""
+        size = 0 if buffer is None else buffer.size
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"bytes {start} to {stop} of a buffer of {size}")
+        if buffer is None or self._column.is_whole or start == stop:
+            return pa.py_buffer(b"") if buffer is None else buffer[start:stop]
+        message = self._column.message
+        at = buffer.address - self._column.address
+        if not message.body <= message.offset + at <= message.stop - size:
+            raise ValueError("a buffer outside of its batch")
+        self._left -= stop - start
         if self._left < 0:
             raise TooLarge(f"more than Limits.column_bytes={self._most_bytes} bytes in one column")
-        data = self._file.read(span.offset + start, size) if size else b""
-        if len(data) < size:
-            raise ValueError(f"cut: {len(data)} of {size} bytes")
-        return data
+        data = self._file.read(message.offset + at + start, stop - start)
+        if len(data) < stop - start:
+            raise ValueError(f"cut: {len(data)} of {stop - start} bytes")
+        return pa.py_buffer(data)
+
+
+def _node(array: pa.Array, num_rows: int | None = None) -> Node:
+    """Describe a column, or an array below it. Raises Refused or ArrowInvalid if buffers are too short for its rows."""
+    if num_rows is not None:
+        array.validate()
+        if len(array) != num_rows:
+            raise Refused(f"{len(array)} values in {num_rows} rows")
+    kind, below = array.type.id, []
+    if kind == _STRUCT:
+        below = [array.field(number) for number in range(array.type.num_fields)]
+    elif kind in _LISTS or kind == _FIXED_LIST:
+        below = [array.values]
+    return Node(array, array.type, kind, len(array), array.buffers()[:3], [_node(child) for child in below])
+
+
+def reading_of(type_: pa.DataType) -> int:
+    """Return BY_ROW, WHOLE, or NEVER: how values of a type are read."""
+    kinds = pa.types
+    if kinds.is_union(type_) or kinds.is_map(type_) or kinds.is_run_end_encoded(type_):
+        return NEVER
+    if isinstance(type_, pa.BaseExtensionType):
+        return NEVER
+    has_views = kinds.is_string_view(type_) or kinds.is_binary_view(type_)
+    has_views = has_views or kinds.is_list_view(type_) or kinds.is_large_list_view(type_)
+    own = WHOLE if has_views or kinds.is_dictionary(type_) else BY_ROW
+    return max([own, *(reading_of(type_.field(number).type) for number in range(type_.num_fields))])

@@ -17,8 +17,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import NOT_DATA, ShardError, as_failure, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.layout import read_layout
-from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
-from orchdata.loaders.shards.arrow.shapes import shape_of
+from orchdata.loaders.shards.arrow.rows import NEVER, Columns, TooLarge, reading_of
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
 from orchdata.loaders.shards.first.beginning import Beginning
@@ -32,8 +31,9 @@ from orchdata.loaders.shards.parquet.cells import (
     renamed,
 )
 from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
-from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
+from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, running_sums
 from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.shards.parquet.shard import COLUMNS, NUMBERS, DecodedColumn
 from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -43,7 +43,7 @@ _FREE_ROWS: Final = 1 << 16
 
 
 class ArrowReader:
-    """An Arrow file with a checked layout. Safe from many threads.
+    """An Arrow file whose descriptions were read. Safe from many threads.
 
     Attributes:
         schema, columns, ignored, key, starts, promised_rows: as of a ParquetReader; a batch is a row group.
@@ -59,7 +59,9 @@ class ArrowReader:
         """
         self._limits = limits
         self._file = file
-        stored, self._batches = read_layout(file)
+        self._layout = read_layout(file)
+        self._values = Columns(file, self._layout, limits.column_bytes)
+        stored = self._layout.schema
         self.schema = renamed(stored, rules)
         if met is not None:
             met.add(stored.names)
@@ -67,26 +69,25 @@ class ArrowReader:
         self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
         if (clash := field_clash(self.columns)) is not None:
             raise Refused(clash)
-        self._leave_unreadable()
+        self._check_types()
         counts = Counter(self.schema.names)
         for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
             if counts[name] > 1:
                 raise Refused(f"two columns are called {name!r}: give each a different name")
-            type_ = self.schema.field(name).type
-            if not shape_of(type_).is_read:
-                raise Refused(
-                    f"column {name!r} is {str(type_)[:100]}, which cannot be read by position: write it as plain "
-                    "strings, bytes and lists, as `save_to_disk` does, or leave it out"
-                )
-        self.starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
+        self.starts = np.array([0, *running_sums([batch.num_rows for batch in self._layout.batches])], np.int64)
         self.promised_rows = int(self.starts[-1])
 
-    def _leave_unreadable(self) -> None:
-        """Ignore columns that only a function of the user's requests, and that cannot be read by position."""
-        for column in [each for each in self.columns if each.form == "words" and each.has_nulls]:
-            if not shape_of(self.schema.field(column.name).type).is_read:
-                self.columns.remove(column)
-                self.ignored.append(column.name)
+    def _check_types(self) -> None:
+        """Ignore columns of types that are not read, if only a function of the user's wants them, or raise Refused."""
+        types = dict(zip(self.schema.names, self.schema.types, strict=True))
+        for column in [each for each in self.columns if reading_of(types[each.name]) == NEVER]:
+            if column.form != "words" or not column.has_nulls:
+                raise Refused(
+                    f"column {column.name!r} is {str(types[column.name])[:100]}, which is not supported: write it as "
+                    "plain strings, bytes and lists, or leave it out"
+                )
+            self.columns.remove(column)
+            self.ignored.append(column.name)
 
     def check(self) -> None:
         """Raise Refused if there are too many rows, or none."""
@@ -105,12 +106,16 @@ class ArrowReader:
 
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
-        rows = self._batches[group].num_rows
+        rows, stored = self._layout.batches[group].num_rows, [self._stored(name) for name in names]
+        whole = self._values.whole(group, stored) if rows and self._values.is_whole(group, stored) else None
         start, most = 0, _SCAN_ROWS
         while start < rows:
             length = min(most, rows - start)
             try:
-                arrays = [self.take(group, name, start, length) for name in names]
+                if whole is not None:
+                    arrays = [array.slice(start, length) for array in whole]
+                else:
+                    arrays = [self._values.take(group, name, start, length) for name in stored]
             except (ValueError, pa.ArrowException) as error:
                 if isinstance(error, TooLarge) and length > 1:
                     most = length // 2
@@ -120,10 +125,20 @@ class ArrowReader:
             start += length
             most = min(_SCAN_ROWS, 2 * most)
 
-    def take(self, group: int, name: str, start: int, length: int) -> pa.Array:
-        """Read rows of one column of a batch."""
-        reader = RowsReader(self._file, self._limits.column_bytes)
-        return reader.take(self._batches[group].columns[self._stored_names.get(name, name)], start, length)
+    def cell(self, shard: int, group: int, name: str, row: int) -> pa.Scalar:
+        """Read one cell of a batch; a column that is read whole is kept, under the number of the shard."""
+        stored = self._stored(name)
+        if not self._values.is_whole(group, [stored]):
+            return self._values.take(group, stored, row, 1)[0]
+        column = COLUMNS.get((shard, group, name))
+        if column is None:
+            batch = self._layout.batches[group]
+            column = DecodedColumn(self._values.whole(group, [stored]), batch.stop - batch.offset)
+            COLUMNS.put((shard, group, name), column)
+        return column[row]
+
+    def _stored(self, name: str) -> str:
+        return self._stored_names.get(name, name)
 
 
 class ArrowShard:
@@ -139,6 +154,7 @@ class ArrowShard:
         self._file = file
         self._limits = limits
         self._rules = rules
+        self._number = next(NUMBERS)
         self._lock = threading.Lock()
         self._reader: ArrowReader | None = None
 
@@ -214,11 +230,12 @@ class ArrowShard:
 
     def close(self) -> None:
         self._file.close()
+        COLUMNS.forget(self._number)
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
         column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
-        data = column.item(reader.take(group, column.name, group_row, 1)[0], item, self._limits)
+        data = column.item(reader.cell(self._number, group, column.name, group_row), item, self._limits)
         self._file.check_unchanged()
         return data
 

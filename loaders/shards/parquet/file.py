@@ -72,7 +72,7 @@ class ParquetReader:
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if min(counts, default=0) < 0:
             raise Refused(f"the footer counts {min(counts)} rows in a row group")
-        self.starts = np.array([0, *_running_sums(counts)], np.int64)
+        self.starts = np.array([0, *running_sums(counts)], np.int64)
         self._leaves: dict[str, list[int]] = {}
         new_names = dict(rules.names)
         for leaf in range(metadata.num_columns):
@@ -237,14 +237,14 @@ def _column_of(leaf: str, columns: Collection[str]) -> str:
     return next((path for path in paths if path in columns), parts[0])
 
 
-def _running_sums(counts: Sequence[int]) -> list[int]:
+def running_sums(counts: Sequence[int]) -> list[int]:
     """Sum in Python's integers: a footer can claim more rows than fit in an int64."""
     total, sums = 0, []
     for count in counts:
         total += count
         sums.append(total)
     if total > np.iinfo(np.int64).max:
-        raise Refused(f"the footer counts {total} rows")
+        raise Refused(f"its groups of rows claim {total} rows")
     return sums
 
 

@@ -31,10 +31,15 @@ from orchdata.loaders.storage.storage import Storage
 
 
 class DecodedColumn:
-    """A decoded column of a row group, in pieces."""
+    """A decoded column of a row group, in pieces.
 
-    def __init__(self, pieces: Sequence[pa.Array]) -> None:
+    Args:
+        least_bytes: that it is known to take.
+    """
+
+    def __init__(self, pieces: Sequence[pa.Array], least_bytes: int = 0) -> None:
         self._pieces = pieces
+        self._least_bytes = least_bytes
         self._starts = np.cumsum([0, *map(len, pieces)])
 
     def __getitem__(self, row: int) -> pa.Scalar:
@@ -42,7 +47,7 @@ class DecodedColumn:
         return self._pieces[piece][row - int(self._starts[piece])]
 
     def get_total_buffer_size(self) -> int:
-        return int(pa.chunked_array(self._pieces).get_total_buffer_size())
+        return max(self._least_bytes, int(pa.chunked_array(self._pieces).get_total_buffer_size()))
 
 
 class ColumnCache:
@@ -85,7 +90,7 @@ class ColumnCache:
 
 
 COLUMNS = ColumnCache(512 << 20)
-_numbers = itertools.count()
+NUMBERS = itertools.count()
 
 
 class ParquetShard:
@@ -108,7 +113,7 @@ class ParquetShard:
         self._limits = limits
         self._rules = rules
         self._reach = reach
-        self._number = next(_numbers)
+        self._number = next(NUMBERS)
         self._lock = threading.Lock()
         self._closed = False
         self._reader: ParquetReader | None = None

@@ -22,7 +22,7 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.arrow.layout import read_layout
-from orchdata.loaders.shards.arrow.rows import RowsReader
+from orchdata.loaders.shards.arrow.rows import Columns
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
@@ -43,8 +43,9 @@ def clip(seed: int) -> bytes:
     return stream.getvalue()
 
 
-def write_stream(path: Path, table: pa.Table, rows: int = 7, options: Any = None) -> str:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
+def write_stream(path: Path, table: pa.Table, rows: int = 7, options: Any = None, *, is_file: bool = False) -> str:
+    new = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=rows)
     return str(path)
 
@@ -158,18 +159,66 @@ def test_rows_of_every_type_are_those_that_pyarrow_reads(tmp_path: Path, nulls: 
     }
     table = pa.table(columns)
     file = LocalFile(write_stream(tmp_path / "a.arrow", table, rows=25))
-    schema, batches = read_layout(file)
-    assert schema.equals(table.schema) and [batch.num_rows for batch in batches] == [25, 25, 10]
-    rows = RowsReader(file, 1 << 20)
-    for number, batch in enumerate(batches):
-        for name, node in batch.columns.items():
+    layout = read_layout(file)
+    assert layout.schema.equals(table.schema) and [batch.num_rows for batch in layout.batches] == [25, 25, 10]
+    stored_columns = Columns(file, layout, 1 << 20)
+    for number, batch in enumerate(layout.batches):
+        for name in table.column_names:
             wanted = table.column(name).slice(25 * number, batch.num_rows).to_pylist()
             for start, length in ((0, batch.num_rows), (3, 1), (7, 2), (batch.num_rows - 1, 1), (5, 0)):
-                taken = rows.take(node, start, length)
+                taken = stored_columns.take(number, name, start, length)
                 taken.validate(full=True)
                 assert taken.to_pylist() == wanted[start : start + length], name
     with pytest.raises(ValueError, match="values 9 to 11 of 10"):
-        rows.take(batches[2].columns["string"], 9, 2)
+        stored_columns.take(2, "string", 9, 2)
+
+
+def cells(url: str) -> list[dict[str, bytes]]:
+    recipe = Recipe()
+    index = build_index([url], recipe)
+    assert index.bad_rows().tolist() == []
+    found = []
+    for row in range(index.num_samples):
+        sample = stored(index, row, recipe)
+        found.append({sample.members[at].field: bytes(data) for at, data in sample.read(recipe).items()})
+    return found
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("kind", ["plain", "encoded", "views", "lists of views"])
+def test_what_is_read_whole_has_the_cells_of_plain_columns(
+    tmp_path: Path, kind: str, compression: str | None, is_file: bool
+) -> None:
+    texts = pa.array([None if row % 5 == 4 else f"text {row % 7}" for row in range(30)])
+    images = pa.array([photo(row % 4) for row in range(30)])
+    table = pa.table({"text": texts, "image": images, "id": [str(row) for row in range(30)]})
+    if kind == "lists of views":
+        table = table.set_column(1, "image", pa.array([[data.as_py()] for data in images]))
+    wanted = cells(write_stream(tmp_path / "plain.arrow", table))
+    if kind == "encoded":
+        table = pa.table({name: table[name].combine_chunks().dictionary_encode() for name in table.column_names})
+    elif kind != "plain":
+        image = pa.list_view(pa.binary_view()) if kind == "lists of views" else pa.binary_view()
+        values = [
+            pa.array(column.to_pylist(), type_)
+            for column, type_ in zip(table.columns, (pa.string_view(), image, pa.string_view()), strict=True)
+        ]
+        table = pa.table(values, table.column_names)
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    url = write_stream(tmp_path / "a.arrow", table, options=options, is_file=is_file)
+    assert cells(url) == wanted and {"text", "id"} & wanted[0].keys()
+
+
+def test_a_stream_may_replace_and_extend_its_dictionaries(tmp_path: Path) -> None:
+    schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
+    batches = [pa.array(each).dictionary_encode() for each in (["a", "b"], ["a", "b", "c"], ["d", "b"])]
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    path = str(tmp_path / "a.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(pa.record_batch([batch], schema=schema))
+    assert [cell["text"] for cell in cells(path)] == [b"a", b"b", b"a", b"b", b"c", b"d", b"b"]
 
 
 def test_a_row_costs_its_own_bytes_alone(tmp_path: Path) -> None:
@@ -197,23 +246,16 @@ REPEATED = pc.run_end_encode(pa.array(["b"]))
 
 
 @pytest.mark.parametrize(
-    ("table", "options", "wanted"),
+    ("table", "wanted"),
     [
-        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="zstd"), "buffers are compressed"),
-        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="lz4"), "buffers are compressed"),
-        (pa.table({"text": pa.array(["a", "b"]).dictionary_encode()}), None, "dictionary"),
-        (pa.table({"label": ["a"], "text": pa.array(["b"], pa.string_view())}), None, "'text' is string_view"),
-        (pa.table({"text": ["a"], "image": pa.array([b"b"], pa.binary_view())}), None, "'image' is binary_view"),
-        (pa.table({"text": ["a"], "images": pa.array([[b"b"]], pa.list_view(pa.binary()))}), None, "'images' is list_"),
-        (pa.table({"id": pa.array(["a"], pa.string_view()), "text": ["b"]}), None, "'id' is string_view"),
-        (pa.table({"text": REPEATED, "caption": ["a"]}), None, "'text' is run_end_encoded"),
-        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), None, "two columns are called 'text'"),
-        (pa.table({"number": [1]}), None, "no column has"),
-        (pa.table({"text": pa.array([], pa.string())}), None, "no rows"),
+        (pa.table({"text": REPEATED, "caption": ["a"]}), "'text' is run_end_encoded"),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), "two columns are called 'text'"),
+        (pa.table({"number": [1]}), "no column has"),
+        (pa.table({"text": pa.array([], pa.string())}), "no rows"),
     ],
 )
-def test_what_is_not_read_by_position_is_said(tmp_path: Path, table: pa.Table, options: Any, wanted: str) -> None:
-    index = build_index([write_stream(tmp_path / "a.arrow", table, options=options)], Recipe())
+def test_what_is_not_read_is_said(tmp_path: Path, table: pa.Table, wanted: str) -> None:
+    index = build_index([write_stream(tmp_path / "a.arrow", table)], Recipe())
     assert index.num_samples == 1
     assert wanted in reason(index)
 

@@ -13,15 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hostile_arrow import Case, good_files, huge_batch, mutations, sharing_schema, try_cases, written
+from hostile_arrow import Case, good_files, huge_batch, mutations, try_cases, written
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.storage.local import LocalFile
-
-READ = [name for name in good_files() if name not in ("encoded", "zstd", "lz4")]
 
 
 def opened(folder: Path, data: bytes, limits: Limits | None = None) -> ArrowShard:
@@ -40,16 +38,6 @@ def chats(values: list[Any], **fields: pa.DataType) -> pa.Table:
     return pa.table({"messages": pa.array(values, pa.list_(turn))})
 
 
-def shared_buffers() -> bytes:
-    """A batch in which all columns share the buffers of the first one."""
-    data = bytearray(written(pa.table({f"text {number}": ["x" * 40] for number in range(10)})))
-    places = [at for at in range(0, len(data) - 15, 8) if struct.unpack_from("<q", data, at + 8) == (40,)]
-    assert len(places) == 10
-    for at in places:
-        data[at : at + 8] = data[places[0] : places[0] + 8]
-    return bytes(data)
-
-
 def overflowing_offsets() -> bytes:
     """Offsets that seem to ascend if their differences overflow."""
     data = bytearray(written(pa.table({"text": pa.array(["a", "bc", "d"], pa.large_string())})))
@@ -58,9 +46,8 @@ def overflowing_offsets() -> bytes:
 
 
 HAND_MADE = {
-    "column 'text': a buffer of 12 bytes, 274877906948 are needed": huge_batch(),  # (2^36 + 1) * 4
-    "after the previous one, which ends at ": shared_buffers(),
-    "by repeated references": sharing_schema(50, 100_000),
+    "68719476736 rows, above Limits.shard_rows": huge_batch(1 << 36),
+    "batch 0, at byte 120: Buffer #0 too small in array of type": huge_batch(1 << 16),
     "offsets that go backwards": overflowing_offsets(),
 }
 
@@ -71,13 +58,26 @@ def test_what_a_hostile_hand_makes_is_refused_with_the_reason(tmp_path: Path) ->
     for wanted, data in HAND_MADE.items():
         (reason,) = facts(tmp_path, data).errors.values()
         assert wanted in reason
-    assert facts(tmp_path, sharing_schema(1, 100_000)).errors == {}
+
+
+@pytest.mark.parametrize("schema", ["zstd", "lz4", "encoded zstd"])
+def test_what_compressed_buffers_become_is_compared_with_the_limits_first(tmp_path: Path, schema: str) -> None:
+    table = pa.table({"text": ["a" * 1_000_000] * 3, "kind": ["b" * 50_000] * 3})
+    if schema == "encoded zstd":
+        table = table.set_column(1, "kind", table["kind"].combine_chunks().dictionary_encode())
+    data = written(table, options=pa.ipc.IpcWriteOptions(compression=schema.split()[-1]))
+    assert len(data) < 50_000 and facts(tmp_path, data).errors == {}
+    taken = pa.total_allocated_bytes()
+    peak = pa.default_memory_pool().max_memory()
+    (reason,) = facts(tmp_path, data, Limits(column_bytes=1_000_000)).errors.values()
+    assert "its buffers take" in reason and "above Limits.column_bytes=1000000" in reason
+    assert pa.default_memory_pool().max_memory() == peak and pa.total_allocated_bytes() <= taken
 
 
 def test_damaged_files_end_no_process(tmp_path: Path) -> None:
     each = (itertools.islice(mutations(schema, data, 0), 15) for schema, data in good_files().items())
     cases = list(itertools.chain(*each))
-    assert len(cases) == 180
+    assert len(cases) == 195
     assert try_cases(tmp_path, cases) == ""
 
 
@@ -94,7 +94,7 @@ def test_a_child_that_ends_is_reported(tmp_path: Path) -> None:
     assert report.startswith("media: ends (1.arrow): SIGABRT")
 
 
-@pytest.mark.parametrize("schema", READ)
+@pytest.mark.parametrize("schema", good_files())
 def test_good_files_of_every_schema_have_no_failure(tmp_path: Path, schema: str) -> None:
     table = facts(tmp_path, good_files()[schema])
     assert table.errors == {} and len(set(table.sample)) == 6
