@@ -21,7 +21,7 @@ from orchdata.loaders.storage.remote import urls
 from orchdata.loaders.storage.remote.file import RemoteFile
 from orchdata.loaders.storage.remote.listing import matches, versions_of
 from orchdata.loaders.storage.remote.objects import Objects
-from orchdata.loaders.storage.remote.trying import RETRY_SECONDS
+from orchdata.loaders.storage.remote.requests import RETRY_SECONDS
 from orchdata.loaders.storage.storage import FileVersion, Storage
 
 _OF_TIMEOUT: Final = 0.6

@@ -1,9 +1,9 @@
-"""Patterns of URLs: whether one has to be listed, and the expression that its matches fit."""
+"""Patterns of URLs: whether one has to be listed, and what it matches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Final
 
 from orchdata.loaders.storage.remote.urls import HTTP, identity, scheme_of, without_secrets
@@ -26,36 +26,21 @@ def has_magic(url: str) -> bool:
     return MAGIC.search(url) is not None
 
 
-def expression(key: str) -> str:
-    """Return the regular expression of a pattern."""
-    return "".join(_parts(key.split("/")))
+def fits(pattern: str, key: str) -> bool:
+    """Return whether a key matches a pattern: `*`, `?` and `[...]` within a folder, `**` any number of folders. Names
+    that begin with a dot are left out, unless the pattern has the dot.
+    """
+    return _fit(pattern.split("/"), key.split("/"))
 
 
-def _parts(parts: Sequence[str]) -> Iterator[str]:
-    for number, part in enumerate(parts):
-        is_last = number == len(parts) - 1
-        if part == "**":
-            yield r"(?:[^/.][^/]*/)*" + (r"[^/.][^/]*" if is_last else "")
-            continue
-        hidden = "" if part.startswith(".") or not MAGIC.search(part) else r"(?!\.)"
-        yield hidden + _in_folder(part) + ("" if is_last else "/")
-
-
-def _in_folder(part: str) -> str:
-    """Return the expression of a name: as of `fnmatch`, but nothing matches the end of a folder."""
-    out, at = [], 0
-    while at < len(part):
-        character = part[at]
-        at += 1
-        close = part.find("]", at + 1 + part.startswith("!", at)) if character == "[" else -1
-        if character == "*":
-            out.append("[^/]*")
-        elif character == "?":
-            out.append("[^/]")
-        elif close > 0:
-            inside = part[at:close].replace("\\", r"\\").replace("[", r"\[")
-            out.append(f"[{'^' + inside[1:] if inside.startswith('!') else inside}]")
-            at = close + 1
-        else:
-            out.append(re.escape(character))
-    return "".join(out)
+def _fit(parts: list[str], names: list[str]) -> bool:
+    if not parts or not names:
+        return not parts and not names
+    part, name = parts[0], names[0]
+    is_shown = not name.startswith(".")
+    if part == "**":
+        if len(parts) > 1 and _fit(parts[1:], names):
+            return True
+        return is_shown and name != "" and (parts == ["**"] and len(names) == 1 or _fit(parts, names[1:]))
+    may_match = is_shown or part.startswith(".") or not MAGIC.search(part)
+    return may_match and fnmatchcase(name, part) and _fit(parts[1:], names[1:])
