@@ -110,7 +110,7 @@ class ObjectFolder:
         what a look at the object would cost.
         """
         url = "/".join(filter(None, (self.root, folder)))
-        if folder not in self._pages and self._files.has_listing(self.root) and len(names) > 1:
+        if folder not in self._pages and not self._is_http and len(names) > 1:
             self._pages[folder] = self._files.objects.pages(f"{url}/")
         self._allowed[folder] = self._allowed.get(folder, 0) + len(names)
         left = set(names)
@@ -214,7 +214,7 @@ class ObjectFolder:
 
     def _check_root(self) -> None:
         """Raise StorageError if nothing is below the root: then no object is known to be missing."""
-        if self._is_checked or not self._files.has_listing(self.root):
+        if self._is_checked or self._is_http:
             return
         try:
             is_empty = next(self._files.objects.pages(f"{self.root}/"), None) is None

@@ -173,10 +173,6 @@ class Files:
         """Return the objects that a pattern matches, as `listing.matches`."""
         return matches(self.objects, pattern)
 
-    def has_listing(self, path: str) -> bool:
-        """Return whether objects can be listed there."""
-        return urls.scheme_of(path) not in urls.HTTP
-
     def looked_up(self, paths: Sequence[str]) -> Files:
         """Return files that know sizes and versions of these objects, from few requests. Raises StorageError."""
         if time.monotonic() - self._known_at < _LISTED_SECONDS and self._known.keys() >= set(paths):

@@ -8,15 +8,14 @@ from itertools import islice
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.remote.objects import Objects
-from orchdata.loaders.storage.remote.patterns import MAGIC, fits
-from orchdata.loaders.storage.remote.urls import HTTP, check_key, parsed, scheme_of
+from orchdata.loaders.storage.remote.urls import HTTP, MAGIC, check_key, is_match, parsed, scheme_of
 from orchdata.loaders.storage.storage import FileVersion
 
 
 def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
     """Return the objects that a pattern matches, sorted by URL, with sizes and versions.
 
-    It matches as `patterns.fits`. A key that is equal to the pattern is the only match.
+    It matches as `urls.is_match`. A key that is equal to the pattern is the only match.
 
     Raises StorageError, and ValueError for a match with a key that cannot be read.
     """
@@ -33,7 +32,7 @@ def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
         for key, file in page:
             if key == url.key:
                 return {f"{url.root}/{key}": file}
-            if fits(url.key, key):
+            if is_match(url.key, key):
                 check_key(f"{url.root}/{key}")
                 found[f"{url.root}/{key}"] = file
     return dict(sorted(found.items()))

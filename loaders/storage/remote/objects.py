@@ -18,12 +18,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.memory import room
 from orchdata.loaders.storage.coalesce import Extent, runs_of
-from orchdata.loaders.storage.counted import ReadBytes, RequestCounts
+from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import requests, urls
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Client, Listed
 from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreClient
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
-from orchdata.loaders.storage.remote.requests import RETRY_SECONDS, Pending
+from orchdata.loaders.storage.remote.requests import RETRY_SECONDS, Pending, Request
 from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -111,7 +111,7 @@ class Objects:
         found = {}
         for url, pending in begun:
             try:
-                found[url] = requests.HERE.wait(pending, url)
+                found[url] = requests.HERE.wait(pending)
             except StorageError as error:
                 if not error.is_absent:
                     raise
@@ -127,7 +127,7 @@ class Objects:
         parts: list[Buffer] = []
         for start, pending in run.pieces:
             if start < last and first < start + PIECE_BYTES:
-                data = requests.HERE.wait(pending, url)
+                data = requests.HERE.wait(pending)
                 parts.append(memoryview(data)[max(0, first - start) : last - start])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -224,36 +224,41 @@ class Objects:
 
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
         """Have a thread of the pool make a request, with retries, and wait for it."""
-        return requests.HERE.wait(self._begin(url, doing, kind, client, call), url)
+        return requests.HERE.wait(self._begin(url, doing, kind, client, call))
 
     def _begin(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> Pending[T]:
         counts = requests.HERE.counts
 
-        def request() -> T:
+        def counted() -> T:
             counts.add(kind)
             return call()
 
-        return requests.HERE.begin(self._tried(request, url, doing, client, counts))
+        request = Request(
+            call=counted,
+            url=url,
+            doing=doing,
+            retry_seconds=self._retry_seconds,
+            counts=counts,
+            refresh=client.refresh,
+        )
+        return requests.HERE.begin(request)
 
     def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
         """Begin to read a range, in pieces."""
         url, file, first, last = wanted
-        pieces = [
-            (start, self._piece(ObjectRange(url, file, start, min(last, start + PIECE_BYTES)), reads))
-            for start in range(first, last, PIECE_BYTES)
-        ]
-        for _, pending in pieces:
-            requests.HERE.begin(pending)
+        pieces = []
+        for start in range(first, last, PIECE_BYTES):
+            piece = ObjectRange(url, file, start, min(last, start + PIECE_BYTES))
+            pieces.append((start, requests.HERE.begin(self._piece(piece, reads))))
         return _Run(wanted, pieces)
 
     def _piece(
         self, wanted: ObjectRange, reads: ReadBytes | None, ended: Callable[[], bool] = lambda: False
-    ) -> Pending[Buffer]:
-        """Return a read that has not begun."""
+    ) -> Request[Buffer]:
         client, key = self._client_of(wanted.url)
         counts = requests.HERE.counts if reads is None else reads.requests
 
-        def request() -> Buffer:
+        def get() -> Buffer:
             _check_room(wanted)
             counts.add("get")
             answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
@@ -262,33 +267,16 @@ class Objects:
             check(answer, wanted)
             return answer.data
 
-        doing, num_bytes = f"cannot be read at {wanted.start}", wanted.stop - wanted.start
-        return self._tried(request, wanted.url, doing, client, counts, num_bytes, ended)
-
-    def _tried(
-        self,
-        request: Callable[[], T],
-        url: str,
-        doing: str,
-        client: Client,
-        counts: RequestCounts,
-        num_bytes: int = 0,
-        ended: Callable[[], bool] = lambda: False,
-    ) -> Pending[T]:
-        """Return a request, with retries, that has not begun."""
-
-        def work(is_wanted: Callable[[], bool]) -> T:
-            return requests.HERE.keep_trying(
-                request,
-                url=url,
-                doing=doing,
-                seconds=self._retry_seconds,
-                counts=counts,
-                refresh=client.refresh,
-                is_wanted=lambda: is_wanted() and not ended(),
-            )
-
-        return Pending(work, num_bytes)
+        return Request(
+            call=get,
+            url=wanted.url,
+            doing=f"cannot be read at {wanted.start}",
+            retry_seconds=self._retry_seconds,
+            counts=counts,
+            refresh=client.refresh,
+            ended=ended,
+            num_bytes=wanted.stop - wanted.start,
+        )
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""

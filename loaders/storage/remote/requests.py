@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 from orchdata.loaders import waits
 from orchdata.loaders.errors import StorageError
@@ -57,18 +58,36 @@ _WHY: Final = (
 _log = logging.getLogger("orchdata")
 
 
-class Pending(Future[T]):
-    """The result of a call that a thread of the pool makes, as long as anyone holds this object.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Generic[T]):
+    """A request, and how long it is made again.
 
-    Args:
-        call: gets a function that returns whether the result is still wanted.
+    Attributes:
+        call: one attempt. Raises Trouble.
+        url, doing: for errors: the object, without secrets, and what failed.
+        retry_seconds: for how long after the first failure it is made again.
+        counts: gets the attempts after the first.
+        refresh: reads credentials again; called once.
+        ended: whether the result is wanted no more, though someone may hold it.
         num_bytes: memory that the result takes.
     """
 
-    def __init__(self, call: Callable[[Callable[[], bool]], T], num_bytes: int = 0) -> None:
+    call: Callable[[], T]
+    url: str
+    doing: str
+    retry_seconds: float
+    counts: RequestCounts
+    refresh: Callable[[], bool]
+    ended: Callable[[], bool] = lambda: False
+    num_bytes: int = 0
+
+
+class Pending(Future[T]):
+    """The result of a request that a thread of the pool makes, as long as anyone holds this object."""
+
+    def __init__(self, request: Request[T]) -> None:
         super().__init__()
-        self.call = call
-        self.num_bytes = num_bytes
+        self.request = request
 
 
 class Requests:
@@ -103,8 +122,9 @@ class Requests:
         """Divide the number in flight among so many processes of the rank."""
         self.most = max(_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT // max(1, processes))
 
-    def begin(self, pending: Pending[T], *, later: bool = False) -> Pending[T]:
-        """Have a thread make a call, `later` after all others. Return its result, which the caller must hold."""
+    def begin(self, request: Request[T], *, later: bool = False) -> Pending[T]:
+        """Have a thread make a request, `later` after all others. Return its result, which the caller must hold."""
+        pending = Pending(request)
         with self._changed:
             (self._later if later else self._urgent).append(weakref.ref(pending))
             if len(self._urgent) + len(self._later) > self._idle and self._threads < self.most:
@@ -118,8 +138,8 @@ class Requests:
             self._changed.notify()
         return pending
 
-    def wait(self, pending: Pending[T], url: str) -> T:
-        """Return the result of a call. Raises its error, and StorageError where no client works."""
+    def wait(self, pending: Pending[T]) -> T:
+        """Return the result of a request. Raises its error, and StorageError where no client works."""
         started = time.monotonic()
         with waits.for_storage():
             while not pending.done():
@@ -127,7 +147,7 @@ class Requests:
                     pending.exception(min(1.0, FORKED_SECONDS))
                 here().check()
                 if self._is_forked and not self._has_answer and time.monotonic() - started >= FORKED_SECONDS:
-                    raise StorageError(url, _WHY)
+                    raise StorageError(pending.request.url, _WHY)
         return pending.result()
 
     @property
@@ -135,26 +155,10 @@ class Requests:
         """Memory that the results of all requests will take which are queued or under way."""
         with self._changed:
             queued = [each() for queue in (self._urgent, self._later) for each in queue]
-            return sum(each.num_bytes for each in queued if each is not None) + self._running_bytes
+            return sum(each.request.num_bytes for each in queued if each is not None) + self._running_bytes
 
-    def keep_trying(
-        self,
-        request: Callable[[], T],
-        *,
-        url: str,
-        doing: str,
-        seconds: float,
-        counts: RequestCounts,
-        refresh: Callable[[], bool],
-        is_wanted: Callable[[], bool] = lambda: True,
-    ) -> T:
-        """Return `request()`; make it again after trouble that may pass.
-
-        Args:
-            url, doing: for the error: the object, without secrets, and what failed.
-            seconds: for how long after the first failure.
-            refresh: reads credentials again; called once.
-            is_wanted: whether anyone waits for the result.
+    def keep_trying(self, request: Request[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
+        """Make a request; make it again after trouble that may pass.
 
         Raises:
             StorageError: it failed for a lasting reason, or for too long.
@@ -163,7 +167,7 @@ class Requests:
         pause, attempts, is_refreshed, until = _FIRST_PAUSE, 1, False, None
         while True:
             try:
-                result = request()
+                result = request.call()
             except Trouble as raised:
                 trouble = raised.with_traceback(None)  # whose frames have the bytes of the answer
                 self._has_answer = True  # the client works in this process
@@ -171,20 +175,21 @@ class Requests:
                 self._has_answer = True
                 return result
 
-            if trouble.kind == "credentials" and not is_refreshed and refresh():
+            if trouble.kind == "credentials" and not is_refreshed and request.refresh():
                 is_refreshed = True
             else:
                 now = time.monotonic()
-                until = now + seconds if until is None else until
-                if trouble.kind != "passing" or now >= until or not is_wanted():
-                    raise trouble.as_error(url, doing, attempts)
+                until = now + request.retry_seconds if until is None else until
+                if trouble.kind != "passing" or now >= until or request.ended() or not is_wanted():
+                    raise trouble.as_error(request.url, request.doing, attempts)
                 if attempts > 5 and now - self._said >= _SAID_EVERY:
                     self._said = now
-                    _log.warning("%s: %s; trying again for up to %g s", url, trouble.reason, seconds)
+                    limit = request.retry_seconds
+                    _log.warning("%s: %s; trying again for up to %g s", request.url, trouble.reason, limit)
                 time.sleep(min(until - now, pause * random.uniform(0.5, 1.0)))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             attempts += 1
-            counts.add("again")
+            request.counts.add("again")
 
     def _serve(self) -> None:
         """Make requests, one after the other; a thread runs this."""
@@ -195,18 +200,29 @@ class Requests:
                     self._changed.wait()
                 self._idle -= 1
                 pending, is_late = taken
-                call, num_bytes, reference = pending.call, pending.num_bytes, weakref.ref(pending)
+                request, reference = pending.request, weakref.ref(pending)
                 self._running += 1
                 self._running_late += is_late
-                self._running_bytes += num_bytes
+                self._running_bytes += request.num_bytes
             del pending, taken  # others decide how long it is wanted
-            _make(call, reference)
-            del call
+            self._make(request, reference)
             with self._changed:
                 self._running -= 1
                 self._running_late -= is_late
-                self._running_bytes -= num_bytes
+                self._running_bytes -= request.num_bytes
                 self._changed.notify()
+
+    def _make(self, request: Request[T], reference: weakref.ref[Pending[T]]) -> None:
+        """Make a request, and give its result to whoever still holds the object for it."""
+        try:
+            result = self.keep_trying(request, lambda: reference() is not None)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            if (pending := reference()) is not None:
+                pending.set_exception(error)
+                del pending  # the error refers to this frame
+        else:
+            if (pending := reference()) is not None:
+                pending.set_result(result)
 
     def _taken(self) -> tuple[Pending[Any], bool] | None:
         """Return the next request, and whether it is one of those after all others; None if none may begin now.
@@ -219,24 +235,11 @@ class Requests:
                     queue.popleft()
                     continue
                 left = room() if self._running else None
-                if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.num_bytes):
+                if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
                     return None
                 queue.popleft()
                 return pending, queue is self._later
         return None
-
-
-def _make(call: Callable[[Callable[[], bool]], T], reference: weakref.ref[Pending[T]]) -> None:
-    """Make a call, and give its result to whoever still holds the object for it."""
-    try:
-        result = call(lambda: reference() is not None)
-    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-        if (pending := reference()) is not None:
-            pending.set_exception(error)
-            del pending  # the error refers to this frame
-    else:
-        if (pending := reference()) is not None:
-            pending.set_result(result)
 
 
 def needed_bytes(num_bytes: int) -> int:

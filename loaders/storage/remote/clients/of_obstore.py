@@ -35,11 +35,9 @@ _CLIENT: Final = {
 _OURS: Final = ("anonymous", "profile", "retry_seconds")
 _READ_TIMEOUT: Final = "30s"
 _TIMEOUT: Final = "1h"  # for a whole answer, however slowly it comes: `read_timeout` ends one that stalls
-_PUBLIC: Final = {
-    *(*_OURS, "endpoint", "region", "skip_signature", "request_payer", "s3_express"),
-    *("virtual_hosted_style_request", "unsigned_payload", "disable_tagging", "imdsv1_fallback", "container_name"),
-    *("account_name", "use_emulator", "azure_storage_use_emulator", *(_CLIENT - {"default_headers", "proxy_url"})),
-}
+_PUBLIC: Final = {*_OURS, *("endpoint", "region", "account_name", "container_name", "skip_signature")} | (
+    _CLIENT - {"default_headers", "proxy_url"}
+)
 """Options with values that may be shown."""
 
 
@@ -59,7 +57,11 @@ class ObstoreClient:
         }
         self._is_given = store is not None
         self._obstore = library()
-        self._secrets = [each for name, each in self._options.items() if name not in _PUBLIC and len(each) > 3]
+        self._secrets = [
+            each
+            for name, each in self._options.items()
+            if name not in _PUBLIC and each not in ("true", "false") and len(each) > 3
+        ]
         self._secrets += [url.query, url.user, *url.user.split(":", 1)[1:], *map(unquote, url.user.split(":", 1)[1:])]
         self._store = self._opened() if store is None else store
 

@@ -33,18 +33,7 @@ _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s)\"']+")
 _PATH: Final = re.compile(r"pars(e|ing) path|invalid path|control character", re.IGNORECASE)
 _METADATA: Final = ("169.254.169.254", "metadata.google.internal", "fd00:ec2::254")
-_LOGIN: Final = {
-    **dict.fromkeys(
-        ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"), "have expired"
-    ),
-    **dict.fromkeys(
-        ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "AuthenticationFailed"), "are wrong"
-    ),
-    **dict.fromkeys(
-        ("RequestTimeTooSkewed", "RequestInTheFuture"),
-        "are refused, because the clock of this machine and that of the server differ",
-    ),
-}
+_LOGIN: Final = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired", "InvalidToken")
 _REGION: Final = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _NETWORK: Final = (
@@ -143,12 +132,10 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
 def _of_status(status: int, code: str, text: str, name: str) -> Trouble:
     """Return what an answer of HTTP means that is an error."""
     said = f"HTTP {status} {code}".rstrip()
-    if code in _LOGIN:
-        return Trouble("credentials", f"the credentials {_LOGIN[code]} ({said})")
     if code in _REGION or status in (301, 307):
         where = "name it, as storage_options region=... or AWS_REGION"
         return Trouble("final", f"the bucket is in another region ({said}): {where}")
-    if status in (401, 403):
+    if status in (401, 403) or code in _LOGIN:
         if "list request" in text:
             way_out = f"allow it, or {_NAMED}"
             return Trouble("credentials", f"may not be listed with these credentials ({said}): {way_out}")

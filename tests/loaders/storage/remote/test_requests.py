@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.counted import RequestCounts
 from orchdata.loaders.storage.remote import objects as objects_module
 from orchdata.loaders.storage.remote import requests as requests_module
 from orchdata.loaders.storage.remote.clients.client import Answer
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
 from orchdata.loaders.storage.remote.file import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
-from orchdata.loaders.storage.remote.requests import Pending, Requests
+from orchdata.loaders.storage.remote.requests import Request, Requests
 from orchdata.loaders.storage.storage import FileVersion
 
 URL = "s3://bucket/a.bin"
@@ -86,6 +87,10 @@ def whole(client: FakeClient) -> FileVersion:
 
 def read(objects: Objects, client: FakeClient, start: int, stop: int) -> bytes:
     return bytes(objects.read(ObjectRange(URL, whole(client), start, stop)))
+
+
+def made(call: Callable[[], Any]) -> Request[Any]:
+    return Request(call=call, url=URL, doing="", retry_seconds=0.0, counts=RequestCounts(), refresh=lambda: False)
 
 
 class Gate:
@@ -285,27 +290,27 @@ class TestThePool:
     def test_urgent_calls_come_first(self, pool: Requests) -> None:
         gate, order = Gate(), []
         pool.most = 1
-        first = pool.begin(Pending(lambda _: gate(0, 0)))
+        first = pool.begin(made(lambda: gate(0, 0)))
         gate.wait_for(1)
         pending = [
-            pool.begin(Pending(lambda _: order.append("later")), later=True),
-            pool.begin(Pending(lambda _: order.append("now"))),
+            pool.begin(made(lambda: order.append("later")), later=True),
+            pool.begin(made(lambda: order.append("now"))),
         ]
         gate.opened.set()
         for each in (first, *pending):
-            pool.wait(each, URL)
+            pool.wait(each)
         assert order == ["now", "later"]
 
     def test_requests_for_later_leave_room_for_urgent_ones(self, pool: Requests) -> None:
         gate = Gate()
         pool.most = 8
-        late = [pool.begin(Pending(lambda _: gate(0, 0)), later=True) for _ in range(32)]
+        late = [pool.begin(made(lambda: gate(0, 0)), later=True) for _ in range(32)]
         gate.wait_for(4)
-        urgent = pool.begin(Pending(lambda _: "now"))
-        assert pool.wait(urgent, URL) == "now"
+        urgent = pool.begin(made(lambda: "now"))
+        assert pool.wait(urgent) == "now"
         gate.opened.set()
         for each in late:
-            pool.wait(each, URL)
+            pool.wait(each)
         assert gate.most <= 4
 
     def test_without_a_thread_a_read_fails(

@@ -39,10 +39,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield made
 
 
-def tried(request: Callable[[], Any], **more: Any) -> Any:
-    options: dict[str, Any] = {"seconds": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
-    pool = requests.Requests()
-    return pool.keep_trying(request, url=URL, doing="cannot be read at 0", **(options | more))
+def tried(call: Callable[[], Any], is_wanted: Callable[[], bool] = lambda: True, **more: Any) -> Any:
+    options: dict[str, Any] = {"retry_seconds": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
+    request = requests.Request(call=call, url=URL, doing="cannot be read at 0", **(options | more))
+    return requests.Requests().keep_trying(request, is_wanted)
 
 
 def failing(*troubles: Trouble, seconds: float = 0.0, clock: Clock | None = None) -> Callable[[], str]:
@@ -84,7 +84,7 @@ def test_an_outage_ends_after_its_time(clock: Clock) -> None:
 
 def test_without_time_there_is_one_attempt(clock: Clock) -> None:
     with pytest.raises(StorageError, match="HTTP 500.$"):
-        tried(always(PASSING), seconds=0.0)
+        tried(always(PASSING), retry_seconds=0.0)
     assert not clock.pauses
 
 
