@@ -1,13 +1,16 @@
-"""Counting bytes: those read, by any thread, and those that samples needed."""
+"""Counting bytes: those read, by any thread, and those that samples needed; and requests to object storage."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from orchdata.loaders.storage.remote.counts import RequestCounts
 from orchdata.loaders.storage.storage import Storage
+
+_REQUESTS: Final = ("get", "head", "list", "put", "again")
+"""Reads, looks, pages of listings, writes; of these, those that were repeated after an error."""
 
 
 class ByteCount:
@@ -20,6 +23,28 @@ class ByteCount:
     def add(self, num_bytes: int) -> None:
         with self._lock:
             self.value += num_bytes
+
+
+class RequestCounts:
+    """Requests so far by kind, from many threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
+    def merge(self, counts: Mapping[str, int]) -> None:
+        """Add the counts of another process."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the number of each kind that was made."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in _REQUESTS if self._counts[kind]}
 
 
 class ReadBytes:

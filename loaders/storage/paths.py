@@ -16,10 +16,10 @@ from typing import NamedTuple
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
-from orchdata.loaders.storage.remote.patterns import has_magic
 from orchdata.loaders.storage.remote.urls import (
     HTTP,
     check_key,
+    has_magic,
     identity,
     is_remote,
     parsed,

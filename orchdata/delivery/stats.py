@@ -102,9 +102,8 @@ class Stats:
         compressed tar counts as a whole when it is decompressed into the cache folder, and not again while it is there.
         `reads`: the sums that it is computed from (see `ReadBytes`), which may be added up over ranks: `storage_bytes`,
         `cache_bytes` from decompressed copies and those of a node's cache, and `used_bytes`; `requests` to object
-        storage by kind (`get`; of these those made `again` after an error, and a `second` time because the first was
-        slow). None for map-style data
-        sets. They include all reads, also for prefetched steps.
+        storage by kind (`get`; of these those made `again` after an error). None for map-style data sets. They include
+        all reads, also for prefetched steps.
         `milliseconds`, per step: `waiting` is the time that the training loop waited; `handing_over` is the time from
         the end of a step in a worker process to its arrival in this one; the others are busy time, summed over threads.
         `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples

@@ -25,7 +25,7 @@ from orchdata.loaders.shards.jsonl.media_files import (
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote.clients.client import Listed
 from orchdata.loaders.storage.remote.files import Files
-from orchdata.loaders.storage.remote.listing import looked_at
+from orchdata.loaders.storage.remote.listing import is_unlisted
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, ObjectRange
 from orchdata.loaders.storage.remote.stamps import stamp_of_version, stamped
 from orchdata.loaders.storage.remote.urls import HTTP, check_key, identity, is_remote, parsed, scheme_of
@@ -110,7 +110,7 @@ class ObjectFolder:
         what a look at the object would cost.
         """
         url = "/".join(filter(None, (self.root, folder)))
-        if folder not in self._pages and self._files.has_listing(self.root) and len(names) > 1:
+        if folder not in self._pages and not self._is_http and len(names) > 1:
             self._pages[folder] = self._files.objects.pages(f"{url}/")
         self._allowed[folder] = self._allowed.get(folder, 0) + len(names)
         left = set(names)
@@ -120,7 +120,7 @@ class ObjectFolder:
             self._versions |= listed
             left -= listed.keys()
         urls = {self._url(name): name for name in left}
-        found = looked_at(self._files.objects, list(urls))
+        found = self._files.objects.versions(list(urls))
         self._versions |= {name: found.get(url) for url, name in urls.items()}
 
     def _next_page(self, folder: str) -> list[Listed]:
@@ -130,7 +130,7 @@ class ObjectFolder:
         try:
             return next(self._pages[folder], [])
         except StorageError as error:
-            if not error.is_refused:
+            if not is_unlisted(error):
                 raise
             self._pages[folder] = iter(())
             return []
@@ -214,9 +214,15 @@ class ObjectFolder:
 
     def _check_root(self) -> None:
         """Raise StorageError if nothing is below the root: then no object is known to be missing."""
-        if self._is_checked or not self._files.has_listing(self.root):
+        if self._is_checked or self._is_http:
             return
-        if next(self._files.objects.pages(f"{self.root}/"), None) is None:
+        try:
+            is_empty = next(self._files.objects.pages(f"{self.root}/"), None) is None
+        except StorageError as error:
+            if error.errno != errno.EILSEQ:  # of an object that is there
+                raise
+            is_empty = False
+        if is_empty:
             raise StorageError(self.root, EMPTY_ROOT, errno.ETIME)  # a build does not wait for it
         self._is_checked = True
 

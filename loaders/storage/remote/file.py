@@ -92,12 +92,14 @@ class Blocks:
         stop = min(offset + size, self.size)
         if stop <= offset:
             return b""
-        number, start = divmod(offset, BLOCK_BYTES)
-        if start + stop - offset <= BLOCK_BYTES:
-            return memoryview(self._block(number))[start : start + stop - offset]
-        if size <= BLOCK_BYTES:
-            self._begin(number, (stop - 1) // BLOCK_BYTES)
-        return self._file.view(offset, size)
+        if size > BLOCK_BYTES:
+            return self._file.view(offset, size)
+        first, last = offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        if first == last:
+            return memoryview(self._block(first))[offset % BLOCK_BYTES :][: stop - offset]
+        self._begin(first, last)
+        halves = [self._block(first)[offset % BLOCK_BYTES :], self._block(last)[: (stop - 1) % BLOCK_BYTES + 1]]
+        return b"".join(halves)
 
     def _block(self, number: int) -> Buffer:
         current, content = self._current

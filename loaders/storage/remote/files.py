@@ -21,7 +21,7 @@ from orchdata.loaders.storage.remote import urls
 from orchdata.loaders.storage.remote.file import RemoteFile
 from orchdata.loaders.storage.remote.listing import matches, versions_of
 from orchdata.loaders.storage.remote.objects import Objects
-from orchdata.loaders.storage.remote.trying import RETRY_SECONDS
+from orchdata.loaders.storage.remote.requests import RETRY_SECONDS
 from orchdata.loaders.storage.storage import FileVersion, Storage
 
 _OF_TIMEOUT: Final = 0.6
@@ -172,10 +172,6 @@ class Files:
     def matches(self, pattern: str) -> dict[str, FileVersion]:
         """Return the objects that a pattern matches, as `listing.matches`."""
         return matches(self.objects, pattern)
-
-    def has_listing(self, path: str) -> bool:
-        """Return whether objects can be listed there."""
-        return urls.scheme_of(path) not in urls.HTTP
 
     def looked_up(self, paths: Sequence[str]) -> Files:
         """Return files that know sizes and versions of these objects, from few requests. Raises StorageError."""

@@ -1,16 +1,16 @@
-"""Objects of storage: reads by range, looks, listings and writes, with their retries; and ranges that are read ahead.
+"""Objects of storage: reads by range, looks, listings and writes; and ranges that are read ahead.
 
-expect(ranges) --merged--> fetches under way --read--> a sample's bytes, out of the fetch that has them
+expect(ranges) --merged--> runs under way, in pieces --read--> a sample's bytes, out of the run that has them
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
@@ -19,14 +19,12 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.memory import room
 from orchdata.loaders.storage.coalesce import Extent, runs_of
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.loaders.storage.remote import process, requests, urls
+from orchdata.loaders.storage.remote import requests, urls
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Client, Listed
 from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreClient
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
-from orchdata.loaders.storage.remote.counts import RequestCounts
-from orchdata.loaders.storage.remote.requests import Pending
+from orchdata.loaders.storage.remote.requests import RETRY_SECONDS, Pending, Request
 from orchdata.loaders.storage.remote.stamps import fits
-from orchdata.loaders.storage.remote.trying import RETRY_SECONDS, keep_trying
 from orchdata.loaders.storage.storage import FileVersion
 
 T = TypeVar("T")
@@ -37,7 +35,6 @@ PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
 _PIECES_AHEAD: Final = 4
 """Pieces of an object that is read whole which are under way at a time."""
-_SHALLOW_ATTEMPTS: Final = 3
 _ENDED_SECONDS: Final = 0.2
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
@@ -57,22 +54,28 @@ class ObjectRange(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Run:
+    """A range on its way: where each piece of it begins, and its result."""
+
+    range: ObjectRange
+    pieces: list[tuple[int, Pending[Buffer]]]
+
+    def has(self, start: int, stop: int) -> bool:
+        """Return whether it has these bytes. If it failed, it is not read from: the error of a step may keep it."""
+        if not self.range.start <= start <= stop <= self.range.stop:
+            return False
+        return not any(each.done() and each.exception() is not None for _, each in self.pieces)
+
+
 class Ahead:
     """Ranges that are fetched before they are read; they are dropped with this object."""
 
-    def __init__(self, objects: Objects, fetches: Sequence[_Fetch]) -> None:
-        self.num_bytes = sum(fetch.range.stop - fetch.range.start for fetch in fetches)
-        self._drop = weakref.finalize(self, objects._forget, fetches)
+    def __init__(self, runs: list[_Run]) -> None:
+        self._runs = runs
 
     def close(self) -> None:
-        self._drop()
-
-
-class _Fetch(NamedTuple):
-    """A range on its way."""
-
-    range: ObjectRange
-    pending: Pending[Buffer]
+        self._runs = []
 
 
 class Objects:
@@ -88,58 +91,64 @@ class Objects:
         self._options = options
         self._store = store
         self._given = given
-        self._budget = float(options.get("retry_seconds", RETRY_SECONDS))
+        self._retry_seconds = float(options.get("retry_seconds", RETRY_SECONDS))
         self._clients: OrderedDict[tuple[str, str, str], Client] = OrderedDict()
-        self._lock = threading.RLock()  # what is dropped by a collection of garbage may be dropped inside of it
-        self._dropped: deque[_Fetch] = deque()
-        self._ahead: dict[tuple[str, str], list[_Fetch]] = {}
+        self._lock = threading.Lock()
+        self._ahead: dict[tuple[str, str], list[weakref.ref[_Run]]] = {}
+        self._full = 1000
 
     def version(self, url: str) -> FileVersion | None:
         """Return size and version of an object; None if there is none. Raises StorageError."""
-        client, key = self._client_of(url)
-        if not key or key.endswith("/"):
-            return None
-        try:
-            return self._called(url, "cannot be looked at", "head", client, partial(client.head, key))
-        except StorageError as error:
-            if not error.is_absent:
-                raise
-            return None
+        return self.versions([url]).get(url)
+
+    def versions(self, wanted: Sequence[str]) -> dict[str, FileVersion]:
+        """Return size and version of each object that exists, with a request for each. Raises StorageError."""
+        begun: list[tuple[str, Pending[FileVersion]]] = []
+        for url in wanted:
+            client, key = self._client_of(url)
+            if key and not key.endswith("/"):
+                begun.append((url, self._begin(url, "cannot be looked at", "head", client, partial(client.head, key))))
+        found = {}
+        for url, pending in begun:
+            try:
+                found[url] = requests.HERE.wait(pending)
+            except StorageError as error:
+                if not error.is_absent:
+                    raise
+        return found
 
     def read(self, wanted: ObjectRange, reads: ReadBytes | None = None) -> Buffer:
         """Return the bytes of a range. Raises StorageError, and StaleIndexError for another object than is wanted."""
-        fetches = self._found(wanted)
-        if fetches is None:
-            fetches = [
-                (fetch, fetch.range.start, fetch.range.stop)
-                for fetch in self._begin([(wanted.start, wanted.stop)], wanted.url, wanted.file, reads)
-            ]
-        counts = requests.HERE.counts if reads is None else reads.requests
+        url, file, first, last = wanted
+        with self._lock:
+            known = [reference() for reference in self._ahead.get((url, file.version), ())]
+        run = next((each for each in known if each is not None and each.has(first, last)), None)
+        run = run or self._run(wanted, reads)
         parts: list[Buffer] = []
-        try:
-            for ((url, _, start, stop), pending), begin, end in fetches:
-                data = requests.HERE.wait(pending, url, num_bytes=stop - start, is_read=True, counts=counts)
-                parts.append(memoryview(data)[begin - start : end - start])
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-        except BaseException:
-            data = b""  # the error refers to this frame
-            del fetches, parts
-            raise
+        for start, pending in run.pieces:
+            if start < last and first < start + PIECE_BYTES:
+                data = requests.HERE.wait(pending)
+                parts.append(memoryview(data)[max(0, first - start) : last - start])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def expect(self, ranges: Sequence[ObjectRange], reads: ReadBytes | None = None) -> Ahead:
         """Ask for ranges before they are read, as few requests. Those that are near each other are read together."""
-        fetches: list[_Fetch] = []
         by_object: dict[tuple[str, FileVersion], list[Extent]] = {}
         for url, file, start, stop in dict.fromkeys(ranges):
             by_object.setdefault((url, file), []).append((start, stop - start))
-        for (url, file), extents in by_object.items():
-            runs = runs_of(_apart(extents), gap_bytes=GAP_BYTES)
-            fetches += self._begin([(run.start, run.stop) for run in runs], url, file, reads)
+        begun = [
+            self._run(ObjectRange(url, file, run.start, run.stop), reads)
+            for (url, file), extents in by_object.items()
+            for run in runs_of(_apart(extents), gap_bytes=GAP_BYTES)
+        ]
         with self._lock:
-            self._forget(())
-            for fetch in fetches:
-                self._ahead.setdefault((fetch.range.url, fetch.range.file.version), []).append(fetch)
-        return Ahead(self, fetches)
+            for run in begun:
+                self._ahead.setdefault((run.range.url, run.range.file.version), []).append(weakref.ref(run))
+            if len(self._ahead) >= self._full:  # forget now and then what is gone
+                alive = {name: [each for each in known if each()] for name, known in self._ahead.items()}
+                self._ahead = {name: known for name, known in alive.items() if known}
+                self._full = 2 * len(self._ahead) + 1000
+        return Ahead(begun)
 
     def pages(self, folder: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose URLs begin with that of a folder, by key, some at a time. Raises StorageError.
@@ -149,17 +158,16 @@ class Objects:
             deep: with those in folders below it; otherwise they may come, or not.
         """
         client, key = self._client_of(folder)
-        after, failed = "", 0
+        after = ""
         listing = client.pages(key, after, deep=deep)
 
         def next_page() -> list[Listed] | None:
             # A page that fails is asked for again, from where the one before ended.
-            nonlocal listing, failed
+            nonlocal listing
             try:
                 return next(listing, None)
             except Trouble:
-                failed += 1  # a client may have to begin a listing of one folder again, which may never end
-                listing = client.pages(key, after, deep=deep or failed >= _SHALLOW_ATTEMPTS)
+                listing = client.pages(key, after, deep=deep)
                 raise
 
         while (page := self._called(folder, "cannot be listed", "list", client, next_page)) is not None:
@@ -197,155 +205,82 @@ class Objects:
 
         Raises StorageError, and StaleIndexError for another object than is wanted.
         """
-        client, key = self._client_of(url)
-
-        def read(wanted: ObjectRange) -> Buffer:
-            def request() -> Buffer:
-                reads.requests.add("get")
-                answer = client.get(key, wanted.start, wanted.stop, file.version)
-                reads.storage.add(len(answer.data))
-                check(answer, wanted)
-                return answer.data
-
-            return self._try(request, url, f"cannot be read at {wanted.start}", client, reads.requests, ended)
-
-        left = (
-            ObjectRange(url, file, start, min(file.size, start + PIECE_BYTES))
-            for start in range(0, file.size, PIECE_BYTES)
-        )
+        left = iter(range(0, file.size, PIECE_BYTES))
         under_way: deque[Pending[Buffer]] = deque()
-        try:
-            while True:
-                for wanted in islice(left, _PIECES_AHEAD - len(under_way)):
-                    under_way.append(requests.HERE.submit(partial(read, wanted), later=True))
-                if not under_way:
+        while True:
+            for start in islice(left, _PIECES_AHEAD - len(under_way)):
+                wanted = ObjectRange(url, file, start, min(file.size, start + PIECE_BYTES))
+                under_way.append(requests.HERE.begin(self._piece(wanted, reads, ended), later=True))
+            if not under_way:
+                return
+            while not under_way[0].done():
+                if ended():
                     return
-                while not under_way[0].wait(_ENDED_SECONDS):
-                    if ended():
-                        return
-                yield under_way.popleft().result()
-        finally:
-            for pending in under_way:
-                pending.drop()
+                try:
+                    under_way[0].exception(_ENDED_SECONDS)
+                except TimeoutError:
+                    continue
+            yield under_way.popleft().result()
 
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
         """Have a thread of the pool make a request, with retries, and wait for it."""
+        return requests.HERE.wait(self._begin(url, doing, kind, client, call))
+
+    def _begin(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> Pending[T]:
         counts = requests.HERE.counts
 
-        def request() -> T:
+        def counted() -> T:
             counts.add(kind)
             return call()
 
-        pending = requests.HERE.submit(partial(self._try, request, url, doing, client, counts))
-        return requests.HERE.wait(pending, url)
-
-    def _try(
-        self,
-        request: Callable[[], T],
-        url: str,
-        doing: str,
-        client: Client,
-        counts: RequestCounts,
-        ended: Callable[[], bool] = lambda: False,
-    ) -> T:
-        return keep_trying(
-            request,
+        request = Request(
+            call=counted,
             url=url,
             doing=doing,
-            budget=self._budget,
+            retry_seconds=self._retry_seconds,
             counts=counts,
-            outage=requests.HERE.outage,
             refresh=client.refresh,
-            ended=ended,
         )
+        return requests.HERE.begin(request)
 
-    def _begin(
-        self, extents: Sequence[tuple[int, int]], url: str, file: FileVersion, reads: ReadBytes | None
-    ) -> list[_Fetch]:
-        """Begin to read ranges of an object, in pieces."""
-        client, key = self._client_of(url)
-        fetches = []
-        for start, stop in extents:
-            for begin in range(start, stop, PIECE_BYTES):
-                wanted = ObjectRange(url, file, begin, min(stop, begin + PIECE_BYTES))
-                fetches.append(_Fetch(wanted, self._pending(client, key, wanted, reads)))
-        for fetch in fetches:
-            requests.HERE.begin(fetch.pending)
-        return fetches
+    def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
+        """Begin to read a range, in pieces."""
+        url, file, first, last = wanted
+        pieces = []
+        for start in range(first, last, PIECE_BYTES):
+            piece = ObjectRange(url, file, start, min(last, start + PIECE_BYTES))
+            pieces.append((start, requests.HERE.begin(self._piece(piece, reads))))
+        return _Run(wanted, pieces)
 
-    def _pending(self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None) -> Pending[Buffer]:
-        """Return a read that has not begun. Retries end with the last who may ask for it."""
-        is_ended = lambda: pending.is_done or not pending.is_wanted  # noqa: E731 - the read and its end name each other
-        read = partial(self._fetch, client, key, wanted, reads, is_ended)
-        pending: Pending[Buffer] = Pending(read, wanted.stop - wanted.start)
-        return pending
-
-    def _fetch(
-        self, client: Client, key: str, wanted: ObjectRange, reads: ReadBytes | None, is_ended: Callable[[], bool]
-    ) -> Buffer:
-        """Read a range, with retries; a thread of the pool calls this."""
+    def _piece(
+        self, wanted: ObjectRange, reads: ReadBytes | None, ended: Callable[[], bool] = lambda: False
+    ) -> Request[Buffer]:
+        client, key = self._client_of(wanted.url)
         counts = requests.HERE.counts if reads is None else reads.requests
 
-        def request() -> Buffer:
-            began = time.monotonic()
+        def get() -> Buffer:
             _check_room(wanted)
             counts.add("get")
             answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
             if reads is not None:
                 reads.storage.add(len(answer.data))
             check(answer, wanted)
-            requests.HERE.timed(time.monotonic() - began, wanted.stop - wanted.start)
             return answer.data
 
-        return self._try(request, wanted.url, f"cannot be read at {wanted.start}", client, counts, is_ended)
-
-    def _found(self, wanted: ObjectRange) -> list[tuple[_Fetch, int, int]] | None:
-        """Return the fetches under way that have a range, in order; None if they do not have all of it.
-
-        Each comes with the bytes that are read from it, as start and stop: fetches of several steps may overlap.
-        """
-        if not self._ahead:
-            return None
-        with self._lock:
-            fetches = self._ahead.get((wanted.url, wanted.file.version), ())
-            found: list[tuple[_Fetch, int, int]] = []
-            at = wanted.start
-            while at < wanted.stop:
-                # One that failed may be kept by the error of its step: it is read again.
-                here = [each for each in fetches if each.range.start <= at < each.range.stop]
-                here = [each for each in here if not each.pending.has_failed]
-                if not here:
-                    return None
-                fetch = max(here, key=lambda each: each.range.stop)
-                stop = min(fetch.range.stop, wanted.stop)
-                found.append((fetch, at, stop))
-                at = stop
-            for fetch, _, _ in found:
-                fetch.pending.is_awaited = True
-            return found
-
-    def _forget(self, fetches: Sequence[_Fetch]) -> None:
-        """Drop ranges. A finalizer calls this, and does not wait: what another thread's lock keeps is dropped later."""
-        self._dropped.extend(fetches)
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            while self._dropped:
-                fetch = self._dropped.popleft()
-                key = fetch.range.url, fetch.range.file.version
-                left = [each for each in self._ahead.get(key, ()) if each is not fetch]
-                if left:
-                    self._ahead[key] = left
-                else:
-                    self._ahead.pop(key, None)
-                if not fetch.pending.is_awaited:
-                    fetch.pending.drop()
-        finally:
-            self._lock.release()
+        return Request(
+            call=get,
+            url=wanted.url,
+            doing=f"cannot be read at {wanted.start}",
+            retry_seconds=self._retry_seconds,
+            counts=counts,
+            refresh=client.refresh,
+            ended=ended,
+            num_bytes=wanted.stop - wanted.start,
+        )
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
-        process.check(url)  # before any lock: another thread of the parent may have had it
+        requests.HERE.check(url)  # before any lock: another thread of the parent may have had it
         parts = urls.parsed(self._given.get(url, url))
         name = parts.root, parts.query, parts.user
         with self._lock:
@@ -360,12 +295,11 @@ class Objects:
         return client, parts.key
 
     def _opened(self, parts: urls.ObjectUrl) -> Client:
-        from orchdata.loaders.storage.remote.clients.of_fsspec import FsspecClient, is_filesystem
-        from orchdata.loaders.storage.remote.clients.of_hub import SCHEME, HubClient
+        from orchdata.loaders.storage.remote.clients.of_fsspec import FsspecClient, HubClient, is_filesystem
 
         if self._store is None and parts.scheme in SCHEMES:
             return ObstoreClient(parts, self._options)
-        if parts.scheme == SCHEME and (self._store is None or hasattr(self._store, "resolve_path")):
+        if parts.scheme == "hf" and (self._store is None or hasattr(self._store, "resolve_path")):
             return HubClient(parts, self._options, self._store)
         if self._store is None or is_filesystem(self._store):
             return FsspecClient(parts, self._options, self._store)
@@ -387,7 +321,7 @@ def check(answer: Answer, wanted: ObjectRange) -> None:
     asked = wanted.stop - wanted.start, wanted.start, then.size
     if got != asked:
         form = "{} bytes from {} on, of {}"
-        raise Trouble("passing", f"the answer has {form.format(*got)}, in place of {form.format(*asked)}", is_odd=True)
+        raise Trouble("passing", f"the answer has {form.format(*got)}, in place of {form.format(*asked)}")
 
 
 def _check_room(wanted: ObjectRange) -> None:

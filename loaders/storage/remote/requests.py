@@ -1,262 +1,198 @@
-"""Requests of a process: made by threads of their own, a limited number at a time, and never by the main thread.
+"""Requests of a process: made by threads of their own, a limited number at a time, and again after trouble that passes.
 
-    fetch --queue--> a thread of the pool: keep_trying(client.get) --> bytes, checked --> whoever waits
+    Pending --queue--> a thread of the pool: keep_trying(client.get) --> bytes, checked --> whoever waits
 
-A client's call does not hear Ctrl-C, but waiting for another thread does. The number in flight follows the time that a
-small request takes when the server is idle: far servers need many at a time, and a near one is not flooded.
-A read that takes much longer than others is asked for a second time, and the first right answer counts.
+A client's call does not hear Ctrl-C, but waiting for another thread does. The pool refers weakly to what it makes: a
+request that no one holds any more is not made, and not tried again.
+
+No client works in a child that was forked after one was used, because its threads do not exist there. A child knows
+that the process that it was forked from used one through this library, and refuses at once. If only the user's own code
+had used one, its first request is given up after `FORKED_SECONDS`.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-import statistics
+import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from orchdata.loaders import waits
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.memory import room
 from orchdata.loaders.slow import here
-from orchdata.loaders.storage.remote import process
-from orchdata.loaders.storage.remote.counts import RequestCounts
-from orchdata.loaders.storage.remote.trying import Outage
+from orchdata.loaders.storage.counted import RequestCounts
+from orchdata.loaders.storage.remote.clients.trouble import Trouble
 
 T = TypeVar("T")
 
-MOST_IN_FLIGHT: Final = 64
+RETRY_SECONDS: Final = 300.0
+"""How long a request is tried again."""
+FORKED_SECONDS: Final = 10.0
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 8.0
+_SAID_EVERY: Final = 60.0
+_MOST_IN_FLIGHT: Final = 64
 """Requests of a rank at the same time."""
 _LEAST_IN_FLIGHT: Final = 4
-_PER_MILLISECOND: Final = 2.0
-"""Requests in flight for each millisecond that one takes."""
-_RECENT: Final = 64
 _COPIES: Final = 3
 """Copies of an answer that are in memory at the same time: a client puts together what came in parts, and a reader
 takes its part.
 """
 _CLIENT_BYTES: Final = 8 << 20
 """Memory of a client that is not of answers: connections, and the stack of a thread."""
-_SLOW_SECONDS: Final = 0.3
-_SLOW_TIMES: Final = 4.0
-_MOST_SECOND: Final = 0.05
-_TICK_SECONDS: Final = 0.05
+_WHY: Final = (
+    "cannot be read: this process was forked from one that had used object storage, and no client works in it: start "
+    'processes with multiprocessing_context="forkserver" or "spawn" instead of "fork"'
+)
+
+_log = logging.getLogger("orchdata")
 
 
-class Pending(Generic[T]):
-    """The result of a call that a thread of the pool makes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Generic[T]):
+    """A request, and how long it is made again.
 
     Attributes:
+        call: one attempt. Raises Trouble.
+        url, doing: for errors: the object, without secrets, and what failed.
+        retry_seconds: for how long after the first failure it is made again.
+        counts: gets the attempts after the first.
+        refresh: reads credentials again; called once.
+        ended: whether the result is wanted no more, though someone may hold it.
         num_bytes: memory that the result takes.
-        began: when the call began, as `time.monotonic`; None if it has not.
-        is_wanted: whether anyone may still ask for the result.
-        is_awaited: whether someone waits for it, or will.
     """
 
-    def __init__(self, call: Callable[[], T], num_bytes: int = 0) -> None:
-        self.num_bytes = num_bytes
-        self._call: Callable[[], T] | None = call
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._running = 0
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self.began: float | None = None
-        self.is_wanted = True
-        self.is_awaited = False
+    call: Callable[[], T]
+    url: str
+    doing: str
+    retry_seconds: float
+    counts: RequestCounts
+    refresh: Callable[[], bool]
+    ended: Callable[[], bool] = lambda: False
+    num_bytes: int = 0
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
 
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
+class Pending(Future[T]):
+    """The result of a request that a thread of the pool makes, as long as anyone holds this object."""
 
-    def drop(self) -> None:
-        """Do not make the call if it has not begun, and do not keep its result."""
-        self.is_wanted = False
-        self._call = self._result = None
-
-    def run(self) -> None:
-        """Make the call. The first result counts; an error only if no other attempt is under way."""
-        call = self._call
-        if call is None or self.is_done:
-            return
-        with self._lock:
-            self._running += 1
-            self.began = self.began or time.monotonic()
-        result: T | None = None
-        error: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001 - whoever waits gets it
-            error = raised
-        try:
-            with self._lock:
-                self._running -= 1
-                if self.is_done or (error is not None and self._running):
-                    return
-                if self.is_wanted:
-                    self._result, self._error = result, error
-                self._call = None
-                self._done.set()
-        finally:
-            del error, call  # the error refers to this frame
-
-    def fail(self, error: BaseException) -> None:
-        """Give whoever waits an error, if there is no result yet."""
-        with self._lock:
-            if not self.is_done:
-                self._error, self._call = error, None
-                self._done.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait; return whether the result is there."""
-        return self._done.wait(seconds)
-
-    def result(self) -> T:
-        """Return the result that is there, or raise the error."""
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # the error refers to this frame
-        return self._result  # type: ignore[return-value]
+    def __init__(self, request: Request[T]) -> None:
+        super().__init__()
+        self.request = request
 
 
 class Requests:
-    """The threads of this process that make requests. They start when they are needed, and end with the process."""
+    """The threads of this process that make requests. They start when they are needed, and end with the process.
 
-    def __init__(self) -> None:
+    Args:
+        parent: those of the process that this one was forked from.
+
+    Attributes:
+        most: number under way at the same time.
+    """
+
+    def __init__(self, parent: Requests | None = None) -> None:
         self.counts = RequestCounts()
-        self.outage = Outage()
-        self.most = MOST_IN_FLIGHT
-        self._urgent: deque[Pending[Any]] = deque()
-        self._later: deque[Pending[Any]] = deque()
+        self.most = _MOST_IN_FLIGHT
+        self._urgent: deque[weakref.ref[Pending[Any]]] = deque()
+        self._later: deque[weakref.ref[Pending[Any]]] = deque()
         self._changed = threading.Condition()
-        self._num_threads = 0
-        self._idle = 0
-        self._running = self._running_late = self._running_bytes = 0
-        self._times: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        self._reads = self._second = 0
+        self._threads = self._idle = self._running = self._running_late = self._running_bytes = 0
+        self._said = -_SAID_EVERY
+        self._is_used = self._has_answer = False
+        self._is_forked = parent is not None
+        self._refuses: bool = parent is not None and (parent._is_used or parent._refuses)
 
-    def submit(self, call: Callable[[], T], *, later: bool = False) -> Pending[T]:
-        """Have a thread make a call.
-
-        Args:
-            later: after all others.
-        """
-        pending = Pending(call)
-        self._enqueue(pending, later=later)
-        return pending
-
-    def begin(self, pending: Pending[Any]) -> None:
-        """Have a thread make the call of a result that is wanted."""
-        self._enqueue(pending)
-
-    def wait(
-        self,
-        pending: Pending[T],
-        url: str,
-        *,
-        num_bytes: int = 0,
-        is_read: bool = False,
-        counts: RequestCounts | None = None,
-    ) -> T:
-        """Return the result of a call. Raises its error, and StorageError where no client works.
-
-        Args:
-            url: for the error.
-            num_bytes: how many it reads.
-            is_read: whether it may be made twice.
-            counts: of requests; None: those of the process.
-        """
-        if pending.is_done:
-            return pending.result()
-        started = time.monotonic()
-        has_second = not is_read
-        with waits.for_storage():
-            while not pending.wait(_TICK_SECONDS if not has_second or process.HERE.is_forked else 1.0):
-                now = time.monotonic()
-                here().check()
-                if process.is_hopeless(now - started):
-                    raise process.error(url)
-                if not has_second and pending.began is not None and now - pending.began > self._slow_after(num_bytes):
-                    has_second = True
-                    if self._may_repeat():
-                        (counts or self.counts).add("second")
-                        self._enqueue(pending, first=True)
-        return pending.result()
-
-    def timed(self, seconds: float, num_bytes: int) -> None:
-        """Note how long an answered read took."""
-        with self._changed:
-            self._times.append((seconds, num_bytes))
-            self._reads += 1
+    def check(self, url: str) -> None:
+        """Note that this process uses a client. Raises StorageError if none can work in it."""
+        if self._refuses:
+            raise StorageError(url, _WHY)
+        self._is_used = True
 
     def share(self, processes: int) -> None:
         """Divide the number in flight among so many processes of the rank."""
-        self.most = max(_LEAST_IN_FLIGHT, MOST_IN_FLIGHT // max(1, processes))
+        self.most = max(_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT // max(1, processes))
 
-    @property
-    def in_flight(self) -> int:
-        """How many requests may be under way at the same time."""
-        if len(self._times) < _LEAST_IN_FLIGHT:
-            return min(self.most, 2 * _LEAST_IN_FLIGHT)
-        quickest = min(seconds for seconds, _ in list(self._times))
-        return max(_LEAST_IN_FLIGHT, min(self.most, int(1000 * quickest * _PER_MILLISECOND)))
+    def begin(self, request: Request[T], *, later: bool = False) -> Pending[T]:
+        """Have a thread make a request, `later` after all others. Return its result, which the caller must hold."""
+        pending = Pending(request)
+        with self._changed:
+            (self._later if later else self._urgent).append(weakref.ref(pending))
+            if len(self._urgent) + len(self._later) > self._idle and self._threads < self.most:
+                try:
+                    threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
+                    self._threads += 1
+                except RuntimeError as error:  # the system has no thread left
+                    if not self._threads:
+                        reason = f"no thread can be started that makes requests ({error})"
+                        raise StorageError("object storage", reason, errno.EAGAIN) from error
+            self._changed.notify()
+        return pending
+
+    def wait(self, pending: Pending[T]) -> T:
+        """Return the result of a request. Raises its error, and StorageError where no client works."""
+        started = time.monotonic()
+        with waits.for_storage():
+            while not pending.done():
+                with suppress(TimeoutError):
+                    pending.exception(min(1.0, FORKED_SECONDS))
+                here().check()
+                if self._is_forked and not self._has_answer and time.monotonic() - started >= FORKED_SECONDS:
+                    raise StorageError(pending.request.url, _WHY)
+        return pending.result()
 
     @property
     def bytes_in_flight(self) -> int:
         """Memory that the results of all requests will take which are queued or under way."""
         with self._changed:
-            queued = sum(each.num_bytes for queue in (self._urgent, self._later) for each in queue if each.is_wanted)
-            return queued + self._running_bytes
+            queued = [each() for queue in (self._urgent, self._later) for each in queue]
+            return sum(each.request.num_bytes for each in queued if each is not None) + self._running_bytes
 
-    def _slow_after(self, num_bytes: int) -> float:
-        """Return after how many seconds a read of so many bytes is slow."""
-        recent = list(self._times)
-        if len(recent) < 8:
-            return 10 * _SLOW_SECONDS
-        usual = statistics.median(seconds for seconds, _ in recent)
-        size = statistics.median(size for _, size in recent)
-        return max(_SLOW_SECONDS, _SLOW_TIMES * usual * max(1.0, num_bytes / max(1.0, size)))
+    def keep_trying(self, request: Request[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
+        """Make a request; make it again after trouble that may pass.
 
-    def _may_repeat(self) -> bool:
-        with self._changed:
-            if self._second + 1 > max(1.0, _MOST_SECOND * self._reads):
-                return False
-            self._second += 1
-            return True
-
-    def _enqueue(self, pending: Pending[Any], *, later: bool = False, first: bool = False) -> None:
-        with self._changed:
-            queue = self._later if later else self._urgent
-            if first:
-                queue.appendleft(pending)
-            else:
-                queue.append(pending)
+        Raises:
+            StorageError: it failed for a lasting reason, or for too long.
+            StaleIndexError: the object is another one than was indexed.
+        """
+        pause, attempts, is_refreshed, until = _FIRST_PAUSE, 1, False, None
+        while True:
             try:
-                self._start_thread()
-            except (RuntimeError, MemoryError) as error:  # the system has no thread left
-                if not self._num_threads:
-                    queue.remove(pending)
-                    pending.fail(_without_threads(error))
-                    return
-            self._changed.notify()
+                result = request.call()
+            except Trouble as raised:
+                trouble = raised.with_traceback(None)  # whose frames have the bytes of the answer
+                self._has_answer = True  # the client works in this process
+            else:
+                self._has_answer = True
+                return result
 
-    def _start_thread(self) -> None:
-        """Start a thread if more requests wait than threads, and one more may be under way. Each takes memory."""
-        if len(self._urgent) + len(self._later) > self._idle and self._num_threads < self.in_flight:
-            threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
-            self._num_threads += 1
+            if trouble.kind == "credentials" and not is_refreshed and request.refresh():
+                is_refreshed = True
+            else:
+                now = time.monotonic()
+                until = now + request.retry_seconds if until is None else until
+                if trouble.kind != "passing" or now >= until or request.ended() or not is_wanted():
+                    raise trouble.as_error(request.url, request.doing, attempts)
+                if attempts > 5 and now - self._said >= _SAID_EVERY:
+                    self._said = now
+                    limit = request.retry_seconds
+                    _log.warning("%s: %s; trying again for up to %g s", request.url, trouble.reason, limit)
+                time.sleep(min(until - now, pause * random.uniform(0.5, 1.0)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            attempts += 1
+            request.counts.add("again")
 
     def _serve(self) -> None:
+        """Make requests, one after the other; a thread runs this."""
         while True:
             with self._changed:
                 self._idle += 1
@@ -264,48 +200,51 @@ class Requests:
                     self._changed.wait()
                 self._idle -= 1
                 pending, is_late = taken
+                request, reference = pending.request, weakref.ref(pending)
                 self._running += 1
                 self._running_late += is_late
-                self._running_bytes += pending.num_bytes
-            try:
-                pending.run()
-            finally:
-                with self._changed:
-                    self._running -= 1
-                    self._running_late -= is_late
-                    self._running_bytes -= pending.num_bytes
-                    with suppress(RuntimeError, MemoryError):
-                        self._start_thread()
-                    self._changed.notify()
-            del pending, taken
+                self._running_bytes += request.num_bytes
+            del pending, taken  # others decide how long it is wanted
+            self._make(request, reference)
+            with self._changed:
+                self._running -= 1
+                self._running_late -= is_late
+                self._running_bytes -= request.num_bytes
+                self._changed.notify()
+
+    def _make(self, request: Request[T], reference: weakref.ref[Pending[T]]) -> None:
+        """Make a request, and give its result to whoever still holds the object for it."""
+        try:
+            result = self.keep_trying(request, lambda: reference() is not None)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            if (pending := reference()) is not None:
+                pending.set_exception(error)
+                del pending  # the error refers to this frame
+        else:
+            if (pending := reference()) is not None:
+                pending.set_result(result)
 
     def _taken(self) -> tuple[Pending[Any], bool] | None:
         """Return the next request, and whether it is one of those after all others; None if none may begin now.
 
         These have half of the requests in flight at most: they are large, and an urgent one would wait for their end.
         """
-        if self._running >= self.in_flight or (self._running and not self._has_room()):
-            return None
-        if self._urgent:
-            return self._urgent.popleft(), False
-        return (
-            (self._later.popleft(), True) if self._later and self._running_late < max(1, self.in_flight // 2) else None
-        )
-
-    def _has_room(self) -> bool:
-        """Return whether the next request fits into the memory that is left, with those that run."""
-        waiting = self._urgent or self._later
-        left = room() if waiting else None
-        return left is None or left.left_bytes >= needed_bytes(self._running_bytes + waiting[0].num_bytes)
+        for queue, may_begin in ((self._urgent, True), (self._later, self._running_late < max(1, self.most // 2))):
+            while queue and may_begin and self._running < self.most:
+                if (pending := queue[0]()) is None:  # no one wants it
+                    queue.popleft()
+                    continue
+                left = room() if self._running else None
+                if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
+                    return None
+                queue.popleft()
+                return pending, queue is self._later
+        return None
 
 
 def needed_bytes(num_bytes: int) -> int:
     """Return the memory that is needed to read this number of bytes."""
     return _COPIES * num_bytes + _CLIENT_BYTES
-
-
-def _without_threads(error: BaseException) -> StorageError:
-    return StorageError("object storage", f"no thread can be started that makes requests ({error})", errno.EAGAIN)
 
 
 HERE = Requests()
@@ -314,7 +253,7 @@ HERE = Requests()
 def _in_child() -> None:
     """A forked process has none of the threads."""
     global HERE
-    HERE = Requests()
+    HERE = Requests(HERE)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -101,16 +101,14 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
 def _check_running(address: str | None) -> None:
     """Raise ValueError if an address is not that of the Ray that this process uses."""
     ray = import_ray()
-    running, here = ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address()
-
-    def place(at: str) -> tuple[str, str]:
-        host, _, port = at.rpartition(":")
-        with suppress(OSError):  # of an address that is no name of a host
-            host = socket.gethostbyname(host.strip("[]"))
-        return here if host.startswith("127.") else host, port
-
-    given = f"{here}:{running.rpartition(':')[2]}" if address == "local" else address
-    if given not in (None, "auto") and place(given) != place(running):
+    running = ray.get_runtime_context().gcs_address
+    if address in (None, "auto", "local", running):
+        return
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):  # of an address that is no name of a host
+        host = socket.gethostbyname(host)
+    host = ray.util.get_node_ip_address() if host.startswith("127.") else host
+    if f"{host}:{port}" != running:
         raise ValueError(
             f"address={address!r}: this process uses the Ray at {running} already. Leave the address out, or call "
             "ray.shutdown() first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def said(error: type[Exception], url: str, options: dict[str, Any]) -> str:
 def test_wrong_credentials(s3_server: S3Server, bucket: str) -> None:
     wrong = s3_server.options | {"secret_access_key": "wrong-and-secret"}
     text = said(od.StorageError, f"s3://{bucket}/train/*.tar", wrong)
-    assert text.startswith(f"s3://{bucket}/train/: cannot be listed: the credentials are wrong (HTTP 403")
+    assert text.startswith(
+        f"s3://{bucket}/train/: cannot be listed: may not be listed with these credentials (HTTP 403"
+    )
     text = said(od.StorageError, f"s3://{bucket}/train/{BRACES}", s3_server.options_of("nothing"))
     assert text.startswith(f"s3://{bucket}/train/omni-000000.tar: cannot be looked at: may not be read")
 
@@ -115,11 +118,11 @@ CREDENTIALS = {"access_key_id": "key", "secret_access_key": "the-secret-key", "r
 @pytest.mark.parametrize(
     ("status", "code", "requests", "words"),
     [
-        (403, "ExpiredToken", 2, "the credentials have expired (HTTP 403 ExpiredToken) (2 attempts)"),
-        (400, "ExpiredToken", 2, "the credentials have expired (HTTP 400 ExpiredToken) (2 attempts)"),
-        (403, "RequestTimeTooSkewed", 2, "the clock of this machine and that of the server differ"),
+        (403, "ExpiredToken", 2, "with these credentials (HTTP 403 ExpiredToken)"),
+        (400, "ExpiredToken", 2, "with these credentials (HTTP 400 ExpiredToken)"),
+        (403, "RequestTimeTooSkewed", 2, "with these credentials (HTTP 403 RequestTimeTooSkewed)"),
         (403, "AccessDenied", 2, "may not be listed with these credentials"),
-        (301, "PermanentRedirect", 1, "the bucket is in another region: name it"),
+        (301, "PermanentRedirect", 1, "the bucket is in another region (HTTP 301"),
         (400, "AuthorizationHeaderMalformed", 1, "the bucket is in another region"),
         (404, "NoSuchBucket", 1, "there is no bucket s3://some-bucket"),
         (418, "Teapot", 1, "the server refuses (HTTP 418 Teapot)"),
@@ -156,8 +159,8 @@ def test_expired_credentials_are_read_again(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("end_point", "x", "has an unknown name"),
-        ("allow_http", "maybe", "allow_http is true or false"),
+        ("end_point", "x", "cannot be opened with these storage_options: Configuration key: 'end_point' is not valid"),
+        ("allow_http", "maybe", "cannot be opened with these storage_options"),
         ("read_timeout", "soon", "cannot be opened with these storage_options"),
         ("timeout", 5, "cannot be opened with these storage_options"),
         ("endpoint", "nonsense", "endpoint must be a URL such as https://"),
@@ -165,8 +168,8 @@ def test_expired_credentials_are_read_again(
         ("default_headers", "a: b", "cannot be opened with these storage_options"),
         ("root_certificate", "secret-certificate", "cannot be opened with these storage_options"),
         ("skip_signature", "maybe", "cannot be opened with these storage_options"),
-        ("anonymous", "maybe", "anonymous is true or false"),
-        ("profile", "no-such-profile", "'no-such-profile': AWS has no such profile"),
+        ("anonymous", "maybe", "cannot be opened with these storage_options"),
+        ("profile", "no-such-profile", "AWS has no such profile on this machine: The config profile (no-such-profile)"),
         ("retry_seconds", "soon", "retry_seconds is a number of seconds"),
         ("retry_seconds", "nan", "retry_seconds is a number of seconds"),
         ("checksum_algorithm", "secret-sum", "cannot be opened with these storage_options"),
@@ -196,24 +199,27 @@ def test_urls_without_a_bucket_or_host(url: str) -> None:
 
 
 def test_a_scheme_that_no_package_knows() -> None:
-    with pytest.raises(ValueError, match="no package knows the scheme foo://"):
+    with pytest.raises(od.StorageError, match="foo://bucket/a.tar: cannot be looked at: .*Protocol not known: foo"):
         remote("foo://bucket/a.tar").index()
 
 
 @pytest.mark.parametrize(
-    ("url", "kind", "names"),
+    ("url", "kind", "words"),
     [
-        ("ftp://127.0.0.1:1/a.tar", od.StorageError, ("ftp://127.0.0.1:1", "refused", "username, password")),
-        ("az://container/a.tar", ValueError, ("az://container", "account_name")),
-        ("github://owner/a.tar", ValueError, ("github://owner", "org, repo")),
+        ("ftp://127.0.0.1:1/a.tar", od.StorageError, "the server cannot be reached: refused"),
+        (
+            "az://container/a.tar",
+            ValueError,
+            "az://container cannot be opened with these storage_options: .*Account must",
+        ),
+        ("github://owner/a.tar", od.StorageError, "github://owner/a.tar: .* 'org' and 'repo'"),
     ],
 )
-def test_an_error_without_settings_names_the_url_and_the_options(
-    monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Exception], names: tuple[str, ...]
+def test_an_error_without_settings_names_the_url_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Exception], words: str
 ) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    text = said(kind, url, {"retry_seconds": 0})
-    assert all(each in text for each in names)
+    assert re.search(words, said(kind, url, {"retry_seconds": 0}))
 
 
 def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

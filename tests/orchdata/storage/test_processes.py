@@ -42,7 +42,9 @@ def _ends(no_hang: None) -> Iterator[None]:
 
 
 def test_a_forked_child_is_refused_at_once(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchdata.loaders.storage.remote.process.SECONDS", float("inf"))  # or it would wait for ever
+    monkeypatch.setattr(
+        "orchdata.loaders.storage.remote.requests.FORKED_SECONDS", float("inf")
+    )  # or it would wait for ever
     pattern = f"s3://{bucket}/train/*.tar"
     used = remote(pattern, s3_server.options)
     used.index()
@@ -87,10 +89,10 @@ def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3
         import json, os
         import obstore
         from servers.stores import store_at
-        from orchdata.loaders.storage.remote import process
+        from orchdata.loaders.storage.remote import requests
         from orchdata.loaders.storage.remote.files import Files
 
-        process.SECONDS = 0.5
+        requests.FORKED_SECONDS = 0.5
         url, options = sys.argv[1], json.loads(sys.argv[2])
         obstore.list(store_at(url, options)).collect()
         pid = os.fork()

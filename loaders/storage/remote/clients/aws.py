@@ -7,7 +7,7 @@ the environment for keys that were given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,67 +32,44 @@ def with_aws_settings(config: Mapping[str, Any], profile: str | None) -> dict[st
         PackageError: a profile is needed, and boto3 is missing or broken.
     """
     settings = dict(config)
-    names = {name.lower().removeprefix("aws_"): name for name in settings}
-    if "access_key_id" in names and "secret_access_key" in names:
-        keys = {each: str(settings.pop(names[each])) for each in _KEYS if each in names}
-        settings["credential_provider"] = _static(keys)
-    has_credentials = bool(names.keys() & (_OTHER_CREDENTIALS | set(_KEYS))) or (
+    given = {name.lower().removeprefix("aws_"): name for name in settings}
+    if {"access_key_id", "secret_access_key"} <= given.keys():
+        keys = {each: settings.pop(given[each]) for each in _KEYS if each in given}
+        # Without a session token of the environment, which is of other keys.
+        settings["credential_provider"] = lambda: {
+            "access_key_id": keys["access_key_id"],
+            "secret_access_key": keys["secret_access_key"],
+            "token": keys.get("session_token") or keys.get("token"),
+            "expires_at": None,
+        }
+    has_credentials = bool(given.keys() & (_OTHER_CREDENTIALS | set(_KEYS))) or (
         profile is None and any(map(os.environ.get, _OF_ENVIRONMENT))
     )
+    has_endpoint, has_region = given.keys() & {"endpoint", "endpoint_url"}, given.keys() & {"region", "default_region"}
     files = [Path(os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{file}").expanduser() for name, file in _FILES]
-    if profile is None and not any(file.exists() for file in files):
+    if (profile is None and not any(file.exists() for file in files)) or (
+        has_credentials and has_endpoint and has_region
+    ):
         return settings
-    has_place = bool(names.keys() & {"endpoint", "endpoint_url"}) and bool(names.keys() & {"region", "default_region"})
-    if has_credentials and has_place:
-        return settings
-    session = _session(profile)
-    if not has_credentials and session.get_credentials() is not None:
-        from obstore.auth.boto3 import Boto3CredentialProvider
 
-        settings["credential_provider"] = Boto3CredentialProvider(session)
-    if session.region_name and not names.keys() & {"region", "default_region"}:
-        settings["region"] = os.environ.get("AWS_REGION") or session.region_name
-    if not names.keys() & {"endpoint", "endpoint_url"} and (endpoint := _endpoint(session)):
-        settings["endpoint"] = endpoint
-    return settings
-
-
-def _session(profile: str | None) -> Any:
-    """Return a session of boto3. Raises ValueError, PackageError."""
     try:
         import boto3
+        from botocore.configprovider import ConfiguredEndpointProvider
+        from botocore.exceptions import ProfileNotFound
+        from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise PackageError("boto3", str(error), way_out("boto3", error), "a profile of AWS") from error
     try:
-        return boto3.Session(profile_name=profile)
-    except Exception as error:
-        if type(error).__name__ != "ProfileNotFound":
-            raise
-        named = "AWS_PROFILE" if profile is None else f"storage_options profile: {profile!r}"
-        raise ValueError(f"{named}: AWS has no such profile on this machine") from None
-
-
-def _endpoint(session: Any) -> str | None:
-    """Return the endpoint of S3 that the environment or the profile names, also for this service alone."""
-    from botocore.configprovider import ConfiguredEndpointProvider
-
-    of_profile = session._session
-    endpoint: str | None = ConfiguredEndpointProvider(
-        full_config=of_profile.full_config, scoped_config=of_profile.get_scoped_config(), client_name="s3"
-    ).provide()
-    return endpoint
-
-
-def _static(keys: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
-    """Return a provider of keys that were given, without a session token of the environment."""
-    token = keys.get("session_token") or keys.get("token")
-
-    def provide() -> dict[str, Any]:
-        return {
-            "access_key_id": keys["access_key_id"],
-            "secret_access_key": keys["secret_access_key"],
-            "token": token,
-            "expires_at": None,
-        }
-
-    return provide
+        session = boto3.Session(profile_name=profile)
+    except ProfileNotFound as error:
+        raise ValueError(f"AWS has no such profile on this machine: {error}") from None
+    if not has_credentials and session.get_credentials() is not None:
+        settings["credential_provider"] = Boto3CredentialProvider(session)
+    if session.region_name and not has_region:
+        settings["region"] = os.environ.get("AWS_REGION") or session.region_name
+    if not has_endpoint:  # which may be named for S3 alone
+        of_profile = session._session
+        provider = ConfiguredEndpointProvider(of_profile.full_config, of_profile.get_scoped_config(), "s3")
+        if endpoint := provider.provide():
+            settings["endpoint"] = endpoint
+    return settings

@@ -11,13 +11,7 @@ Buffer = bytes | memoryview
 
 
 class Answer(NamedTuple):
-    """Bytes of an object, and what it was when they were read.
-
-    Attributes:
-        data: the bytes.
-        start: where they begin in the object.
-        file: size and version of the object.
-    """
+    """Bytes of an object, where they begin in it, and what it was when they were read."""
 
     data: Buffer
     start: int
@@ -32,22 +26,11 @@ class Listed(NamedTuple):
 
 
 class Client(Protocol):
-    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt.
-
-    Attributes:
-        name: "s3://bucket", for messages.
-        is_conditional: whether the server refuses a read of an object that has changed. Otherwise the version in each
-            answer is compared.
-    """
-
-    name: str
-    is_conditional: bool
+    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt."""
 
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
-        """Read bytes of an object.
-
-        Args:
-            version: the one that it must have; "" if any will do.
+        """Read bytes of an object, which must have this version if the server can be asked for it; "" is any. The
+        version in the answer is compared by the caller.
         """
         ...
 

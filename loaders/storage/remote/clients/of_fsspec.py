@@ -7,7 +7,6 @@ again after `_LOOK_SECONDS`: bytes of an object that is replaced in between are 
 from __future__ import annotations
 
 import errno
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,7 @@ from urllib.parse import unquote
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
-from orchdata.loaders.storage.remote.clients.fsspec_errors import trouble_of
-from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.clients.trouble import Trouble, trouble_of
 from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.remote.urls import ObjectUrl, without_secrets
 from orchdata.loaders.storage.storage import FileVersion
@@ -29,7 +27,6 @@ T = TypeVar("T")
 _LOOK_SECONDS: Final = 60.0
 _PAGE: Final = 1000
 _MARKS: Final = ("ETag", "etag", "e_tag", "blob_id", "sha", "md5Hash", "generation", "version_aware_id", "mtime")
-_OWN: Final = ("retry_seconds",)
 
 
 class FsspecClient:
@@ -41,59 +38,37 @@ class FsspecClient:
         store: a filesystem of the user's, used as it is.
     """
 
-    is_conditional = False
     _details: Mapping[str, Any] = {}  # arguments for all that is known of a file
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
-        self.name = url.root
-        self._scheme = url.scheme
-        self._place = url.place
+        self._url = url
+        self._store = store
+        self._options = {name: value for name, value in options.items() if name != "retry_seconds"}
         self._secrets = [value for value in map(str, options.values()) if len(value) > 3]
         self._secrets += [url.user, *map(unquote, url.user.split(":", 1)[1:])]
         self._seen: dict[str, tuple[float, FileVersion]] = {}
         self._lock = threading.Lock()
-        self._store = store
-        self._at = f"{url.scheme}://{url.user}@{url.place}" if url.user else f"{url.scheme}://{url.place}"
-        self._given = {name: value for name, value in options.items() if name not in _OWN}
-        try:
-            self._called(lambda: self._files)
-        except Trouble as trouble:
-            if trouble.kind != "passing":  # a server that cannot be reached is asked again by each request
-                raise ValueError(trouble.reason) from None
 
     @cached_property
     def _files(self) -> Any:
-        """The filesystem; some connect when they are made."""
+        """The filesystem. Some connect when they are made, so that each attempt of a request may make it."""
         if self._store is not None:
             return self._store
         try:
             import fsspec
         except ImportError as error:
-            raise PackageError("fsspec", str(error), way_out("fsspec", error), self._at) from error
-        try:
-            return fsspec.core.url_to_fs(self._at, **self._given)[0]
-        except ImportError as error:
-            raise PackageError(
-                self._scheme, str(error), f"install the package that fsspec names for {self._scheme}://", self.name
-            ) from error
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
-            trouble = self._trouble(error)
-        if self._scheme not in fsspec.available_protocols():
-            way = (
-                f"no package knows the scheme {self._scheme}://: install the one that registers it with fsspec, or "
-                "pass store="
-            )
-        else:
-            made = inspect.signature(fsspec.get_filesystem_class(self._scheme).__init__).parameters.values()
-            names = [each.name for each in made if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
-            way = f"names in storage_options are {', '.join(names)}"
-        raise Trouble(trouble.kind, f"{self.name} cannot be opened: {trouble.reason}: {way}")
+            raise PackageError("fsspec", str(error), way_out("fsspec", error), self._url.root) from error
+        user = f"{self._url.user}@" if self._url.user else ""
+        return fsspec.core.url_to_fs(f"{self._url.scheme}://{user}{self._url.place}", **self._options)[0]
 
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
         def answer() -> Answer:
-            now = self._looked(key)
+            with self._lock:
+                looked, now = self._seen.get(key, (0.0, FileVersion(0, "")))
+            if not looked or time.monotonic() - looked >= _LOOK_SECONDS:
+                now = self._look(key)
             if not fits(version, now.version):
-                return Answer(b"", start, now)  # whoever asked compares the versions
+                return Answer(b"", start, now)
             return Answer(memoryview(self._files.cat_file(self._path(key), start=start, end=stop)), start, now)
 
         return self._called(answer)
@@ -148,25 +123,10 @@ class FsspecClient:
         return {"on_error": "raise"} if finds in (AbstractFileSystem.find, AsyncFileSystem._find) else {}
 
     def _path(self, key: str) -> str:
-        protocols = self._files.protocol
-        if self._scheme not in ([protocols] if isinstance(protocols, str) else protocols):
-            return f"{self._place}/{key}"  # of a filesystem of the user's, under another name
-        return str(self._files._strip_protocol(f"{self._scheme}://{self._place}/{key}"))
-
-    def _called(self, call: Callable[[], T]) -> T:
-        """Return `call()`. Raises Trouble, which does not refer to the exception: that may have secrets."""
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
-            trouble = self._trouble(error)
-        raise trouble
-
-    def _looked(self, key: str) -> FileVersion:
-        with self._lock:
-            seen = self._seen.get(key)
-        if seen is not None and time.monotonic() - seen[0] < _LOOK_SECONDS:
-            return seen[1]
-        return self._look(key)
+        protocols, (scheme, place, *_) = self._files.protocol, self._url
+        if scheme not in ([protocols] if isinstance(protocols, str) else protocols):
+            return f"{place}/{key}"  # of a filesystem of the user's, under another name
+        return str(self._files._strip_protocol(f"{scheme}://{place}/{key}"))
 
     def _look(self, key: str) -> FileVersion:
         path = self._path(key)
@@ -179,18 +139,87 @@ class FsspecClient:
     def _version_of(self, info: Mapping[str, Any]) -> FileVersion:
         if info.get("type") == "directory":
             raise FileNotFoundError(errno.ENOENT, "a folder", "")
-        mark = next((info[name] for name in _MARKS if info.get(name)), None)
-        if mark is None and info.get("last_modified") is not None:
-            mark = info["last_modified"]
+        mark = next((info[name] for name in (*_MARKS, "last_modified") if info.get(name)), None)
         if mark is None and hasattr(self._files, "ukey"):
             mark = self._files.ukey(info["name"])
         return FileVersion(int(info["size"]), str(mark))
 
-    def _words(self, error: Exception) -> str:
-        return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return `call()`. Raises Trouble, which does not refer to the exception: that may have secrets."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = self._trouble(error)
+        raise trouble
 
     def _trouble(self, error: Exception) -> Trouble:
-        return error if isinstance(error, Trouble) else trouble_of(error, self._words(error))
+        if isinstance(error, Trouble):
+            return error
+        words = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
+        return trouble_of(error, self._url.root, words)
+
+
+class HubClient(FsspecClient):
+    """Requests through the filesystem of huggingface_hub: each file is read from the commit that was indexed.
+
+        version "blob@commit": what the file has, and the last commit that changed it --> reads of that commit
+
+    Another commit of the same repository that leaves a file as it is changes nothing.
+    """
+
+    _details: Mapping[str, Any] = {"expand_info": True}  # with the last commit of each file
+
+    def get(self, key: str, start: int, stop: int, version: str) -> Answer:
+        blob, _, commit = version.partition("@")
+        if not commit:
+            return super().get(key, start, stop, version)
+
+        def answer() -> Answer:
+            path = self._path_at(key, commit)
+            found = self._looked_at(path)
+            now = FileVersion(found.size, version if found.version == blob else f"{found.version}@{commit}")
+            if now.version != version:
+                return Answer(b"", start, now)
+            # Without a cache of its own: it would read ahead.
+            data = self._files.cat_file(path, start=start, end=stop, cache_type="none")
+            return Answer(memoryview(data), start, now)
+
+        return self._called(answer)
+
+    def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
+        self._called(lambda: self._check_repository(folder))
+        yield from super().pages(folder, after, deep=deep)
+
+    def _check_repository(self, folder: str) -> None:
+        """Raise Trouble if there is none, or none that may be read: a listing of it would only be empty."""
+        try:
+            self._files.resolve_path(self._path(folder.rstrip("/")))
+        except FileNotFoundError:
+            raise Trouble(
+                "absent", "there is no such repository or revision on the hub, or none that this token may read"
+            ) from None
+
+    def _path_at(self, key: str, commit: str) -> str:
+        """Return the path of a file at a commit, for any revision in the URL."""
+        at = self._files.resolve_path(self._path(key))
+        return str(type(at)(at.repo_type, at.repo_id, commit, at.path_in_repo).unresolve())
+
+    def _looked_at(self, path: str) -> FileVersion:
+        """Return size and blob of a file at a commit, which never change."""
+        with self._lock:
+            seen = self._seen.get(path)
+        if seen is None:
+            self._files.info(path)  # lists its folder, once for all files in it
+            found = next(each for each in self._files.dircache[self._files._parent(path)] if each["name"] == path)
+            seen = 0.0, FileVersion(int(found["size"]), str(found["blob_id"]))
+            with self._lock:
+                self._seen[path] = seen
+        return seen[1]
+
+    def _version_of(self, info: Mapping[str, Any]) -> FileVersion:
+        file = super()._version_of(info)
+        commit = info.get("last_commit")
+        return FileVersion(file.size, f"{info['blob_id']}@{commit.oid}") if commit is not None else file
 
 
 def is_filesystem(store: Any) -> bool:

@@ -1,7 +1,6 @@
 """S3, Google Cloud Storage, Azure and HTTP through obstore.
 
-obstore's own retries are off: all retries have one budget, in `trying`. Its exceptions are mapped one by one. Some have
-no class of their own, so the HTTP status and the kind of error are taken from their text.
+obstore's own retries are off: those of `requests` are the same for all clients.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
-from orchdata.loaders.storage.remote.clients import fsspec_errors, s3_listing
 from orchdata.loaders.storage.remote.clients.aws import with_aws_settings
 from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Listed
-from orchdata.loaders.storage.remote.clients.obstore_errors import trouble_of
-from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.clients.trouble import Trouble, trouble_of
 from orchdata.loaders.storage.remote.urls import HTTP, ObjectUrl, without_secrets
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -35,17 +32,12 @@ _CLIENT: Final = {
     "randomize_addresses",
     *("read_timeout", "root_certificate", "timeout", "user_agent"),
 }
-_FLAGS: Final = {
-    *("allow_http", "allow_invalid_certificates", "http1_only", "http2_only", "http2_keep_alive_while_idle"),
-    "randomize_addresses",
-}
+_OURS: Final = ("anonymous", "profile", "retry_seconds")
 _READ_TIMEOUT: Final = "30s"
 _TIMEOUT: Final = "1h"  # for a whole answer, however slowly it comes: `read_timeout` ends one that stalls
-_PUBLIC: Final = {
-    *("anonymous", "endpoint", "region", "profile", "retry_seconds", "skip_signature", "request_payer", "s3_express"),
-    *("virtual_hosted_style_request", "unsigned_payload", "disable_tagging", "imdsv1_fallback", "container_name"),
-    *("account_name", "use_emulator", "azure_storage_use_emulator", *(_CLIENT - {"default_headers", "proxy_url"})),
-}
+_PUBLIC: Final = {*_OURS, *("endpoint", "region", "account_name", "container_name", "skip_signature")} | (
+    _CLIENT - {"default_headers", "proxy_url"}
+)
 """Options with values that may be shown."""
 
 
@@ -59,15 +51,17 @@ class ObstoreClient:
     """
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
-        self.name = url.root
-        self.is_conditional = True
         self._url = url
         self._options = {
             name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()
         }
         self._is_given = store is not None
         self._obstore = library()
-        self._secrets = [each for name, each in self._options.items() if name not in _PUBLIC and len(each) > 3]
+        self._secrets = [
+            each
+            for name, each in self._options.items()
+            if name not in _PUBLIC and each not in ("true", "false") and len(each) > 3
+        ]
         self._secrets += [url.query, url.user, *url.user.split(":", 1)[1:], *map(unquote, url.user.split(":", 1)[1:])]
         self._store = self._opened() if store is None else store
 
@@ -89,24 +83,17 @@ class ObstoreClient:
         return self._called(lambda: _version_of(self._obstore.head(self._store, key)))
 
     def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
-        where, offset = folder.rstrip("/") or None, after or None
+        where = folder.rstrip("/") or None
         listing: Iterator[Any]
-        try:
-            if deep:
-                listing = self._called(lambda: self._obstore.list(self._store, where, offset=offset, chunk_size=1000))
-            else:
-                found = self._called(lambda: self._obstore.list_with_delimiter(self._store, where))["objects"]
-                listing = iter([[each for each in found if each["path"] > after]])
-            while (page := self._called(lambda: next(listing, None))) is not None:
-                yield [Listed(each["path"], _version_of(each)) for each in page]
-                after = page[-1]["path"] if page else after
-            return
-        except Trouble as trouble:
-            if trouble.kind != "key" or type(self._store).__name__ != "S3Store":
-                raise
-        others = s3_listing.pages(self._store, folder, after, deep=deep)
-        while (more := self._called(lambda: next(others, None))) is not None:
-            yield more
+        if deep:
+            listing = self._called(
+                lambda: self._obstore.list(self._store, where, offset=after or None, chunk_size=1000)
+            )
+        else:
+            found = self._called(lambda: self._obstore.list_with_delimiter(self._store, where))["objects"]
+            listing = iter([[each for each in found if each["path"] > after]])
+        while (page := self._called(lambda: next(listing, None))) is not None:
+            yield [Listed(each["path"], _version_of(each)) for each in page]
 
     def put(self, key: str, data: Buffer, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
@@ -134,41 +121,38 @@ class ObstoreClient:
         from obstore.store import HTTPStore, from_url
 
         self._check_endpoint()
-        client: dict[str, Any] = {"read_timeout": _READ_TIMEOUT, "timeout": _TIMEOUT}
-        config: dict[str, Any] = {}
-        for name, value in self._options.items():
-            if name in _CLIENT:
-                client[name] = is_true(value, name) if name in _FLAGS else value
-            elif name not in ("anonymous", "profile", "retry_seconds"):
-                config[name] = value
-        if "anonymous" in self._options:
-            config["skip_signature"] = is_true(self._options["anonymous"], "anonymous")
-        settings: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
         url = self._url
+        client: dict[str, Any] = {"read_timeout": _READ_TIMEOUT, "timeout": _TIMEOUT}
+        client |= {name: value for name, value in self._options.items() if name in _CLIENT}
+        config: dict[str, Any] = {
+            name: value for name, value in self._options.items() if name not in (*_CLIENT, *_OURS)
+        }
         if url.scheme in HTTP:
             if url.user:
                 word = base64.b64encode(unquote(url.user).encode()).decode()
                 client["default_headers"] = {"authorization": f"Basic {word}"}
             if url.scheme == "http":
-                client["allow_http"] = True
-            config.pop("skip_signature", None)
+                client["allow_http"] = "true"
             if config:
                 raise ValueError(
                     f"storage_options has {', '.join(sorted(config))}, which {url.scheme}:// does not take"
                 )
-        elif url.scheme == "s3":
+        elif "anonymous" in self._options:
+            config["skip_signature"] = self._options["anonymous"]
+        if url.scheme == "s3":
             config = with_aws_settings(config, self._options.get("profile"))
             # obstore reads it only where no client options are given.
-            client.setdefault("allow_http", is_true(os.environ.get("AWS_ALLOW_HTTP", "false"), "AWS_ALLOW_HTTP"))
+            client.setdefault("allow_http", os.environ.get("AWS_ALLOW_HTTP", "false"))
+        settings: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
         try:
             if url.scheme in HTTP:
                 return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
             return from_url(f"{url.root}/", **config, **settings)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - obstore panics for some values, which is no Exception
-            refused = self._refused(error, sorted(config))
-        raise refused
+        except BaseException as error:  # obstore panics for some values, which is no Exception
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
+            words = self._words(error)
+        raise ValueError(f"{url.root} cannot be opened with these storage_options: {words}")
 
     def _check_endpoint(self) -> None:
         """Raise ValueError for an endpoint that is no URL: obstore panics then, at the first request."""
@@ -180,44 +164,23 @@ class ObstoreClient:
                     f"storage_options {name} must be a URL such as https://storage.example.com, with its scheme"
                 )
 
-    def _refused(self, error: BaseException, given: Sequence[str]) -> BaseException:
-        """Return the error to raise when obstore refuses options."""
-        exceptions = self._obstore.exceptions
-        words = self._words(error)
-        if isinstance(error, exceptions.UnknownConfigurationKeyError) or "config prefix" in words:
-            return ValueError(
-                f"storage_options of {self.name} has an unknown name (given: {', '.join(given)}): its "
-                "names are those of obstore's S3Config, GCSConfig, AzureConfig and ClientConfig"
-            )
-        if "Account must be specified" in words:
-            words += ": name it as storage_options account_name, or AZURE_STORAGE_ACCOUNT_NAME"
-        if isinstance(error, exceptions.BaseError | ValueError | TypeError) or _is_panic(error):
-            return ValueError(f"{self.name} cannot be opened with these storage_options: {words}")
-        return error
-
     def _called(self, call: Callable[[], T]) -> T:
         """Return `call()`. Raises Trouble, which does not refer to an exception of obstore: these have secrets."""
         try:
             return call()
-        except BaseException as error:  # each kind is mapped
-            if not isinstance(error, Exception) and not _is_panic(error):
+        except (MemoryError, Trouble):
+            raise
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = trouble_of(error, self._url.root, self._words(error))
+        except BaseException as error:
+            if not _is_panic(error):
                 raise
-            trouble = self._trouble(error)
+            trouble = Trouble("final", f"obstore failed: {self._words(error)}")
         raise trouble
 
     def _words(self, error: BaseException) -> str:
         first = str(error).split("\n\nDebug source", 1)[0]
         return without_secrets(" ".join(first.split()), self._secrets)[:300]
-
-    def _trouble(self, error: BaseException) -> Trouble:
-        """Return what an exception of obstore means."""
-        if isinstance(error, (MemoryError, Trouble)):
-            raise error
-        if not isinstance(error, Exception):
-            return Trouble("final", f"obstore failed: {self._words(error)}")
-        if type(error).__module__.startswith("botocore"):
-            return fsspec_errors.trouble_of(error, self._words(error))
-        return trouble_of(error, self.name, self._words(error))
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -233,14 +196,6 @@ def library() -> Any:
     except ImportError as error:
         raise PackageError("obstore", str(error), way_out("obstore", error), "object storage") from error
     return obstore
-
-
-def is_true(value: str, name: str) -> bool:
-    """Return an option that is yes or no. Raises ValueError for any other value."""
-    word = str(value).lower()
-    if word not in ("true", "false", "1", "0", "yes", "no"):
-        raise ValueError(f"storage_options {name} is true or false, got {value!r}")
-    return word in ("true", "1", "yes")
 
 
 def _version_of(meta: Any) -> FileVersion:

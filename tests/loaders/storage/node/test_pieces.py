@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,19 +16,8 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.node.copies import Copies
 from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES
-from orchdata.loaders.storage.remote.requests import Requests
 
 CONTENT = random.Random(7).randbytes(5 * PIECE_BYTES // 2)
-
-
-def test_requests_for_later_leave_room_for_urgent_ones() -> None:
-    pool, gate = Requests(), threading.Event()
-    late = [pool.submit(gate.wait, later=True) for _ in range(4 * pool.in_flight)]
-    urgent = pool.submit(lambda: "now")
-    assert urgent.wait(60)
-    assert sum(each.began is not None for each in late) <= pool.in_flight // 2
-    gate.set()
-    assert all(each.wait(60) for each in late)
 
 
 def test_an_object_is_copied_in_pieces_in_spite_of_faults(

@@ -1,4 +1,4 @@
-"""The pool of requests: order, limits, second requests, errors, and what is kept in memory."""
+"""The pool of requests: order, limits, errors, and what is kept in memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchdata.loaders.errors import StaleIndexError, StorageError
-from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.counted import RequestCounts
 from orchdata.loaders.storage.remote import objects as objects_module
 from orchdata.loaders.storage.remote import requests as requests_module
 from orchdata.loaders.storage.remote.clients.client import Answer
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
 from orchdata.loaders.storage.remote.file import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
-from orchdata.loaders.storage.remote.requests import Pending, Requests
+from orchdata.loaders.storage.remote.requests import Request, Requests
 from orchdata.loaders.storage.storage import FileVersion
 
 URL = "s3://bucket/a.bin"
@@ -29,9 +29,6 @@ STEPS = [(0, 800), (300, 900), (300, 500), (850, 1700), (1699, 1700)]
 
 class FakeClient:
     """A client of one object in memory. Each get calls `before` with its range first."""
-
-    name = "s3://bucket"
-    is_conditional = True
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -92,6 +89,10 @@ def read(objects: Objects, client: FakeClient, start: int, stop: int) -> bytes:
     return bytes(objects.read(ObjectRange(URL, whole(client), start, stop)))
 
 
+def made(call: Callable[[], Any]) -> Request[Any]:
+    return Request(call=call, url=URL, doing="", retry_seconds=0.0, counts=RequestCounts(), refresh=lambda: False)
+
+
 class Gate:
     """Holds requests until they may go on."""
 
@@ -144,14 +145,13 @@ class TestReadingAhead:
         ahead.close()
 
     def test_ranges_of_several_steps_overlap(self, objects: Objects, client: FakeClient) -> None:
-        gate = client.before = Gate()
         aheads = [objects.expect([ObjectRange(URL, whole(client), start, stop)]) for start, stop in STEPS]
-        gate.wait_for(len(STEPS))
-        gate.opened.set()
+        for start, stop in STEPS:
+            assert read(objects, client, start, stop) == client.content[start:stop]
+        assert sorted(client.asked) == sorted(STEPS)
         for start in range(0, 1700, 50):
             for stop in range(start + 50, 1701, 150):
                 assert read(objects, client, start, stop) == client.content[start:stop]
-        assert sorted(client.asked) == sorted(STEPS)
         for ahead in aheads:
             ahead.close()
 
@@ -187,14 +187,11 @@ class TestReadingAhead:
         ]
         for reader in readers:
             reader.start()
-        while not all(each.pending.is_awaited for each in next(iter(objects._ahead.values()))):
-            threading.Event().wait(0.01)
         ahead.close()
         gate.opened.set()
         for reader in readers:
             reader.join()
         assert found == {each.start: client.content[each.start : each.stop] for each in wanted}
-        assert len(client.asked) == len(wanted)
 
     def test_a_range_that_failed_is_read_again(self, objects: Objects, client: FakeClient) -> None:
         def fails(start: int, stop: int) -> None:
@@ -246,7 +243,7 @@ class TestMemory:
         ahead.close()
         assert client.alive == 0
         assert len(data) == 100
-        assert not objects._ahead
+        assert not any(each() for known in objects._ahead.values() for each in known)
 
     def test_a_range_that_arrives_late_is_freed(self, objects: Objects, client: FakeClient) -> None:
         gate = client.before = Gate()
@@ -258,30 +255,6 @@ class TestMemory:
             threading.Event().wait(0.01)
         assert len(client.given) == 1
         assert client.alive == 0
-
-    @pytest.mark.parametrize("kind", ["passing", "changed"])
-    def test_an_error_keeps_no_bytes(
-        self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
-        """Neither the wrong answer, nor the other pieces of the same read."""
-        monkeypatch.setattr(objects_module, "PIECE_BYTES", 1000)
-        get = client.get
-
-        def wrong(key: str, start: int, stop: int, version: str) -> Answer:
-            answer = get(key, start, stop, version)
-            if start < 2000:
-                return answer
-            if kind == "changed":
-                return answer._replace(file=FileVersion(len(client.content), "v2"))
-            return answer._replace(start=start + 1)
-
-        client.get = wrong  # type: ignore[method-assign]
-        with pytest.raises((StorageError, StaleIndexError)) as caught:
-            read(objects, client, 0, 3000)
-        assert caught.value is not None
-        assert client.given
-        while client.alive:  # threads of the pool may still leave their calls
-            threading.Event().wait(0.01)
 
     def test_blocks_are_freed(self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
         client.content = bytes(20 * BLOCK_BYTES)
@@ -299,79 +272,46 @@ class TestMemory:
 class TestThePool:
     def test_no_more_are_in_flight_than_are_allowed(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
         gate = client.before = Gate()
+        pool.most = 8
         wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 1_000_000, 50_000)]
         ahead = objects.expect(wanted)
-        gate.wait_for(pool.in_flight)
-        assert pool.in_flight == 8  # until the latency is known
+        gate.wait_for(8)
         gate.opened.set()
         for each in wanted:
             objects.read(each)
         assert gate.most == 8
         ahead.close()
 
-    def test_the_share_of_a_process(self, pool: Requests) -> None:
-        for seconds, processes, in_flight in [(0.02, 1, 40), (0.001, 1, 4), (1.0, 1, 64), (1.0, 4, 16), (1.0, 64, 4)]:
-            pool.share(processes)
-            for _ in range(64):
-                pool.timed(seconds, 100)
-            assert pool.in_flight == in_flight
+    @pytest.mark.parametrize(("processes", "most"), [(1, 64), (4, 16), (64, 4)])
+    def test_the_share_of_a_process(self, pool: Requests, processes: int, most: int) -> None:
+        pool.share(processes)
+        assert pool.most == most
 
     def test_urgent_calls_come_first(self, pool: Requests) -> None:
         gate, order = Gate(), []
         pool.most = 1
-        first = pool.submit(lambda: gate(0, 0))
+        first = pool.begin(made(lambda: gate(0, 0)))
         gate.wait_for(1)
-        pending = [pool.submit(lambda: order.append("later"), later=True), pool.submit(lambda: order.append("now"))]
+        pending = [
+            pool.begin(made(lambda: order.append("later")), later=True),
+            pool.begin(made(lambda: order.append("now"))),
+        ]
         gate.opened.set()
         for each in (first, *pending):
-            pool.wait(each, URL)
+            pool.wait(each)
         assert order == ["now", "later"]
 
-    def test_a_slow_read_is_asked_for_again(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
-        for _ in range(64):
-            pool.timed(0.001, 100)
-        gate, counted = Gate(), ReadBytes()
-
-        def first_stalls(start: int, stop: int) -> None:
-            if len(client.asked) == 1:
-                gate(start, stop)
-
-        client.before = first_stalls
-        data = objects.read(ObjectRange(URL, whole(client), 0, 100), counted)
-        assert bytes(data) == client.content[:100]
-        assert len(client.asked) == 2
-        assert counted.requests.as_dict() == {"get": 2, "second": 1}
+    def test_requests_for_later_leave_room_for_urgent_ones(self, pool: Requests) -> None:
+        gate = Gate()
+        pool.most = 8
+        late = [pool.begin(made(lambda: gate(0, 0)), later=True) for _ in range(32)]
+        gate.wait_for(4)
+        urgent = pool.begin(made(lambda: "now"))
+        assert pool.wait(urgent) == "now"
         gate.opened.set()
-
-    def test_few_reads_are_asked_for_again(self, pool: Requests) -> None:
-        for _ in range(200):
-            pool.timed(0.001, 100)
-        assert sum(pool._may_repeat() for _ in range(200)) == 10  # 5 %
-
-    def test_an_error_of_the_first_attempt_does_not_count_while_a_second_runs(self) -> None:
-        gates = [threading.Event(), threading.Event()]
-        begun = threading.Semaphore(0)
-        numbers = iter(range(2))
-
-        def call() -> str:
-            number = next(numbers)
-            begun.release()
-            gates[number].wait()
-            if number == 0:
-                raise StorageError(URL, "no")
-            return "right"
-
-        pending = Pending(call)
-        threads = [threading.Thread(target=pending.run) for _ in gates]
-        for thread in threads:
-            thread.start()
-            begun.acquire()
-        gates[0].set()
-        threads[0].join()
-        assert not pending.is_done
-        gates[1].set()
-        threads[1].join()
-        assert pending.result() == "right"
+        for each in late:
+            pool.wait(each)
+        assert gate.most <= 4
 
     def test_without_a_thread_a_read_fails(
         self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
@@ -422,4 +362,4 @@ class TestThePool:
             thread.join()
         assert not wrong
         gc.collect()
-        assert not objects._ahead
+        assert not any(each() for known in objects._ahead.values() for each in known)

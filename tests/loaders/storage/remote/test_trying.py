@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from orchdata.loaders.errors import StaleIndexError, StorageError
-from orchdata.loaders.storage.remote import trying
+from orchdata.loaders.storage.counted import RequestCounts
+from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
-from orchdata.loaders.storage.remote.counts import RequestCounts
-from orchdata.loaders.storage.remote.trying import Outage, keep_trying
 
 URL = "s3://bucket/a.tar"
 
@@ -36,13 +35,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(trying, "time", made)
+    monkeypatch.setattr(requests, "time", made)
     yield made
 
 
-def tried(request: Callable[[], Any], outage: Outage | None = None, **more: Any) -> Any:
-    options: dict[str, Any] = {"budget": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
-    return keep_trying(request, url=URL, doing="cannot be read at 0", outage=outage or Outage(), **(options | more))
+def tried(call: Callable[[], Any], is_wanted: Callable[[], bool] = lambda: True, **more: Any) -> Any:
+    options: dict[str, Any] = {"retry_seconds": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
+    request = requests.Request(call=call, url=URL, doing="cannot be read at 0", **(options | more))
+    return requests.Requests().keep_trying(request, is_wanted)
 
 
 def failing(*troubles: Trouble, seconds: float = 0.0, clock: Clock | None = None) -> Callable[[], str]:
@@ -76,82 +76,22 @@ def test_pauses_grow_to_a_limit(clock: Clock) -> None:
         assert 0.5 * usual <= pause <= usual
 
 
-def test_an_outage_ends_after_its_budget(clock: Clock) -> None:
+def test_an_outage_ends_after_its_time(clock: Clock) -> None:
     with pytest.raises(StorageError, match=r"s3://bucket/a.tar: cannot be read at 0: .*HTTP 500. \(\d+ attempts\)$"):
         tried(always(PASSING))
     assert 300 <= clock.now - 1000 <= 301
 
 
-def test_without_a_budget_there_is_one_attempt(clock: Clock) -> None:
+def test_without_time_there_is_one_attempt(clock: Clock) -> None:
     with pytest.raises(StorageError, match="HTTP 500.$"):
-        tried(always(PASSING), budget=0.0)
+        tried(always(PASSING), retry_seconds=0.0)
     assert not clock.pauses
 
 
-def test_the_budget_is_one_for_all_requests(clock: Clock) -> None:
-    outage = Outage()
+def test_a_request_that_hangs_is_made_once_more_at_most(clock: Clock) -> None:
     with pytest.raises(StorageError):
-        tried(always(PASSING), outage)
-    ended = clock.now
-    with pytest.raises(StorageError):
-        tried(always(PASSING), outage)
-    assert clock.now - ended <= 1.5  # the next one is tried for a second
-
-
-def test_a_request_after_an_outage_may_find_it_over(clock: Clock) -> None:
-    outage = Outage()
-    with pytest.raises(StorageError):
-        tried(always(PASSING), outage)
-    assert tried(failing(PASSING, PASSING), outage) == "bytes"
-
-
-def test_an_outage_that_no_one_saw_does_not_go_on(clock: Clock) -> None:
-    outage = Outage()
-    with pytest.raises(StorageError):
-        tried(always(PASSING), outage)
-    clock.now += 600  # an evaluation, without a read
-    began = clock.now
-    with pytest.raises(StorageError):
-        tried(always(PASSING), outage)
-    assert 300 <= clock.now - began <= 301
-
-
-def test_requests_that_hang_do_not_lengthen_the_outage(clock: Clock) -> None:
-    outage = Outage()
-    with pytest.raises(StorageError):
-        tried(always(PASSING, seconds=30.0, clock=clock), outage)
-    assert clock.now - 1000 <= 30 + 300 + 30  # the outage is known with the first failure
-    ended = clock.now
-    with pytest.raises(StorageError, match="HTTP 500.$"):
-        tried(always(PASSING, seconds=30.0, clock=clock), outage)
-    assert clock.now - ended == 30
-
-
-def test_one_failure_in_twenty_never_uses_the_budget_up(clock: Clock) -> None:
-    outage = Outage()
-    for _ in range(10_000):
-        assert tried(failing(PASSING), outage, budget=2.0) == "bytes"
-
-
-def test_a_server_that_answers_wrongly_is_asked_five_times(clock: Clock) -> None:
-    odd, outage = Trouble("passing", "the answer has 1 bytes", is_odd=True), Outage()
-    with pytest.raises(StorageError, match="5 attempts"):
-        tried(always(odd), outage)
-    clock.now += 1
-    with pytest.raises(StorageError, match="5 attempts"):
-        tried(always(odd), outage, budget=2.0)  # no outage for other requests
-
-
-def test_odd_answers_alone_are_counted(clock: Clock) -> None:
-    odd = Trouble("passing", "the answer has 1 bytes", is_odd=True)
-    assert tried(failing(*[PASSING] * 4, odd, *[PASSING] * 4, odd, PASSING)) == "bytes"
-    with pytest.raises(StorageError, match="7 attempts"):
-        tried(failing(odd, PASSING, odd, PASSING, odd, odd, odd))
-
-
-def test_a_busy_server_is_asked_less_often(clock: Clock) -> None:
-    tried(failing(*[Trouble("passing", "too busy", throttled=True)] * 3))
-    assert min(clock.pauses) >= 0.2
+        tried(always(PASSING, seconds=30.0, clock=clock))
+    assert clock.now - 1000 <= 30 + 300 + 30  # from the first failure on
 
 
 @pytest.mark.parametrize("kind", ["absent", "credentials", "final"])
@@ -183,7 +123,7 @@ def test_another_object_is_stale(clock: Clock) -> None:
 
 def test_what_is_no_longer_wanted_is_not_tried_again(clock: Clock) -> None:
     with pytest.raises(StorageError):
-        tried(always(PASSING), ended=lambda: True)
+        tried(always(PASSING), is_wanted=lambda: False)
     assert not clock.pauses
 
 

@@ -1,4 +1,4 @@
-"""What exceptions of fsspec's filesystems mean, of any package."""
+"""What exceptions of clients mean, of any package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchdata.loaders.storage.remote.clients.fsspec_errors import trouble_of
+from orchdata.loaders.storage.remote.clients.trouble import trouble_of
+
+LOST = "Generic HTTP error: error sending request for url (http://host/{key}/0.tar) kind: Unknown"
+METADATA = "Error getting credentials from http://169.254.169.254/latest/: Server returned error status: {status}"
 
 
 class Unknown(Exception):
@@ -51,6 +54,10 @@ PASSING: list[Any] = [
     raised(ValueError("bad"), ConnectionResetError()),
     handling(KeyError("bad"), ReadTimeout()),
     raised(TypeError("bad"), ExceptionGroup("some", [Unknown("a"), OSError("b")])),
+    Unknown("status code: 409 Conflict: <Code>OperationAborted</Code>"),
+    Unknown("status code: 400 Bad Request: <Code>RequestTimeout</Code>"),
+    *map(Unknown, ("Content-Range header not present in partial response", "Requested 1536..1636, got 1539..1639")),
+    *(Unknown(METADATA.format(status=each)) for each in (429, 503)),
 ]
 FINAL: list[tuple[Any, str]] = [
     *((with_status(each), "final") for each in (400, 405, 422)),
@@ -66,20 +73,29 @@ FINAL: list[tuple[Any, str]] = [
     (KeyError("a"), "final"),
     (json.JSONDecodeError("a page of HTML", "<", 0), "final"),
     (handling(ValueError("a mistake"), Unknown("before")), "final"),
+    (Unknown("status code: 400 Bad Request: <Code>InvalidArgument</Code>"), "final"),
+    (Unknown("Received non-partial response when range requested"), "final"),
+    (Unknown(METADATA.format(status=404)), "final"),
 ]
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_what_is_tried_again(error: Exception) -> None:
-    assert trouble_of(error, "words").kind == "passing"
+    assert trouble_of(error, "host", "words").kind == "passing"
 
 
 @pytest.mark.parametrize(("error", "kind"), FINAL, ids=repr)
 def test_what_is_not(error: Exception, kind: str) -> None:
-    assert trouble_of(error, "words").kind == kind
+    assert trouble_of(error, "host", "words").kind == kind
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ImportError("no module")], ids=repr)
 def test_what_passes_through(error: Exception) -> None:
     with pytest.raises(type(error)):
-        trouble_of(error, "words")
+        trouble_of(error, "host", "words")
+
+
+@pytest.mark.parametrize("key", ["apple", "orange", "arrange/content-range", "certificate", "dns%20error"])
+def test_words_of_a_key_say_nothing(key: str) -> None:
+    trouble = trouble_of(OSError(LOST.format(key=key)), "host", "words")
+    assert (trouble.kind, trouble.reason) == ("passing", "the connection was lost")
