@@ -12,19 +12,17 @@ from shard_factory import jpeg
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import KINDS, OTHER
-from orchdata.loaders.shards.own.fields import cells_of
-from orchdata.loaders.shards.own.shard import ByteRange
+from orchdata.loaders.shards.own.opened import cells_of
 
 JPEG = jpeg(8, 8)
 TURNS = [{"role": "user", "content": "hello"}]
 
 
 def read(value: Any, *, all_values: bool = False, **names: str) -> dict[str, tuple[str, Any]]:
-    """Field -> (kind, bytes or range)."""
+    """Field -> (kind, bytes)."""
     found = {}
     for cell in cells_of(value, names, Limits(), all_values=all_values):
-        kind = cell.kind_by(cell.value[:16] if isinstance(cell.value, bytes) else b"")
-        found[cell.field] = ("other" if kind == OTHER else KINDS[kind], cell.value)
+        found[cell.field] = ("other" if cell.kind == OTHER else KINDS[cell.kind], cell.value)
     return found
 
 
@@ -32,7 +30,6 @@ def test_what_each_value_becomes() -> None:
     assert read({"jpg": b"x"}) == {"jpg": ("image", b"x")}  # the name says it
     assert read({"cover": JPEG}) == {"cover": ("image", JPEG)}  # its first bytes do
     assert read({"images": [JPEG, bytearray(JPEG)]}) == {"images.0": ("image", JPEG), "images.1": ("image", JPEG)}
-    assert read({"txt": ByteRange(3, np.int64(4))}) == {"txt": ("text", ByteRange(3, 4))}
     assert read({"caption": "ein Käse"}) == {"caption": ("text", "ein Käse".encode())}
     assert read({"txt.gz": gzip.compress(b"words")}) == {"txt.gz": ("text", b"words")}
     assert read({"messages": TURNS})["messages"][0] == "text"
@@ -84,13 +81,11 @@ def test_renamed_fields_keep_the_kind_of_their_suffix() -> None:
         (None, "returned a NoneType: return a dict"),
         ([("jpg", b"x")], "returned a list: return a dict"),
         ({"": b"x"}, "names are strings that are not empty"),
-        ({"__key__": "a"}, "a field '__key__', which is reserved: Shard.keys"),
+        ({"__key__": "a"}, "a field '__key__': names are strings"),
         ({"x": np.zeros(3)}, "a ndarray cannot be a field .* as numpy.save writes them"),
         ({"x": {1, 2}}, "a set cannot be a field"),
         ({"x": {"y": b"z"}}, "a dict cannot be a field .*bytes is no JSON"),
-        ({"x": ByteRange(-1, 3)}, "is not an offset and a size"),
-        ({"x": ByteRange(1, "3")}, "is not an offset and a size"),  # type: ignore[arg-type]
-        ({"jpg": (0, 5)}, "a tuple, and the name says media: return bytes, od.ByteRange"),
+        ({"jpg": (0, 5)}, "a tuple, and the name says media: return bytes"),
         ({"txt.gz": b"no gzip"}, "damaged gzip"),
         ({str(n): "x" for n in range(Limits().sample_parts + 1)}, "above Limits.sample_parts"),
     ],
