@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.compact import Names, Strings
 from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.shards.fields import OWN_JSON, RAW
+from orchdata.loaders.shards.fields import OWN_BYTES, RAW
 
 SCHEMA = pa.schema(
     [
@@ -185,7 +185,7 @@ class FactsTable:
         samples, kinds, encodings = self.sample, set(self.kind.tobytes()), set(self.encoding.tobytes())
         if samples and (samples[0] < 0 or (np.asarray(samples)[1:] < np.asarray(samples)[:-1]).any()):
             raise ValueError("samples are not in order")
-        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_JSON + 1)):
+        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, OWN_BYTES + 1)):
             raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
         if samples and (min(self.offset) < 0 or min(self.size) < 0):
             raise ValueError(f"a member is at offset {min(self.offset)}, or has {min(self.size)} bytes")

@@ -131,10 +131,10 @@ class NotesShard(od.Shard):
             self._lines = [line.split("\t") for line in file.read().decode().splitlines()]
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": [key for key, _ in self._lines]})
+        return pa.table({"key": [key for key, _ in self._lines], "field": ["txt"] * len(self._lines)})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, bytes]]:
-        return [{"txt": self._lines[row][1].encode()} for row in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._lines[row][1].encode() for row in rows]
 
 
 @dataclass(frozen=True)

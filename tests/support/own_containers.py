@@ -23,16 +23,14 @@ class ZipShard:
 
     def __init__(self, source: od.ShardSource) -> None:
         self._zip = zipfile.ZipFile(source.file())
-        self._names: dict[str, list[str]] = {}
-        for name in self._zip.namelist():
-            self._names.setdefault(name.partition(".")[0], []).append(name)
-        self._keys = list(self._names)
+        self._names = self._zip.namelist()
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": self._keys})
+        parts = [name.partition(".") for name in self._names]
+        return pa.table({"key": [key for key, _, _ in parts], "field": [field for _, _, field in parts]})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, bytes]]:
-        return [{name.partition(".")[2]: self._zip.read(name) for name in self._names[self._keys[row]]} for row in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._zip.read(self._names[row]) for row in rows]
 
     def close(self) -> None:
         self._zip.close()
@@ -54,13 +52,14 @@ class ArrayShard(od.Shard):
 
     def __init__(self, source: od.ShardSource) -> None:
         with source.file() as file, np.load(file) as arrays:
-            self._texts, self._scores = arrays["text"].tolist(), arrays["score"]
+            self._texts, self._scores = arrays["text"].tolist(), arrays["score"].tolist()
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": [f"row{number}" for number in range(len(self._texts))]})
+        keys = [f"row{number}" for number in range(len(self._texts)) for _ in range(2)]
+        return pa.table({"key": keys, "field": ["text", "score"] * len(self._texts)})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [{"text": self._texts[row], "score": self._scores[row], "nothing": None} for row in rows]
+    def read(self, rows: Sequence[int]) -> list[str]:
+        return [json.dumps(self._scores[row // 2]) if row % 2 else self._texts[row // 2] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,12 @@ class SqliteShard:
         self._keys = [key for (key,) in self._base.execute("SELECT key FROM samples ORDER BY key")]
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": self._keys})
+        keys = [key for key in self._keys for _ in range(2)]
+        return pa.table({"key": keys, "field": ["image", "json"] * len(self._keys)})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        select = "SELECT image, chat FROM samples WHERE key = ?"
-        found = [self._base.execute(select, (self._keys[row],)).fetchone() for row in rows]
-        return [{"image": [image], "messages": json.loads(turns)} for image, turns in found]
+    def read(self, rows: Sequence[int]) -> list[Any]:
+        select = ("SELECT image FROM samples WHERE key = ?", "SELECT chat FROM samples WHERE key = ?")
+        return [self._base.execute(select[row % 2], (self._keys[row // 2],)).fetchone()[0] for row in rows]
 
     def close(self) -> None:
         self._base.close()
@@ -108,12 +107,14 @@ class FolderShard:
         self._names = sorted(str(path.relative_to(folder)) for path in self._folder.rglob("*.jpg"))
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": [name.removesuffix(".jpg") for name in self._names]})
+        keys = [name.removesuffix(".jpg") for name in self._names for _ in range(2)]
+        return pa.table({"key": keys, "field": ["jpg", "caption"] * len(self._names)})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        names = [self._names[row] for row in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes | str]:
+        names = [self._names[row // 2] for row in rows]
         return [
-            {"jpg": (self._folder / name).read_bytes(), "caption": f"a {PurePath(name).parent.name}"} for name in names
+            f"a {PurePath(name).parent.name}" if row % 2 else (self._folder / name).read_bytes()
+            for name, row in zip(names, rows, strict=True)
         ]
 
 
@@ -129,16 +130,16 @@ class Folders(od.Container):
 
 
 class ListShard:
-    """A JSON list of [key, {field: value}]."""
+    """A JSON list of [key, {field: text}]."""
 
     def __init__(self, content: bytes) -> None:
-        self._samples: list[tuple[str, dict[str, Any]]] = json.loads(content)
+        self._rows = [(key, field, text) for key, fields in json.loads(content) for field, text in fields.items()]
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": [key for key, _ in self._samples]})
+        return pa.table({"key": [key for key, _, _ in self._rows], "field": [field for _, field, _ in self._rows]})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._samples[row][1] for row in rows]
+    def read(self, rows: Sequence[int]) -> list[str]:
+        return [self._rows[row][2] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,12 @@ class Lines:
 
     def facts(self) -> Any:
         keys = [f"line{number}" for number in range(len(self._lines))]
-        others = {"same keys": [keys[0], *keys[:-1]], "numbers": list(range(len(keys))), "no keys": []}
-        return "abc" if self._how == "keys" else pa.table({"key": others.get(self._how, keys)})
+        others = {"same keys": [*keys[:-1], keys[0]], "numbers": list(range(len(keys))), "no keys": []}
+        fields = {"name": ["text", "", "text"]}.get(self._how, ["text"] * len(keys))
+        if self._how == "same fields":
+            keys = [keys[0], *keys[:-1]]
+        keys = others.get(self._how, keys)
+        return "abc" if self._how == "keys" else pa.table({"key": keys, "field": fields[: len(keys)]})
 
     def read(self, rows: Sequence[int]) -> Any:
         return [self._make(self._lines[row]) for row in rows if self._how != "few"]
@@ -187,18 +192,14 @@ class Broken(od.Container):
 
 
 def made(how: str, line: str) -> Any:
-    """The fields of a line."""
+    """The text of a line."""
     if line == "bad":
         if how == "disk":
             raise OSError(errno.EIO, "Input/output error")
         if how == "package":
             import a_package_that_is_not_there  # type: ignore[import-not-found]  # noqa: F401
-        return {
-            "sample": 1 // 0 if how == "sample" else None,
-            "type": {"text": object()},
-            "name": {7: "x"},
-        }.get(how, {"text": line})
-    return {"text": line}
+        return {"sample": 1 // 0 if how == "sample" else None, "type": {1: 2}}.get(how, line)
+    return line
 
 
 def zip_file(path: Path, count: int = 12, *, prefix: str = "k") -> Path:
@@ -233,5 +234,5 @@ def written(folder: Path) -> dict[od.Container, Path]:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A function for `Recipe.record`: the text and the number of a row of `Arrays`."""
-    return {"text": f"{record['text']} scores {record['score']:.1f} and {record['nothing']}"}
+    """A function for `Recipe.record`: the text of a row of `Arrays`."""
+    return {"text": f"{record['text']}, once more"}

@@ -16,10 +16,10 @@ class PairsShard:
             self.pairs = [line.partition(b"\t") for line in file.read().splitlines()]
 
     def facts(self) -> pa.Table:
-        return pa.table({"key": [key.decode() for key, _, _ in self.pairs]})
+        return pa.table({"key": [key.decode() for key, _, _ in self.pairs], "field": ["txt"] * len(self.pairs)})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, bytes]]:
-        return [{"txt": self.pairs[row][2]} for row in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self.pairs[row][2] for row in rows]
 
 
 @dataclass(frozen=True)

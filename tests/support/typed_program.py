@@ -30,8 +30,8 @@ class Lines(od.Shard):
     def facts(self) -> Any:
         return table_of(self.lines)
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [{"text": self.lines[row]} for row in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self.lines[row] for row in rows]
 
 
 class LineFiles(od.Container):

@@ -1,6 +1,6 @@
 """A container of the user's: which paths it reads, and how one is opened.
 
-path --claims--> this container --open--> Shard --facts--> keys of its samples --read--> fields of some of them
+path --claims--> this container --open--> Shard --facts--> keys and fields of its samples --read--> some of these
 
 The library does the rest: it reads a shard once, keeps what it learns, and calls `Shard.read` for the samples of a
 step, in any process and any order. `docs/containers.md` has complete examples.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Final, Protocol
@@ -91,24 +91,17 @@ class Shard(Protocol):
     """
 
     def facts(self) -> pa.Table:
-        """Return a table with a row for each sample, in order. Its column `key` has their keys, unique in the shard."""
+        """Return a table with a row for each field of each sample. The rows of a sample follow one another.
+
+        Its columns are `key`, of the sample, and `field`, the name of the field: what a tar would call key.field.
+        """
         ...
 
-    def read(self, rows: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Return the fields of some samples by name. They must be the same each time, in every process.
+    def read(self, rows: Sequence[int]) -> Sequence[bytes | str]:
+        """Return the contents of some rows of the table. They must be the same each time, in every process.
 
-        A value is one of these:
-
-        - bytes: a file, such as a JPEG. The name says what it is ("jpg", "flac", "image"), or else its first bytes.
-        - str: text.
-        - a list of bytes: fields "name.0", "name.1", ...
-        - a number, or a list or dict of JSON's types: a chat, or a value for `Recipe.record` and `Recipe.keep`.
-        - None: no such field.
-
-        An exception fails the sample, not the shard; of several samples, those that fail when they are read alone.
-
-        Args:
-            rows: of the table of `facts`.
+        The name of a field says what it is ("jpg", "flac", "txt", "json"), or else its first bytes. An exception fails
+        the sample, not the shard; of several rows, those that fail when they are read alone.
         """
         ...
 
@@ -191,10 +184,10 @@ class _Document:
     def facts(self) -> pa.Table:
         import pyarrow as pa
 
-        return pa.table({"key": [self._key]})
+        return pa.table({"key": [self._key], "field": [self._field]})
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, bytes]]:
-        return [{self._field: self._source.read(0, self._source.size)} for _ in rows]
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._source.read(0, self._source.size) for _ in rows]
 
 
 def name_of(container: object) -> str:
