@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns, TableSize
 from orchdata.loaders.index.totals import OPTIONAL, Totals, sum_totals, summarize
 from orchdata.loaders.modalities.builtin import UNUSED
-from orchdata.loaders.shards.fields import OWN_JSON, RAW
+from orchdata.loaders.shards.fields import OWN_BYTES, RAW
 
 _ROWS_AT_A_TIME: Final = 1 << 18
 _COUNTS: Final = ("llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows").split()
@@ -77,7 +77,7 @@ def check_columns(
     _expect_range(columns.part_modality, 1, num_modalities, "part_modality")
     _expect_range(columns.part_member, 0, None, "part_member")
     _expect_range(columns.member_field, 0, num_fields, "member_field")
-    _expect_range(columns.member_encoding, RAW, OWN_JSON + 1, "member_encoding")
+    _expect_range(columns.member_encoding, RAW, OWN_BYTES + 1, "member_encoding")
     kinds = columns.member_kind
     _expect(not ((kinds >= num_modalities) & (kinds < UNUSED)).any(), "member_kind", "are of no modality")
     for name in STRINGS:

@@ -1,4 +1,4 @@
-"""The containers of the library, as values of the protocol of a user's: which paths each claims, how it opens them.
+"""The containers of the library: which paths each claims, how it opens them.
 
 A path --claims--> one container --open--> a Shard. Containers of the user's are asked first, see `open.py`.
 """
@@ -6,38 +6,57 @@ A path --claims--> one container --open--> a Shard. Containers of the user's are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypedDict
+from typing import Final, Protocol, TypedDict
 
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.compressed import UnpackedFile, compression, open_decompressed
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.own.shard import OpenContext
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.storage.counted import CountedFile
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.paths import (
     ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
     RECORD_SUFFIXES,
     TAR_SUFFIXES,
-    expand_paths,
     is_compressed,
     media_root_of,
     suffix_of,
 )
-from orchdata.loaders.storage.storage import FileSystem, Storage
+from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenContext:
+    """What a shard may need besides its file.
+
+    Attributes:
+        limits: of the recipe.
+        cache: folder for files that can be made again.
+        media_root: folder of files that shards name; None for none.
+        moved_media: whether these files were in another folder when the shard was indexed.
+        reads: counts bytes; what is read from the shard's own file is counted already. None: nothing is counted.
+        files: opens other files, and objects of storage.
+    """
+
+    limits: Limits
+    cache: CacheFolder
+    media_root: str | None = None
+    moved_media: bool = False
+    reads: ReadBytes | None = None
+    files: Files = PLAIN_FILES
 
 
 class Builtin(Protocol):
-    """A container of the library: as `own.shard.Container`, with shards that read by position themselves."""
+    """A container of the library, with shards that read by position."""
 
     def claims(self, path: str) -> bool:
         """Return whether it reads a path."""
-
-    def shards(self, storage: FileSystem, path: str) -> list[str]:
-        """Return the shards of a path that it claims."""
 
     def open(
         self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
@@ -47,9 +66,6 @@ class Builtin(Protocol):
         Args:
             packed: whether it is compressed; None: its first bytes say so.
         """
-
-    def describe(self) -> dict[str, Any]:
-        """Return what its samples depend on, JSON-safe."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +79,6 @@ class _BySuffix:
             return suffix_of(path) in self.suffixes
         except ValueError:
             return False
-
-    def shards(self, storage: FileSystem, path: str) -> list[str]:
-        return expand_paths(path)
-
-    def describe(self) -> dict[str, Any]:
-        return {"suffixes": list(self.suffixes)}
 
 
 @dataclass(frozen=True)

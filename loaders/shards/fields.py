@@ -12,10 +12,9 @@ from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 
-RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES, OWN_TEXT, OWN_JSON = range(9)
+RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES = range(7)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
-row of CSV, named by a record (in another file, or encoded in the record), or as bytes or text that a container of the
-user's returns."""
+row of CSV, named by a record (in another file, or encoded in the record), or returned by a container of the user's."""
 
 TEXT_SUFFIXES = frozenset((*TEXT_FIELDS, *PAIR_KEYS, "response", "question", "answer", "json", "jsn", "jsonl"))
 

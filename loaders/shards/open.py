@@ -12,12 +12,11 @@ from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
-from orchdata.loaders.shards.builtin import RecordContainer, TarContainer, builtin_of
+from orchdata.loaders.shards.builtin import OpenContext, RecordContainer, TarContainer, builtin_of
 from orchdata.loaders.shards.compressed import copy_name
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.own.opened import OpenedShard
-from orchdata.loaders.shards.own.shard import Container, OpenContext, identity_of
-from orchdata.loaders.shards.own.source import ShardSource
+from orchdata.loaders.shards.own.shard import Container, identity_of
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ReadBytes
@@ -70,12 +69,12 @@ def open_shard(
         ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
     files = files.of(url)
+    if rules.container is not None:
+        storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
+        return OpenedShard(rules.container, storage, rules, limits)
     context = OpenContext(
         limits=limits, cache=cache, media_root=media_root, moved_media=moved_media, reads=reads, files=files
     )
-    if rules.container is not None:
-        storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
-        return OpenedShard(rules.container, ShardSource(storage, reads), context, rules)
     container = builtin_of(url)
     file = files.open(url, known, reads)
     whole = whole and isinstance(container, TarContainer | RecordContainer)

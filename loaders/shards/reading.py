@@ -10,9 +10,8 @@ from typing import Any
 from orchdata.loaders.errors import ContainerError
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.field_rules import FieldRules
-from orchdata.loaders.shards.own.checks import container_of, shards_of
-from orchdata.loaders.shards.own.shard import Container, identity_of, name_of
-from orchdata.loaders.storage.paths import Claiming, Matching, Paths, expand_paths, media_root_of
+from orchdata.loaders.shards.own.shard import Container, container_of, identity_of, name_of
+from orchdata.loaders.storage.paths import Matching, Paths, expand_paths, media_root_of
 from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 
@@ -53,7 +52,7 @@ class Reading:
 
     def root_of(self, url: str, rules: FieldRules) -> str | None:
         """Return the folder of the media that a shard names; None if its kind names none."""
-        return media_root_of(url, self.media_root) if rules.container is None else self.media_root
+        return media_root_of(url, self.media_root) if rules.container is None else None
 
     def looked_up(self, urls: Sequence[str]) -> Reading:
         """Return how shards are read, with sizes and versions of those that are objects of storage, from few requests.
@@ -64,7 +63,7 @@ class Reading:
         return replace(self, files=self.files.looked_up(remote)) if remote else self
 
     def expand(self, paths: Paths, matching: Matching | None = None) -> list[str]:
-        """Return one path per shard, as `expand_paths`; a container of the user's lists the shards of what it claims.
+        """Return one path per shard, as `expand_paths`; a file or folder that a container of the user's claims is one.
 
         Args:
             matching: lists the objects of a pattern; default: by a listing.
@@ -97,8 +96,7 @@ def _expanded(paths: Paths, containers: tuple[Container, ...], matching: Matchin
     def claims(path: str) -> bool:
         return container_of(containers, identity(path)) is not None
 
-    claiming = Claiming(claims, lambda path: shards_of(containers, PLAIN_FILES, path))
-    return expand_paths(paths, own=claiming, matching=matching)
+    return expand_paths(paths, own=claims, matching=matching)
 
 
 def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:

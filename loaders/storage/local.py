@@ -181,10 +181,6 @@ class LocalFolder:
         self._files = dict(_below(path))
         self.size, self.version = _joined(self._files)
 
-    def names(self) -> list[str]:
-        """Return the names of the files, relative to the folder, sorted."""
-        return list(self._files)
-
     def open(self, name: str) -> LocalFile:
         """Open a file. Raises FileNotFoundError for a name that is not in `names`, StaleIndexError if it changed."""
         then = self._files.get(name)
@@ -250,9 +246,6 @@ class LocalFileSystem:
 
     def is_folder(self, path: str) -> bool:
         return is_folder(path)
-
-    def names(self, folder: str) -> list[str]:
-        return [name for name, _ in _below(folder)]
 
     def open(self, path: str) -> LocalFile:
         return LocalFile(path)

@@ -11,7 +11,6 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import braceexpand
 
@@ -52,24 +51,12 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class Claiming(NamedTuple):
-    """What containers of the user's say of paths.
-
-    Attributes:
-        claims: whether one of them claims a path.
-        shards: the shards of a path; None if none of them claims it.
-    """
-
-    claims: Callable[[str], bool]
-    shards: Callable[[str], list[str] | None]
-
-
 Matching = Callable[[str], Iterable[str]]
 """Returns the objects of storage that a pattern matches, sorted."""
 
 
 def expand_paths(
-    paths: Paths, *, check: bool = True, own: Claiming | None = None, matching: Matching | None = None
+    paths: Paths, *, check: bool = True, own: Callable[[str], bool] | None = None, matching: Matching | None = None
 ) -> list[str]:
     """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
     Paths may be `file:` URLs, and URLs of objects of storage, which are not looked at.
@@ -77,7 +64,7 @@ def expand_paths(
     Args:
         paths: from the user; a list keeps its order.
         check: check that each shard exists. Without it, only globs touch the file system.
-        own: containers of the user's, which are asked first.
+        own: whether a container of the user's claims a path; these are asked first.
         matching: lists the objects of a pattern; without it, there may be no such patterns.
 
     Raises:
@@ -103,7 +90,7 @@ def expand_paths(
                         f"{shown!r}): it would be read twice"
                     )
                 source[name] = shown
-                if own is None or not own.claims(path):
+                if own is None or not own(path):
                     suffix_of(identity(path) if is_remote(path) else path, own_too=own is not None)
                 shards.append(path)
     return shards
@@ -175,7 +162,7 @@ def _text(path: str) -> str:
 
 
 def _expand(
-    pattern: str, *, literal: bool, check: bool, own: Claiming | None, matching: Matching | None
+    pattern: str, *, literal: bool, check: bool, own: Callable[[str], bool] | None, matching: Matching | None
 ) -> Iterator[str]:
     if is_remote(pattern):
         yield from _expand_remote(pattern, matching)
@@ -190,15 +177,10 @@ def _expand(
             matches = sorted(_matches(Path(path)))
             if not matches:
                 raise FileNotFoundError(f"no file matches {named}")
-            for match in matches:
-                shards = None if own is None else own.shards(match)
-                yield from [match] if shards is None else shards
+            yield from matches
             continue
         if check:
-            if own is not None and is_there(path) and (shards := own.shards(path)) is not None:
-                yield from shards
-                continue
-            if is_folder(path):
+            if is_folder(path) and not (own is not None and own(path)):
                 yield from _shards_of_folder(path, named)
                 continue
             if not is_there(path):

@@ -87,10 +87,6 @@ class FileSystem(Protocol):
         """Return whether a path is a folder."""
         ...
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names of all files below a folder, relative to it and sorted; hidden ones are left out."""
-        ...
-
     def open(self, path: str) -> Storage:
         """Open a file. Raises StorageError, and ShardError if it is not a regular file."""
         ...

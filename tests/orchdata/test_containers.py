@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_containers import Arrays, Blobs, Broken, Folders, Lists, Sqlites, Zips, values_of, written, zip_file
+from own_containers import Arrays, Broken, Folders, Lists, Sqlites, Zips, values_of, written, zip_file
 from shard_factory import RECIPE, jpeg, omni_samples, write_shard
 from typer.testing import CliRunner
 
@@ -21,10 +21,8 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.shards.builtin import BUILTIN_CONTAINERS
 from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.testing.containers import check_any
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,32 +51,19 @@ def contents(batch: od.Batch) -> tuple[Any, ...]:
     return batch.sample_ids, batch.llm.input_ids.tolist(), images
 
 
-@pytest.mark.parametrize("kind", [Zips, Arrays, Sqlites, Blobs, Folders])
+@pytest.mark.parametrize("kind", [Zips, Arrays, Sqlites, Folders])
 def test_containers_keep_the_contract(given: Given, kind: type[od.Container]) -> None:
     container = next(each for each in given if type(each) is kind)
-    checked = od.check_container(container, given[container], other_process=kind is Zips)
-    assert checked.shards == (2 if kind is Folders else 1)
-    assert checked.samples == {Zips: 12, Arrays: 9, Sqlites: 7, Blobs: 8, Folders: 3}[kind]
-
-
-def test_containers_of_the_library_keep_the_contract(tmp_path: Path) -> None:
-    import gzip
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    tar = Path(write_shard(tmp_path / "a.tar", omni_samples(3)))
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tar.read_bytes()))
-    table = pa.table({"text": ["one", "two"], "image": [jpeg(32, 32), jpeg(40, 32)]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"words {n}"}) + "\n" for n in range(4)))
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,text\n1,one\n2,two\n"))
-    for name in ("a.tar", "a.tar.gz", "a.parquet", "a.arrow", "a.jsonl", "a.csv.gz"):
-        path = str(tmp_path / name)
-        (container,) = [each for each in BUILTIN_CONTAINERS if each.claims(path)]
-        assert check_any(container, path, other_process=name == "a.tar").samples >= 2
+    fields = od.check_container(container, given[container], other_process=kind is Zips)
+    assert (
+        fields
+        == {
+            Zips: {"jpg": "image", "json": "text", "cls": "other"},
+            Arrays: {"text": "text", "score": "other"},
+            Sqlites: {"image": "image", "json": "text"},
+            Folders: {"jpg": "image", "caption": "text"},
+        }[kind]
+    )
 
 
 def test_samples_are_equal_over_engines_ranks_and_resume(given: Given) -> None:
@@ -166,7 +151,7 @@ def test_users_functions_get_what_a_container_gives(given: Given) -> None:
     recipe = od.Recipe(record=values_of, record_id="1")
     dataset = od.ShardDataset(path, recipe, containers=[Arrays()])
     (text,) = dataset[3].parts
-    assert bytes(text.token_ids.tolist()) == b"words of row 3 scores 1.5 and None"
+    assert bytes(text.token_ids.tolist()) == b"words of row 3, once more"
 
     renamed = od.ShardDataset(path, columns={"text": "caption", "score": "text"}, containers=[Arrays()])
     assert dict(renamed.columns) == {"text": "caption", "score": "text"}
@@ -174,7 +159,7 @@ def test_users_functions_get_what_a_container_gives(given: Given) -> None:
         od.ShardDataset(path, columns={"absent": "other"}, containers=[Arrays()]).index()
 
     kept = od.ShardDataset(path, od.Recipe(keep=("score", "text")), containers=[Arrays()])
-    assert kept[2].fields == {"score": 1.0, "text": b"words of row 2"}
+    assert kept[2].fields == {"score": b"1.0", "text": b"words of row 2"}
 
 
 def test_a_mixture_reads_one_suffix_with_two_containers(tmp_path: Path) -> None:
@@ -268,9 +253,8 @@ def lines(folder: Path, text: str = "one bad two") -> str:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "not a list": (Zips(), "containers is a list of od.Container"),
-    "a class": ([Zips], "give a value of it, Zips()"),
-    "something else": ([3], "has a int: give values of subclasses of od.Container"),
+    "not a list": (Zips(), "containers is a list of values of subclasses of od.Container"),
+    "a class": ([Zips], "containers is a list of values of subclasses of od.Container"),
     "a lambda": (
         [Held(lambda: 0)],
         "container Held.value is a lambda in line .* which does not pickle, and worker processes get a copy",
@@ -287,14 +271,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
         [Hidden()],
         "Hidden is no dataclass, so that the identity of the data set would not see its secret",
     ),
-    "describe": ([Broken("describe")], "describe() returned .* a dict that JSON gives back unchanged"),
-    "describe raises": ([Broken("describe raises")], "describe() returned None"),
-    "claims": ([Broken("claims")], "a.lines: container Broken: claims() returned 'yes': return True or False"),
+    "describe": (
+        [Broken("describe")],
+        "container Broken: describe() raised TypeError: Object of type object is not JSON",
+    ),
     "claims nothing": ([Broken("claims nothing")], "no container of containers= claims it"),
     "unused": ([Broken(), Zips()], "container Zips claims none of the 1 paths"),
     "two": ([Broken(), Held()], "a.lines: container Broken and container Held both claim it"),
-    "shards": ([Broken("shards")], "a.lines: container Broken: shards() returned None: return a list"),
-    "other shards": ([Broken("other shards")], "shards() returned '/somewhere/else.tar', which its claims() does not"),
 }
 
 
@@ -304,20 +287,21 @@ def test_a_container_that_is_no_value_is_refused(tmp_path: Path, what: str) -> N
     pattern = ".*".join(map(re.escape, message.split(".*")))
     with pytest.raises((ValueError, TypeError), match=pattern) as raised:
         od.ShardDataset(lines(tmp_path), containers=containers)
-    if what not in ("not a list", "a class", "something else", "claims nothing"):
+    if what not in ("not a list", "a class", "claims nothing"):
         assert isinstance(raised.value, od.ContainerError)
 
 
 OF_THE_DATA = {
-    "open": "a.lines: container Broken: open() raised RuntimeError: no key for this file (line",
-    "keys": "a.lines: container Broken: keys() returned a str: return the keys of all samples",
-    "numbers": "a.lines: container Broken: keys() gave 0 for sample 0: keys are strings",
-    "no keys": "a.lines: no samples: container Broken: keys() gives none",
-    "same keys": "container Broken: samples 0 and 1 both have the key 'line0'",
-    "sample": "sample 'line1', field '*': container Broken: sample(1) raised ZeroDivisionError",
-    "type": "sample 'line1', field 'text': a object cannot be a field",
-    "range": "sample 'line1', field 'txt': od.ByteRange(10, 1099511627776) ends after the 11 bytes of the shard",
-    "name": "sample(1) returned a field with the name 7: names are strings",
+    "open": "a.lines: container Broken: open() raised RuntimeError: no key for this file",
+    "keys": "a.lines: container Broken: facts() returned a str: return a table with the columns key and field",
+    "numbers": "a.lines: container Broken: facts() gives the key 0: these are strings",
+    "no keys": "a.lines: no samples: container Broken: facts() has no rows",
+    "same keys": "container Broken: samples 0 and 2 both have the key 'line0'",
+    "same fields": "container Broken: facts() gives two fields with the name 'text'",
+    "few": "container Broken: read() returned 0 values for 1 rows",
+    "sample": "sample 'line1', field 'text': container Broken: read([1]) raised ZeroDivisionError",
+    "type": "sample 'line1', field 'text': container Broken: read() returned a dict: return bytes, or a str",
+    "name": "container Broken: facts() gives the field '': these are strings",
 }
 
 
@@ -330,7 +314,7 @@ def test_what_fails_for_a_shard_or_sample_is_a_data_error(tmp_path: Path, how: s
     assert OF_THE_DATA[how] in str(failures[0])
     with pytest.raises(od.DataError):
         od.DataLoader(dataset, batch_size=1)
-    if how in ("sample", "type", "range", "name"):
+    if how in ("sample", "type"):
         assert len(failures) == 1
         with pytest.warns(UserWarning):
             loader = od.DataLoader(dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
@@ -338,7 +322,9 @@ def test_what_fails_for_a_shard_or_sample_is_a_data_error(tmp_path: Path, how: s
 
 
 def test_open_that_returns_something_else_ends_the_build(tmp_path: Path) -> None:
-    with pytest.raises(od.ContainerError, match=r"a\.lines: container Broken: open\(\) returned a bytes"):
+    with pytest.raises(
+        od.ContainerError, match=r"a\.lines: container Broken: open\(\) returned a bytes: return an object with"
+    ):
         od.ShardDataset(lines(tmp_path), containers=[Broken("open returns")]).index()
     with pytest.raises(od.ContainerError, match=r"Held must define open\(\)"):
         od.ShardDataset(lines(tmp_path), containers=[Held()]).index()
@@ -359,14 +345,14 @@ COUNTED = {"calls": 0}
 class Moody(Broken):
     """Its samples differ each time."""
 
-    def open(self, source: od.ShardSource, context: od.OpenContext) -> Any:
-        shard = super().open(source, context)
-        shard._make = lambda line: COUNTED.update(calls=COUNTED["calls"] + 1) or {"text": line * COUNTED["calls"]}
+    def open(self, source: od.ShardSource) -> Any:
+        shard = super().open(source)
+        shard._make = lambda line: COUNTED.update(calls=COUNTED["calls"] + 1) or line * COUNTED["calls"]
         return shard
 
 
 def test_a_container_that_changes_its_mind_is_found(tmp_path: Path) -> None:
-    with pytest.raises(od.ContainerError, match=r"has another size: keys\(\) and sample\(\) must give the same each"):
+    with pytest.raises(od.ContainerError, match=r"facts\(\) and read\(\) must give the same each"):
         od.check_container(Moody(), lines(tmp_path))
     dataset = od.ShardDataset(lines(tmp_path), containers=[Moody()])
     with pytest.raises(od.DataError, match=r"must return the same each time"):
@@ -400,48 +386,14 @@ def test_the_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert len(example.dataset) == 3
     exec(compile(check.replace(")  #", ", other_process=False)  #"), "docs", "exec"), {**vars(example)})
-    photos = od.ShardDataset("photos", containers=[example.Folders()])
-    assert [bytes(part.token_ids.tolist()) for part in photos[0].parts if hasattr(part, "token_ids")] == [
-        b"a photo of a cat"
-    ]
+    assert [sample.key for sample in example.photos] == ["1", "1"]
 
 
-@pytest.mark.parametrize("uses_record", [False, True])
-def test_kept_and_indexed_fields_have_the_types_that_a_container_gives(tmp_path: Path, uses_record: bool) -> None:
-    values = [
-        {"score": None if n % 3 == 0 else n / 2, "lang": "de" if n % 2 else "en", "tags": ["a", n]} for n in range(9)
-    ]
+def test_fields_are_indexed_and_kept_as_members_of_a_tar_are(tmp_path: Path) -> None:
     path = tmp_path / "a.list"
-    path.write_text(json.dumps([(f"k{n}", {"text": "x" * (n + 1), **each}) for n, each in enumerate(values)]))
-    made: Any = (
-        {"record": lambda record: {"text": f"{record['text']} {record['score']}"}, "record_id": "1"}
-        if uses_record
-        else {}
-    )
-    recipe = od.Recipe(image=None, audio=None, keep=("score", "lang", "tags"), **made)
-    data = od.ShardDataset(path, recipe, containers=[Lists()], index_fields=("score", "lang"))
-
-    (batch,) = od.DataLoader(data, batch_size=9)
-    assert batch.fields == {name: [each[name] for each in values] for name in values[0]}
-    chosen = data.filter('score >= 1 and lang == "en"')
-    (batch,) = od.DataLoader(chosen, batch_size=9)
-    assert [key for _, key in batch.sample_ids] == ["k2", "k4", "k8"]
-    (samples,) = od.DataLoader(chosen, batch_size=9, collate_fn=list)
-    assert [sample.fields["score"] for sample in samples] == [1, 2, 4]
-
-
-def test_lists_of_texts_are_not_trained_as_json(tmp_path: Path) -> None:
-    path = tmp_path / "a.list"
-    path.write_text(json.dumps([("k", {"caption": ["a cat", "a dog"]})]))
-    with pytest.raises(od.DataError, match="field 'caption': a list, not a text"):
-        od.DataLoader(od.ShardDataset(path, containers=[Lists()]), batch_size=1)
-
-
-def test_strings_that_a_container_gives_stay_strings(tmp_path: Path) -> None:
-    path = tmp_path / "a.list"
-    path.write_text(json.dumps([(f"k{n}", {"text": "x", "code": code}) for n, code in enumerate(("7", "12", ""))]))
-    data = od.ShardDataset(path, containers=[Lists()], index_fields=("code",))
-    assert [data.filter(f"code == '{code}'")[0].key for code in ("12", "")] == ["k1", "k2"]
+    path.write_text(json.dumps([(f"k{n}", {"txt": "x", "lang": code}) for n, code in enumerate(("de", "en", "fr"))]))
+    data = od.ShardDataset(path, containers=[Lists()], index_fields=("lang",))
+    assert [data.filter(f"lang == '{code}'")[0].key for code in ("en", "fr")] == ["k1", "k2"]
 
 
 def test_a_shard_that_was_damaged_after_it_was_indexed_is_stale_under_skip_too(tmp_path: Path) -> None:

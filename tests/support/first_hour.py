@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -196,14 +197,11 @@ def missing_package() -> None:
 
 
 class TwiceShard(od.Shard):
-    def __init__(self, source: od.ShardSource) -> None:
-        """Nothing is read."""
+    def facts(self) -> pa.Table:
+        return pa.table({"key": ["a", "b", "a"], "field": ["txt"] * 3})
 
-    def keys(self) -> list[str]:
-        return ["a", "a"]
-
-    def sample(self, number: int) -> dict[str, Any]:
-        return {"txt": b"some words"}
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [b"some words" for _ in rows]
 
 
 class Twice(od.Container):
@@ -212,8 +210,8 @@ class Twice(od.Container):
     def claims(self, path: str) -> bool:
         return path.endswith(".md")
 
-    def open(self, source: od.ShardSource, context: od.OpenContext) -> TwiceShard:
-        return TwiceShard(source)
+    def open(self, source: od.ShardSource) -> TwiceShard:
+        return TwiceShard()
 
 
 def changing_function() -> None:
@@ -252,7 +250,7 @@ EXCEPTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         "samples cannot be used, the policy allows",
         lambda: loader(dataset(recipe=od.Recipe(text=od.TextPreprocessor(max_tokens=2))), on_error="skip"),
     ),
-    "ContainerError": ("samples 0 and 1 both have the key", lambda: od.check_container(Twice(), "notes.md")),
+    "ContainerError": ("samples 0 and 2 both have the key", lambda: od.check_container(Twice(), "notes.md")),
     "FunctionError": ("returns something else when it is called again", changing_function),
     "StepError": ("rank 0 failed at step", failing_loader),
 }

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 import orchdata as od
@@ -129,14 +130,11 @@ class NotesShard(od.Shard):
         with source.file() as file:
             self._lines = [line.split("\t") for line in file.read().decode().splitlines()]
 
-    def keys(self) -> list[str]:
-        return [key for key, _ in self._lines]
+    def facts(self) -> pa.Table:
+        return pa.table({"key": [key for key, _ in self._lines], "field": ["txt"] * len(self._lines)})
 
-    def sample(self, number: int) -> dict[str, bytes]:
-        return {"txt": self._lines[number][1].encode()}
-
-    def close(self) -> None:
-        pass
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._lines[row][1].encode() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -146,13 +144,12 @@ class Notes(od.Container):
     def claims(self, path: str) -> bool:
         return path.endswith(".notes")
 
-    def open(self, source: od.ShardSource, context: od.OpenContext) -> NotesShard:
+    def open(self, source: od.ShardSource) -> NotesShard:
         return NotesShard(source)
 
 
 def write_tables() -> None:
     """Write the files that are kept."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     texts = [_words(1 + draw(8, n) % 12, n) for n in range(13)]

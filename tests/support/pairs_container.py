@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import pyarrow as pa
 
 import orchdata as od
 
 
-class PairsShard(od.Shard):
-    def __init__(self, source: Any) -> None:
+class PairsShard:
+    def __init__(self, source: od.ShardSource) -> None:
         with source.file() as file:
-            lines = file.read().splitlines(keepends=True)
-        self.places: list[tuple[str, od.ByteRange]] = []
-        offset = 0
-        for line in lines:
-            key, tab, text = line.rstrip(b"\n").partition(b"\t")
-            self.places.append((key.decode(), od.ByteRange(offset + len(key) + len(tab), len(text))))
-            offset += len(line)
+            self.pairs = [line.partition(b"\t") for line in file.read().splitlines()]
 
-    def keys(self) -> list[str]:
-        return [key for key, _ in self.places]
+    def facts(self) -> pa.Table:
+        return pa.table({"key": [key.decode() for key, _, _ in self.pairs], "field": ["txt"] * len(self.pairs)})
 
-    def sample(self, number: int) -> dict[str, Any]:
-        return {"txt": self.places[number][1]}
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self.pairs[row][2] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -31,5 +27,5 @@ class Pairs(od.Container):
     def claims(self, path: str) -> bool:
         return path.endswith(".pairs")
 
-    def open(self, source: Any, context: Any) -> PairsShard:
+    def open(self, source: od.ShardSource) -> PairsShard:
         return PairsShard(source)

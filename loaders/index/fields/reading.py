@@ -10,13 +10,12 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.field_names import bare_name
 from orchdata.loaders.index.fields.types import MOST_BYTES, Piece, column_of_array, column_of_values
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.shards.fields import OWN_JSON, OWN_TEXT, TABLE_ROW
+from orchdata.loaders.shards.fields import TABLE_ROW
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard
@@ -177,22 +176,19 @@ def _member_values(
 
 def _member_value(shard: Shard, name: str, table: FactsTable, row: int) -> Any:
     """Return the value of a member. Raises ValueError for bytes that are no text, FieldError if it cannot be read."""
-    data, encoding = _read(shard, table, row), table.encoding[row]
-    if encoding == OWN_JSON:
-        return parse_json(data)
     try:
-        text = decode_utf8(data)
+        text = decode_utf8(_read(shard, table, row))
     except DecodeError as error:
         raise ValueError(
             f"index_fields: {shard.url}: sample {table.key[row]!r}: the member {name!r} is {error.reason}, and the "
             "index keeps no bytes: leave it out of index_fields"
         ) from error
-    return text if encoding == OWN_TEXT else _Text(text.strip())
+    return _Text(text.strip())
 
 
 def _name(table: FactsTable, row: int) -> str:
     field = table.field[row]
-    return (bare_name(field) if table.encoding[row] == OWN_JSON else field).lower()
+    return field.lower()
 
 
 def _read(shard: Shard, table: FactsTable, row: int) -> bytes | memoryview:

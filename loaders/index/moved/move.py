@@ -60,7 +60,7 @@ def moved_shards(
         if shard.reach or not shard.checksum:
             raise CannotMove(f"{shard.url} could not be read")
         version = versions[url].version
-        root = (media_root if shard.container else media_root_of(url, media_root)) or ""
+        root = ("" if shard.container else media_root_of(url, media_root)) or ""
         if root != shard.media_root:
             if shard.container:
                 raise CannotMove(

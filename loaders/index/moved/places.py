@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchdata.loaders.index.index import KIND, basename, content_fingerprint
-from orchdata.loaders.shards.own.checks import container_of
-from orchdata.loaders.shards.own.shard import identity_of
+from orchdata.loaders.shards.own.shard import container_of, identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder

@@ -9,12 +9,11 @@ from typing import Final
 
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.builtin import Builtin, RecordContainer, TarContainer, builtin_of
+from orchdata.loaders.shards.builtin import Builtin, OpenContext, RecordContainer, TarContainer, builtin_of
 from orchdata.loaders.shards.compressed import UnpackedFile, compression, unpack
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.first.beginning import Beginning, first_samples
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.own.shard import OpenContext
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import is_compressed

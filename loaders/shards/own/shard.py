@@ -1,93 +1,109 @@
-"""A container of the user's: how its shards are found and opened, and what their samples are.
+"""A container of the user's: which paths it reads, and how one is opened.
 
-    path --claims--> this container --shards--> paths of shards --open--> Shard --keys, sample--> fields of each sample
+path --claims--> this container --open--> Shard --facts--> keys and fields of its samples --read--> some of these
 
-The library does the rest: it scans a shard once, keeps what it learns, and calls `Shard.sample` for the samples of a
+The library does the rest: it reads a shard once, keeps what it learns, and calls `Shard.read` for the samples of a
 step, in any process and any order. `docs/containers.md` has complete examples.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Final, Protocol
 
-from orchdata.loaders.limits import Limits
+from orchdata.loaders.errors import ContainerError
 from orchdata.loaders.modalities.modality import dataclass_values, qualified
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.storage.local import LocalFolder
+from orchdata.loaders.storage.storage import Storage
 
 if TYPE_CHECKING:
-    from orchdata.loaders.shards.own.source import ShardSource
-    from orchdata.loaders.storage.storage import FileSystem
+    import pyarrow as pa
+
+_BUFFER_BYTES: Final = 1 << 16
 
 
-class ByteRange(NamedTuple):
-    """A field that is stored as it is: `size` bytes from `offset` of the shard's own file. The library reads it."""
-
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenContext:
-    """What a shard may need besides its file.
+class ShardSource:
+    """The bytes of a shard. Safe from many threads.
 
     Attributes:
-        limits: of the recipe. The library applies them to every field; a container may stop earlier.
-        cache: folder for files that can be made again.
-        media_root: folder of files that shards name; None for none.
-        moved_media: whether these files were in another folder when the shard was indexed.
-        reads: counts bytes; what is read from the shard's source is counted already. None: nothing is counted.
-        files: opens other files, and objects of storage.
+        url: path of the file or folder. Of a folder there is nothing else to read from.
+        size: its bytes; for a folder, of all files below it.
     """
 
-    limits: Limits
-    cache: CacheFolder
-    media_root: str | None = None
-    moved_media: bool = False
-    reads: ReadBytes | None = None
-    files: Files = PLAIN_FILES
+    def __init__(self, storage: Storage | LocalFolder) -> None:
+        self.url, self.size = storage.url, storage.size
+        self._storage = storage
 
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset`; fewer only at the end of the file."""
+        return self._storage.read(offset, size)
 
-class Shard:
-    """An open shard of a container of yours. Subclass it; `Container.open` returns it.
+    def file(self) -> BinaryIO:
+        """Return a new file object for reading, as `zipfile`, `numpy.load` and `h5py` take it.
 
-    Attributes:
-        parallel: whether several threads may call `sample` at the same time. If not, the library calls it from one
-            thread at a time, though not always from the same one.
-    """
-
-    parallel: ClassVar[bool] = False
-
-    def keys(self) -> Iterable[str]:
-        """Return the key of each sample, in order. Keys are unique in a shard. Called when the shard is indexed."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define keys()")
-
-    def sample(self, number: int) -> Mapping[str, Any]:
-        """Return the fields of a sample by name. It must return the same each time, in every process.
-
-        A value is one of these:
-
-        - bytes: a file, such as a JPEG. The name says what it is ("jpg", "flac", "image"), or else its first bytes.
-        - str: text.
-        - ByteRange: bytes of the shard's own file, which the library reads.
-        - a list of bytes or of ByteRanges: fields "name.0", "name.1", ...
-        - a number, or a list or dict of JSON's types: a chat, or a value for `Recipe.record` and `Recipe.keep`.
-        - None: no such field.
-
-        An exception fails the sample, not the shard.
-
-        Args:
-            number: of the sample, from 0, in the order of `keys`.
+        It has a position, so one file object is not for several threads at the same time.
         """
-        raise NotImplementedError(f"{type(self).__qualname__} must define sample()")
+        return io.BufferedReader(_RawFile(self._storage), _BUFFER_BYTES)
 
-    def close(self) -> None:
-        """Close what the shard opened itself. The library closes its source. Nothing is called afterwards."""
+    def checksum(self) -> str:
+        """Return the checksum of its whole content."""
+        storage = self._storage
+        return storage.checksum() if isinstance(storage, LocalFolder) else ContentDigest(storage).hexdigest()
+
+
+class _RawFile(io.RawIOBase):
+    """A storage as a file with a position."""
+
+    def __init__(self, storage: Storage | LocalFolder) -> None:
+        self._storage = storage
+        self._at = 0
+        self.name = storage.url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        got = self._storage.read_into(self._at, memoryview(buffer).cast("B"))
+        self._at += got
+        return got
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._storage.size}[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+class Shard(Protocol):
+    """An open shard of a container of yours. The library calls it from one thread at a time.
+
+    If it has a method `close`, that is called at the end.
+    """
+
+    def facts(self) -> pa.Table:
+        """Return a table with a row for each field of each sample. The rows of a sample follow one another.
+
+        Its columns are `key`, of the sample, and `field`, the name of the field: what a tar would call key.field.
+        """
+        ...
+
+    def read(self, rows: Sequence[int]) -> Sequence[bytes | str]:
+        """Return the contents of some rows of the table. They must be the same each time, in every process.
+
+        The name of a field says what it is ("jpg", "flac", "txt", "json"), or else its first bytes. An exception fails
+        the sample, not the shard; of several rows, those that fail when they are read alone.
+        """
+        ...
 
 
 class Container:
@@ -103,27 +119,18 @@ class Container:
     version: ClassVar[int] = 1
 
     def claims(self, path: str) -> bool:
-        """Return whether this container reads a path: one that the user gives, or a shard. Decide by the name alone.
+        """Return whether this container reads a file or folder. Decide by the name alone.
 
         Args:
             path: absolute.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define claims()")
 
-    def shards(self, storage: FileSystem, path: str) -> list[str]:
-        """Return the shards of a path that the user gives, in order; `claims` is true for each. Default: the path.
-
-        Args:
-            storage: lists folders: `storage.is_folder(path)`, `storage.names(path)`.
-        """
-        return [path]
-
-    def open(self, source: ShardSource, context: OpenContext) -> Shard:
+    def open(self, source: ShardSource) -> Shard:
         """Return an open shard. An exception fails the shard.
 
         Args:
             source: the bytes of the shard. It stays open as long as the shard.
-            context: limits, cache folder, and more.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define open()")
 
@@ -131,6 +138,56 @@ class Container:
         """Return everything that its samples depend on, JSON-safe. Default: its class, version and dataclass fields."""
         values = dataclass_values(self, "the identity of the data set", "describe()")
         return {"class": qualified(type(self)), "version": self.version, **values}
+
+
+@dataclass(frozen=True)
+class TextFiles(Container):
+    """A container for text files that are one document each; without it, each line of a `.txt` file is a sample.
+
+    Each file is a shard with one sample: text in UTF-8, whose key is the name of the file without its suffix. It is for
+    thousands of long documents. Millions of short ones are read faster as lines of JSON: `{"text": ...}`.
+
+    Args:
+        suffixes: of the files; a suffix with `.gz` is decompressed.
+
+    Raises:
+        ValueError: no suffix, or one without its dot.
+    """
+
+    suffixes: tuple[str, ...] = (".txt", ".txt.gz")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.suffixes, str) or not self.suffixes or not all(each[:1] == "." for each in self.suffixes):
+            raise ValueError(f'suffixes is a tuple of suffixes with dots, as in (".txt", ".md"), got {self.suffixes!r}')
+
+    def claims(self, path: str) -> bool:
+        return self._suffix(path) is not None
+
+    def open(self, source: ShardSource) -> Shard:
+        return _Document(source, self._suffix(source.url) or "")
+
+    def _suffix(self, path: str) -> str | None:
+        """Return the longest suffix that a path has."""
+        found = [suffix for suffix in self.suffixes if path.lower().endswith(suffix.lower())]
+        return max(found, key=len, default=None)
+
+
+class _Document:
+    """A file as a shard with one sample."""
+
+    def __init__(self, source: ShardSource, suffix: str) -> None:
+        name = PurePath(source.url).name
+        self._source = source
+        self._key = name[: len(name) - len(suffix)] or name
+        self._field = "txt.gz" if suffix.lower().endswith(".gz") else "txt"
+
+    def facts(self) -> pa.Table:
+        import pyarrow as pa
+
+        return pa.table({"key": [self._key], "field": [self._field]})
+
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._source.read(0, self._source.size) for _ in rows]
 
 
 def name_of(container: object) -> str:
@@ -142,3 +199,28 @@ def identity_of(container: Container) -> str:
     """Return the digest of a container's description, 32 hex digits."""
     described = json.dumps(container.describe(), sort_keys=True, allow_nan=False)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+def checked_containers(containers: Iterable[Container]) -> tuple[Container, ...]:
+    """Return them as a tuple.
+
+    Raises ContainerError for one that cannot be described, TypeError for something that is no container.
+    """
+    checked = tuple(containers) if isinstance(containers, Iterable) else None
+    if checked is None or not all(isinstance(each, Container) for each in checked):
+        raise TypeError(f"containers is a list of values of subclasses of od.Container, got {containers!r:.200}")
+    for each in checked:
+        try:
+            identity_of(each)
+        except Exception as error:
+            raise ContainerError(f"{name_of(each)}: describe() raised {type(error).__name__}: {error}") from error
+    return checked
+
+
+def container_of(containers: Sequence[Container], path: str) -> Container | None:
+    """Return the container of the user's that claims a path; None if none does. Raises ContainerError if two do."""
+    claiming = [each for each in containers if each.claims(path)]
+    if len(claiming) > 1:
+        names = " and ".join(name_of(each) for each in claiming)
+        raise ContainerError(f"{path}: {names} both claim it: let claims() of only one return True for this path")
+    return claiming[0] if claiming else None

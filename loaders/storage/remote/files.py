@@ -121,14 +121,6 @@ class Files:
     def is_folder(self, path: str) -> bool:
         return not urls.is_remote(path) and LOCAL.is_folder(path)
 
-    def names(self, folder: str) -> list[str]:
-        if not urls.is_remote(folder):
-            return LOCAL.names(folder)
-        root = f"{folder.rstrip('/')}/"
-        start = len(urls.parsed(root).key)
-        keys = [each.key[start:] for page in self.objects.pages(root) for each in page]
-        return sorted(key for key in keys if not any(part.startswith(".") for part in key.split("/")))
-
     def open(self, path: str, known: FileVersion | None = None, reads: ReadBytes | None = None) -> Storage:
         """Open a file. Raises StorageError, and ShardError if it is not a regular file.
 

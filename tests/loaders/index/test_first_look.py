@@ -174,10 +174,10 @@ def test_damage_after_the_beginning_is_not_seen(tmp_path: Path) -> None:
 class Noting(Zips):
     """Notes which samples it was asked for."""
 
-    def open(self, source: Any, context: Any) -> Any:
-        shard = super().open(source, context)
-        sample = shard.sample
-        shard.sample = lambda number: (ASKED.append(number), sample(number))[1]  # type: ignore[func-returns-value,method-assign]
+    def open(self, source: Any) -> Any:
+        shard = super().open(source)
+        read = shard.read
+        shard.read = lambda rows: (ASKED.extend(rows), read(rows))[1]  # type: ignore[func-returns-value,method-assign]
         return shard
 
 
