@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.balance import peers
 from benchmarks.balance.cases import owners
 from benchmarks.balance.orders import pipeline_times
+from benchmarks.distributions import omni_lengths, omni_phases
 from orchdata.balancers import (
     PhaseCost,
     balance,
@@ -29,7 +30,6 @@ from orchdata.balancers import (
     split_microbatches,
 )
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.distributions import omni_lengths, omni_phases
 
 RANKS = (8, 32, 128, 512, 2_560)
 SAMPLES_PER_RANK = 16

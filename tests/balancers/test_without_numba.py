@@ -11,7 +11,7 @@ PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
 from orchdata.balancers.bins.micro_steps import candidate_packings
-from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
+from benchmarks.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):
     return [np.asarray(getattr(found, name)).tolist() for name in type(found).__dataclass_fields__ if name != "method"]

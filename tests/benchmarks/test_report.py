@@ -17,8 +17,7 @@ from benchmarks.report.pages import named, rewrite
 from benchmarks.report.results import ResultsError, column, figure, ran_on, read_report
 from benchmarks.report.tables import CLAIMS, TABLES, markdown, wide_table
 from orchdata.bench.harness import Result, WideTable, make_report
-from orchdata.demo import DemoConfig, DemoReport
-from orchdata.reference.records import LaneResult
+from orchdata.demo import DemoConfig, DemoReport, LaneResult
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
