@@ -16,6 +16,7 @@ from benchmarks.balance import peers
 from benchmarks.balance.cases import owners
 from benchmarks.balance.orders import pipeline_times
 from benchmarks.distributions import omni_lengths, omni_phases
+from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers import (
     PhaseCost,
     balance,
@@ -24,7 +25,6 @@ from orchdata.balancers import (
     balance_grouped,
     balance_padded,
     balance_phases,
-    order_after_disttrain,
     order_microbatches,
     simulate_1f1b,
     split_microbatches,

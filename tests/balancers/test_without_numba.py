@@ -59,7 +59,6 @@ for in_step in (False, True):
 for stages, count in ((1, 3), (3, 2), (2, 5), (4, 7)):
     forward, backward = np.random.default_rng(stages).lognormal(0, 1, (2, stages, count))
     answer += [numbers(order_microbatches(forward, backward, seed=3)), simulate_1f1b(forward, backward)]
-    answer.append(order_after_disttrain(forward, backward).tolist())
 print(json.dumps(answer))
 """
 
