@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from orchdata.loaders.index.totals import OPTIONAL as OPTIONAL_TOTALS
 from orchdata.loaders.index.totals import UNREAD
 from orchdata.loaders.shards.facts_table import OPTIONAL
 from orchdata.loaders.storage.shared.values import COUNT, Check, check_of
@@ -114,8 +113,8 @@ def _without_optional(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_unread(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return totals without the counts of what is not read, after a check of them."""
-    _check_unread(totals.get(UNREAD, {"names": {}, "others": 0}), UNREAD)
-    return {name: value for name, value in totals.items() if name not in OPTIONAL_TOTALS}
+    _check_unread(totals.get(UNREAD), UNREAD)
+    return {name: value for name, value in totals.items() if name != UNREAD}
 
 
 _check_met = check_of({str: COUNT})
