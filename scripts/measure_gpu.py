@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
