@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -76,7 +77,7 @@ def warm(as_json: JsonOption = False) -> None:
 
     started = time.monotonic()
     Warming(list(FAMILIES)).wait()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         os.environ["ORCHDATA_CACHE"] = folder + "/cache"  # of this process, which then ends
         paths = synthesize("omni", Path(folder), samples=32).paths
         dataset = ShardDataset([str(path) for path in paths])
