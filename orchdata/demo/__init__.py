@@ -12,10 +12,8 @@ import json
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,56 +63,35 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaneResult:
-    """One lane over its measured steps.
-
-    Attributes:
-        step_ms: median of the step's time, of the slowest rank.
-        waiting_ms: mean over steps and ranks of the time a rank waited for the slowest.
-        waiting_share: waiting over step time.
-        compute_imbalance: sum over steps of the longest compute time over that of the mean.
-        cpu_imbalance: the same in CPU time, which other work on the machine does not lengthen.
-        cpu_share: CPU time over compute time; well below 1, other work took the ranks' cores.
-        planned_imbalance: phase -> mean over steps of max / mean over ranks, by the cost model; `step` is all phases.
-    """
-
-    step_ms: float
-    waiting_ms: float
-    waiting_share: float
-    compute_imbalance: float
-    cpu_imbalance: float
-    cpu_share: float
-    planned_imbalance: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
     """The demo's result; `to_dict` is what `--json` prints.
 
     Attributes:
+        lanes: of "unbalanced" and "balanced", over the measured steps: `step_ms` (median of the slowest rank's),
+            `waiting_ms` (mean over steps and ranks until the slowest is ready) and `waiting_share` of the step,
+            `compute_imbalance` (longest compute time over the mean) and `cpu_imbalance`, in CPU time, which other work
+            on the machine does not lengthen, `cpu_share` (CPU time over compute time; well below 1, other work took the
+            ranks' cores), and `planned_imbalance`, phase -> max / mean over ranks by the cost model; `step` is all.
         speedup: unbalanced step time over balanced, summed over the same global batches.
         speedup_of_median_step: median over steps of the same ratio, step by step.
         loss_difference: largest relative difference of the two loss curves; same samples, other order of summation.
-        seconds: of each stage.
     """
 
     config: DemoConfig
     cores: int
     parameters: int
-    lanes: Mapping[str, LaneResult]
+    lanes: Mapping[str, Mapping[str, Any]]
     speedup: float
     speedup_of_median_step: float
     loss_difference: float
     dataset: SynthReport
     profile: Profile
-    seconds: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe values, with a plain statement of what was measured."""
         own = {name: getattr(self, name) for name in self.__slots__}
-        lanes = {name: asdict(lane) for name, lane in self.lanes.items()}
-        nested = {"lanes": lanes, "dataset": self.dataset.to_dict(), "profile": self.profile.to_dict()}
-        return {"measured": _what_was_measured(self)} | own | nested | {"config": asdict(self.config)}
+        nested = {"dataset": self.dataset.to_dict(), "profile": self.profile.to_dict(), "config": asdict(self.config)}
+        return {"measured": _what_was_measured(self)} | own | nested
 
 
 def run_demo(
@@ -134,7 +111,6 @@ def run_demo(
 
     config = config if config is not None else DemoConfig()
     tell = progress if progress is not None else lambda what, done, total: None
-    marks = [time.perf_counter()]
     with tempfile.TemporaryDirectory(prefix="orchdata-demo-") as name:
         folder = Path(name)
         dataset = synthesize(
@@ -143,20 +119,9 @@ def run_demo(
             samples=config.samples,
             progress=lambda done, total: tell("writing samples", done, total),
         )
-        marks.append(time.perf_counter())
         profiled = _profile(config, dataset, folder, html, tell)
-        marks.append(time.perf_counter())
         result = _train(config, dataset, folder, tell)
-        marks.append(time.perf_counter())
-    seconds = (round(after - before, 2) for before, after in pairwise(marks))
-    return DemoReport(
-        config=config,
-        cores=len(os.sched_getaffinity(0)),
-        dataset=dataset,
-        profile=profiled,
-        seconds=dict(zip(("synth", "profile", "train"), seconds, strict=True)),
-        **{**result, "lanes": {name: LaneResult(**lane) for name, lane in result["lanes"].items()}},
-    )
+    return DemoReport(config=config, cores=len(os.sched_getaffinity(0)), dataset=dataset, profile=profiled, **result)
 
 
 def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path | None, tell: Progress) -> Profile:
@@ -231,23 +196,23 @@ def render(report: DemoReport) -> RenderableType:
     table.add_column("balanced", justify="right")
 
     def add(label: str, form: str, name: str) -> None:
-        table.add_row(label, form.format(getattr(before, name)), form.format(getattr(after, name)))
+        table.add_row(label, form.format(before[name]), form.format(after[name]))
 
     add("step time, median (ms)", "{:.0f}", "step_ms")
     add("time a rank waits for the slowest (ms)", "{:.0f}", "waiting_ms")
     add("  share of the step lost to waiting", "{:.1%}", "waiting_share")
     add("compute imbalance, measured (max/mean)", "{:.3f}", "compute_imbalance")
     add("  in CPU time", "{:.3f}", "cpu_imbalance")
-    for phase, value in before.planned_imbalance.items():
+    for phase, value in before["planned_imbalance"].items():
         label = "all phases" if phase == "step" else f"{phase} phase"
-        table.add_row(f"  {label}, by cost model", f"{value:.3f}", f"{after.planned_imbalance[phase]:.3f}")
+        table.add_row(f"  {label}, by cost model", f"{value:.3f}", f"{after['planned_imbalance'][phase]:.3f}")
     verdict = (
         f"Balanced training is {report.speedup:.2f} times as fast over the same samples "
         f"(median step: {report.speedup_of_median_step:.2f} times). "
         f"The loss curves differ by at most {report.loss_difference:.1e}, relative: float32 sums in another order."
     )
     lines = [Text(verdict, style="bold"), Text(f"Measured: {_what_was_measured(report)}.", style="dim")]
-    share = min(lane.cpu_share for lane in report.lanes.values())
+    share = min(lane["cpu_share"] for lane in report.lanes.values())
     if share < _BUSY_BELOW:
         warning = (
             f"The machine was busy: the ranks had their cores {share:.0%} of the time, so step times and waiting are "

@@ -75,11 +75,11 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
     assert set(report.lanes) == {"unbalanced", "balanced"}
     assert report.loss_difference < 1e-3  # float32, other order of summation
     for lane in report.lanes.values():
-        assert lane.step_ms > 0
-        assert 0 <= lane.waiting_share < 1
-        assert 0 < lane.cpu_share < 1.2
-        assert set(lane.planned_imbalance) == {"image", "audio", "llm", "step"}
-    planned = {name: lane.planned_imbalance["step"] for name, lane in report.lanes.items()}
+        assert lane["step_ms"] > 0
+        assert 0 <= lane["waiting_share"] < 1
+        assert 0 < lane["cpu_share"] < 1.2
+        assert set(lane["planned_imbalance"]) == {"image", "audio", "llm", "step"}
+    planned = {name: lane["planned_imbalance"]["step"] for name, lane in report.lanes.items()}
     assert planned["balanced"] < planned["unbalanced"]
 
 
