@@ -21,7 +21,7 @@ from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, shuffled_rows
 from orchdata.order.begun import BegunEpoch
 
-FORMAT = 2  # of the sequence itself: a change of the algorithm must not resume an older state
+FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
 _WINDOW = 64
 _LARGEST = {"window": 1 << 31, "streams": 1 << 16}
 
