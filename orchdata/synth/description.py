@@ -140,7 +140,7 @@ def pick(rng: np.random.Generator, weights: Mapping[Any, float]) -> int:
 
 def _path_of(source: str) -> Path:
     """Return the file of a description. A file of the user's comes before the installed one of the same name."""
-    package = Path(__file__).parents[1]  # a wheel has the folder in it, a checkout beside it
+    package = Path(__file__).parents[1]  # a wheel has the folder in it, a checkout next to it
     folder = next((each for each in (package / "datasets", package.parent / "datasets") if each.is_dir()), package)
     installed = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     path = Path(source)
