@@ -86,7 +86,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/python -m benchmarks.profile_report
 	$(BIN)/orchdata bench plan
-	$(BIN)/orchdata bench index
+	$(BIN)/python -m benchmarks.index
 	$(BIN)/python -m benchmarks.parquet
 	$(BIN)/python -m benchmarks.ray_engine
 	$(BIN)/python -m benchmarks.remote
@@ -95,8 +95,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.first_look
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
-	$(BIN)/orchdata bench exchange
-	$(BIN)/orchdata bench train
+	$(BIN)/python -m benchmarks.exchange
+	$(BIN)/python -m benchmarks.train
 
 # torch first, so that nothing later pulls another one in. setuptools warns that folders of the current directory come
 # before what is installed: importing orchdata refuses what that would mix.
@@ -170,7 +170,7 @@ $(TOOL_VENVS)/%/.installed: $(STAMP) Makefile
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
 .PHONY: typing
 typing:
-	@rm -rf .typing && mkdir -p $(LINKS) && ln -s ../benchmarks .typing/
+	@rm -rf .typing && mkdir -p $(LINKS) && ln -s ../benchmarks ../examples .typing/
 	@for entry in orchdata/*; do ln -s ../../$$entry $(LINKS)/; done
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 

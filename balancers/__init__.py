@@ -17,7 +17,7 @@ from orchdata.balancers.moves import MovedPhases, balance_from
 from orchdata.balancers.packed import balance
 from orchdata.balancers.padded import balance_padded
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
-from orchdata.balancers.pipeline import MicrobatchOrder, order_after_disttrain, order_microbatches, simulate_1f1b
+from orchdata.balancers.pipeline import MicrobatchOrder, order_microbatches, simulate_1f1b
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "fit_phase_costs",
     "grid_round",
     "lower_bound",
-    "order_after_disttrain",
     "order_microbatches",
     "pack_bins",
     "pack_micro_steps",

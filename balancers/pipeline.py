@@ -84,30 +84,6 @@ def order_microbatches(forward_times: ArrayLike, backward_times: ArrayLike, *, s
     return MicrobatchOrder(order.astype(np.int32), float(makespan), min(float(bound), float(makespan)))
 
 
-def order_after_disttrain(forward_times: ArrayLike, backward_times: ArrayLike) -> NDArray[np.int32]:
-    """Return the order of DistTrain's inter-microbatch reordering (arXiv 2408.04275), for comparison.
-
-    Its code is not public. From its description: the smallest microbatch first; the num_stages - 1 smallest of the rest
-    kept for the tail, where no forward is left to fill the waits; the others by best fit into the intervals in which
-    stage 0 waits for a backward; O(l * (l + p)) for l microbatches on p stages.
-
-    Our assumptions: the size of a microbatch is its time over all stages, forward and backward; the tail runs from its
-    largest to its smallest; an interval is as long as in the schedule of the microbatches placed so far, and the
-    forward on stage 0 nearest to it fits best; the first interval, which the warm-up fills, is the first microbatch's
-    time on the later stages, shared equally by the forwards still to come.
-
-    Returns:
-        int32 (num_microbatches,), the microbatch that runs at each position.
-
-    Raises:
-        ValueError: times as in `simulate_1f1b`.
-    """
-    forward, backward, num_stages = _checked_times(forward_times, backward_times)
-    sizes = pipeline.sizes_of(forward, backward, len(forward) // num_stages)
-    order = pipeline.fill_intervals(forward, backward, np.argsort(sizes, kind="stable"), num_stages)
-    return np.asarray(order, dtype=np.int32)
-
-
 def _checked_times(
     forward_times: ArrayLike, backward_times: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from benchmarks.balance.real_lengths import lengths_folder, real_distributions
 from benchmarks.command import run_command
+from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER, Distribution
 from orchdata.balancers import bin_bound, pack_bins
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-from orchdata.bench.distributions import DISTRIBUTIONS, LLM_CROSSOVER, Distribution
 from orchdata.bench.harness import Result, WideTable
 from orchdata.native.bins.bounds import martello_toth
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks.command import run_command
-from orchdata.bench.corpus import Corpus
+from benchmarks.loading.corpus import Corpus
 from orchdata.bench.harness import Result, WideTable, interleave
 from orchdata.engines.torch_threads import use_one_thread
 from orchdata.loaders.limits import Limits

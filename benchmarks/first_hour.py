@@ -23,7 +23,7 @@ import orchdata as od
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
 from orchdata.planning.plan import Plan
-from orchdata.synth import OMNI, synthesize
+from orchdata.synth import synthesize
 
 _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")
 _SETTLED_SECONDS = 2.0
@@ -97,7 +97,7 @@ def _index(path: Path, cache: Path) -> tuple[float, float]:
 
 
 def _balanced(folder: Path, config: FirstHourBench) -> list[Result]:
-    synthesize(OMNI, folder / "omni", samples=config.samples)
+    synthesize("omni", folder / "omni", samples=config.samples)
     dataset = od.ShardDataset(str(folder / "omni" / "*.tar"), recipe=od.Recipe())
     dataset.index()
     cost = od.CostModel(

@@ -16,8 +16,8 @@ import numpy as np
 
 import orchdata as od
 from benchmarks.command import run_command
+from benchmarks.indexed_shards import IndexedShards
 from orchdata.bench.harness import Result, work_folder
-from orchdata.bench.indexed_shards import IndexedShards
 from orchdata.loop.position import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final, TypeVar
 
+from benchmarks.loading.processes import LaneError, run_in_child
 from benchmarks.throughput.lanes import interpreter_of
 from orchdata.bench.harness import WideTable, work_folder
-from orchdata.bench.throughput.processes import LaneError, run_in_child
 
 Lane = TypeVar("Lane", bound="Peer")
 _VERSION_SECONDS: Final = 60

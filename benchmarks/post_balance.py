@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command import run_command
-from orchdata.bench.exchange import run_job
+from benchmarks.exchange import run_job
+from benchmarks.launch import end_with_parent, leave
 from orchdata.bench.harness import Result
 from orchdata.post_balancing.loader import post_balance
-from orchdata.reference.launch import end_with_parent, leave
 
 # A loop is timed from here on: while the first step of an epoch is loaded, no training step runs that could hide it.
 _UNTIMED_STEPS = 2

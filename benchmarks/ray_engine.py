@@ -28,7 +28,7 @@ from orchdata.bench.harness import Result
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.measuring.on_ray import RayProcesses
-from orchdata.synth import OMNI, synthesize
+from orchdata.synth import synthesize
 
 _MIB = 1 << 20
 
@@ -112,7 +112,7 @@ def _hand_over(config: RayBench) -> list[Result]:
 
 
 def _work(config: RayBench, folder: Path) -> list[Result]:
-    synthesize(OMNI, folder / "omni", samples=config.samples)
+    synthesize("omni", folder / "omni", samples=config.samples)
     texts = []
     for shard in range(config.shards):
         path = folder / f"texts-{shard:06d}.jsonl"

@@ -7,9 +7,15 @@ import sys
 import time
 from pathlib import Path
 
-from orchdata.bench.harness import anonymous_bytes
-
 _TURNS = 7
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process (RssAnon): what it has allocated, mapped files left out."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon: this is measured on Linux only")
 
 
 def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
@@ -17,8 +23,8 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     first plan, and anonymous memory then, in bytes; CPU seconds of a plan; and CPU seconds to load a state and plan the
     step it points at, at the start of an epoch and after nine tenths of it. Of CPU seconds, the least of some.
     """
-    from orchdata.bench.distributions import OMNI_COST
-    from orchdata.bench.indexed_shards import IndexedShards
+    from benchmarks.indexed_shards import IndexedShards
+    from orchdata.bench.plan import OMNI_COST
     from orchdata.dataloader import DataLoader
     from orchdata.loaders.index.index import Index
     from orchdata.order.steps import StepTask

@@ -25,7 +25,7 @@ from torch import nn
 
 import orchdata as od
 from benchmarks.command import run_command
-from orchdata.bench.corpus import Corpus
+from benchmarks.loading.corpus import Corpus
 from orchdata.bench.harness import WideTable
 
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import orchdata as od
-from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.reference.setup import fit_to_recipe, make_cost
+from model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
 
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=4, max_tokens=64, dtype="float32"),

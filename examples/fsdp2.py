@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import common
 import orchdata as od
-from orchdata.reference.model import MultimodalLM
+from model import MultimodalLM
 
 
 def main(arguments: list[str] | None = None) -> None:

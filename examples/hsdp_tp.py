@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import common
 import orchdata as od
-from orchdata.reference.model import MultimodalLM
+from model import MultimodalLM
 
 
 def main(arguments: list[str] | None = None) -> None:

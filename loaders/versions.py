@@ -7,19 +7,19 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-FACTS_FORMAT = 5
+FACTS_FORMAT = 1
 """Layout of facts files: their head and their table."""
 
-TEXTS_FORMAT = 2
+TEXTS_FORMAT = 1
 """Layout of files with the counts of a shard's texts."""
 
 SIZES_FORMAT = 1
 """Layout of files with the sizes of a shard's parts that a modality counts from their bytes."""
 
-COSTS_FORMAT = 6
+COSTS_FORMAT = 1
 """Layout of cost tables."""
 
-TABLE_FORMAT = 4
+TABLE_FORMAT = 1
 """Layout of the merged index."""
 
 FIELDS_FORMAT = 1

@@ -5,7 +5,7 @@
 
 Each line is a sample. If the first line begins with a blank, the last line ends with one: this reveals a list that was
 cut at the end of a line. JSON ignores these blanks, so that other programs can read the lines. A list without them, as
-older versions and users write, is read without this check. Lists may be concatenated.
+users write, is read without this check. Lists may be concatenated.
 """
 
 from __future__ import annotations

@@ -28,12 +28,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from phase_models import HAS_VARLEN, PhaseModel
 from rich.console import Console
 
+from examples.model import Sizes
 from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench.harness import WideTable, machine
 from orchdata.loaders.index.index import Index
@@ -43,7 +46,6 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.reference.model import Sizes
 from orchdata.synth.made_up_index import synthetic_index
 
 PHASES = ("image", "llm")

@@ -119,7 +119,7 @@ def is_kernel(function: Function) -> bool:
 
 def entered_by_a_step() -> tuple[od.DataLoader, set[Place]]:
     """A loader, and the functions of the library that its first batch enters, in any thread."""
-    from orchdata.synth import OMNI, synthesize
+    from orchdata.synth import synthesize
 
     codes: set[CodeType] = set()
 
@@ -129,7 +129,7 @@ def entered_by_a_step() -> tuple[od.DataLoader, set[Place]]:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ORCHDATA_CACHE"] = f"{folder}/cache"
-        synthesize(OMNI, Path(folder) / "shards", samples=64)
+        synthesize("omni", Path(folder) / "shards", samples=64)
         dataset = od.ShardDataset(f"{folder}/shards/*.tar")
         dataset.index()
         loader = od.DataLoader(dataset, batch_size=8, shuffle=True, dp=(0, 2), num_threads=0, num_workers=0)

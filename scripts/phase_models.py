@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from orchdata.reference.attention import packed_attention, rotary, rotate
-from orchdata.reference.model import Sizes
+from examples.model import Sizes, packed_attention, rotary, rotate
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -236,8 +236,7 @@ def test_a_model_that_gets_encoded_media_leaves_them_out_by_itself(vl: VL) -> No
 
 
 def small(shards: list[str], **options: Any) -> tuple[Any, od.DataLoader]:
-    from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
-    from orchdata.reference.setup import fit_to_recipe
+    from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe
 
     sizes = Sizes(hidden=32, layers=1, ffn=64)
     torch.manual_seed(0)
@@ -377,7 +376,7 @@ def test_a_collate_fn_of_ones_own_scales_as_the_batch_does(shards: list[str]) ->
 
 
 def test_the_recipe_of_one_length(shards: list[str]) -> None:
-    from orchdata.reference.setup import make_cost
+    from examples.model import make_cost
 
     model, _ = small(shards)
     names: dict[str, Any] = {"od": od, "cost": make_cost(model.config)}

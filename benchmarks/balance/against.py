@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from benchmarks.balance import peers
 from benchmarks.balance.cases import Job, Scale, Timed, measure
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, balance
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.distributions import DISTRIBUTIONS
 from orchdata.bench.harness import Result, WideTable, interleave
 
 SOME_ABSENT = ("audio phase", "image phase")  # Distributions in which some samples cost nothing.

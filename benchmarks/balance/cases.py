@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.bench.distributions import DISTRIBUTIONS, Distribution
+from benchmarks.distributions import DISTRIBUTIONS, Distribution
 from orchdata.bench.harness import Result, interleave
 
 SAMPLES_A_MEASUREMENT = 40_960  # Small batches are solved many at a time, so that what is timed is not the clock.

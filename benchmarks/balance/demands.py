@@ -22,8 +22,8 @@ from benchmarks.balance.cases import (
     to_bound,
     worst_ratio,
 )
+from benchmarks.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.balancers import PhaseCost, balance, balance_padded, balance_phases
-from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.bench.harness import Result, WideTable
 
 # Ranks, samples a rank, makespan / lower bound, milliseconds.

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
+from benchmarks.distributions import omni_lengths
 from orchdata.balancers import balance
-from orchdata.bench.distributions import omni_lengths
 
 
 def main(num_ranks: int, samples_per_rank: int) -> dict[str, float]:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.balance.cases import Job, Scale, measure
-from orchdata.balancers import order_after_disttrain, order_microbatches, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers import order_microbatches, simulate_1f1b
 from orchdata.bench.harness import Result
 
 Times = NDArray[np.float64]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.bench.distributions import ENCODER_CROSSOVER, LLM_CROSSOVER, Distribution, quadratic
+from benchmarks.distributions import ENCODER_CROSSOVER, LLM_CROSSOVER, Distribution, quadratic
 
 PATCH_PIXELS = 14
 AUDIO_RATE = 16_000

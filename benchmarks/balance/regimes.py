@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from benchmarks.balance import peers
 from benchmarks.balance.cases import owners
 from benchmarks.balance.orders import pipeline_times
+from benchmarks.distributions import omni_lengths, omni_phases
+from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers import (
     PhaseCost,
     balance,
@@ -23,13 +25,11 @@ from orchdata.balancers import (
     balance_grouped,
     balance_padded,
     balance_phases,
-    order_after_disttrain,
     order_microbatches,
     simulate_1f1b,
     split_microbatches,
 )
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.distributions import omni_lengths, omni_phases
 
 RANKS = (8, 32, 128, 512, 2_560)
 SAMPLES_PER_RANK = 16

@@ -17,9 +17,9 @@ from benchmarks.balance import against, demands, moves, orders, peers, scopes
 from benchmarks.balance.cases import SAMPLES_A_MEASUREMENT, Job, Scale, Timed, measure
 from benchmarks.balance.memory import peak_bytes
 from benchmarks.balance.real_lengths import lengths_folder, real_distributions
+from benchmarks.distributions import DISTRIBUTIONS, Distribution
 from orchdata.balancers import balance, lower_bound
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.distributions import DISTRIBUTIONS, Distribution
 from orchdata.bench.harness import Result, WideTable
 
 Method = Callable[[NDArray[np.int64], int], peers.Ranks]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from orchdata.bench.throughput.processes import Memory, memory_of_each, total_memory
+from benchmarks.loading.processes import Memory, memory_of_each, total_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

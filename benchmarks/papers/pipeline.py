@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.cases import PipelineCase
-from orchdata.balancers import balance, order_after_disttrain, order_microbatches, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers import balance, order_microbatches, simulate_1f1b
 
 COLUMNS = ("none", "intra", "inter", "both", "both, our order", "perfect")
 LEGEND = (

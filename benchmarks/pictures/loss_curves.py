@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command import run_command
+from benchmarks.launch import torchrun
+from benchmarks.train.lanes import make_recipe
+from benchmarks.train.records import compare_curves, fastest_repeats, summarise_lane
 from orchdata.bench.harness import Result, WideTable, work_folder
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.reference.launch import torchrun
-from orchdata.reference.records import compare_curves, fastest_repeats, summarise_lane
-from orchdata.reference.setup import make_recipe
 from orchdata.synth import synthesize
 
 RANKS: Final = (1, 2, 4, 8)
@@ -55,7 +55,7 @@ class LossCurves:
 
 
 def run(config: LossCurves) -> list[Result | WideTable]:
-    """Train the demo's model once for each number of ranks, both ways in turn."""
+    """Train the small model once for each number of ranks, both ways in turn."""
     curves: dict[str, NDArray[np.float64]] = {}
     with work_folder(None) as folder:
         shards = synthesize("demo", folder / "shards", samples=config.samples).paths
@@ -84,7 +84,7 @@ def _train(config: LossCurves, shards: tuple[Path, ...], folder: Path, ranks: in
     task_path.write_text(json.dumps(task))
     with (folder / "ranks.log").open("w+b") as log:
         torchrun(
-            ["-m", "orchdata.reference.lanes", str(task_path), str(result_path)],
+            ["-m", "benchmarks.train.lanes", str(task_path), str(result_path)],
             num_ranks=ranks,
             environment={"ORCHDATA_CACHE": str(folder / "cache")},
             log=log,
@@ -99,7 +99,7 @@ def _table(curves: Mapping[str, NDArray[np.float64]]) -> WideTable:
         title="loss, mean over the tokens of the global batch",
         columns=("step", *curves),
         rows=tuple((str(step), *losses) for step, losses in enumerate(rows)),
-        note="The demo's model and data set, in float32, under DDP with gloo.",
+        note="A small model and the demo's data set, in float32, under DDP with gloo.",
     )
 
 

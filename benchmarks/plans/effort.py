@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.balance.cases import Job, Scale, measure
+from benchmarks.distributions import omni_phases
 from benchmarks.plans.mixes import MODELS, large_mixes, mixes
 from benchmarks.plans.scopes import plans_of
 from orchdata.balancers import balance_phases
-from orchdata.bench.distributions import omni_phases
 from orchdata.bench.harness import Result, WideTable
 from orchdata.planning.balance import Balance
 

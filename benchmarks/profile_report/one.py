@@ -44,7 +44,7 @@ def main(ranks: Sequence[int], page: Path | None, paths: Sequence[Path]) -> dict
 def _opened(paths: Sequence[Path]) -> Any:
     """The index, or a mixture of indexes with weights that differ."""
     import orchdata as od
-    from orchdata.bench.indexed_shards import IndexedShards
+    from benchmarks.indexed_shards import IndexedShards
     from orchdata.loaders.index.index import Index
 
     if len(paths) == 1:

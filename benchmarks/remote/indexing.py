@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from benchmarks.loading.corpus import Corpus
 from benchmarks.remote.job import FarShards
 from benchmarks.remote.store import FarStore
-from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.pace import threads_or_default

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from benchmarks.loading.job import Shards
+from benchmarks.loading.lanes import Lane
+from benchmarks.loading.processes import spent_by
 from benchmarks.throughput.records import PeersJob, Records
-from orchdata.bench.throughput.job import Shards
-from orchdata.bench.throughput.lanes import Lane
-from orchdata.bench.throughput.processes import spent_by
 
 if TYPE_CHECKING:
     from orchdata.dataset.shard_dataset import ShardDataset

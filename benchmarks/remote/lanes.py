@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from benchmarks.loading.lanes import OURS, Lane
 from benchmarks.remote import ours, peers
 from benchmarks.throughput.lanes import ENVIRONMENTS, is_here
-from orchdata.bench.throughput.lanes import OURS, Lane
 
 NEAR: Final = ", local files"
 ALONE: Final = "bytes from S3 alone"

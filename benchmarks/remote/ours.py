@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.loading.job import Shards
 from benchmarks.remote.job import EPOCHS, RemoteJob
-from orchdata.bench.throughput.job import Shards
 from orchdata.loaders.storage.node.cache import Cache
 
 _CACHE_BYTES: Final = 1 << 40

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final
 
+from benchmarks.loading.lanes import Lane
 from benchmarks.remote.job import EPOCHS, RemoteJob
 from benchmarks.remote.lanes import ALONE, NEAR
 from benchmarks.remote.turns import Turn, Turns
 from orchdata.bench.harness import Result, WideTable
-from orchdata.bench.throughput.lanes import Lane
 
 MOST_REQUESTS: Final = 1.2
 MOST_BYTES: Final = 1.1

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.loading.corpus import Corpus
+from benchmarks.loading.job import Shards
 from benchmarks.remote.indexing import compare_indexing
 from benchmarks.remote.job import FarShards, RemoteJob
 from benchmarks.remote.lanes import chosen_lanes
@@ -22,9 +24,7 @@ from benchmarks.remote.store import FarStore, far_store
 from benchmarks.remote.turns import Turns
 from benchmarks.throughput.decoding import Decoder
 from benchmarks.throughput.records import Records, RecordSamples
-from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, WideTable, work_folder
-from orchdata.bench.throughput.job import Shards
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from orchdata.bench.throughput.processes import spent_by
+from benchmarks.loading.processes import spent_by
 
 _SUPPORT: Final = Path(__file__).resolve().parents[2] / "tests" / "support"
 _BUCKET: Final = "benchmark"

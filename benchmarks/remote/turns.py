@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
+from benchmarks.loading.lanes import Lane
+from benchmarks.loading.processes import LaneError, run_in_child
 from benchmarks.remote.job import Epoch, RemoteJob, measure, prepare
 from benchmarks.remote.store import FarStore, Seen, Servers
-from orchdata.bench.throughput.lanes import Lane
-from orchdata.bench.throughput.processes import LaneError, run_in_child
 
 _LIMIT_SECONDS: Final = 180
 

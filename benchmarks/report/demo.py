@@ -24,8 +24,8 @@ def results(report: DemoReport) -> Iterator[Result]:
     yield Result(name="largest relative difference of the loss curves", unit="", values=(report.loss_difference,))
     for way, lane in report.lanes.items():
         for name in ("step_ms", "waiting_share", "compute_imbalance", "cpu_imbalance", "cpu_share"):
-            yield Result(name=f"{name}, {way}", unit="", values=(getattr(lane, name),))
-        for phase, imbalance in lane.planned_imbalance.items():
+            yield Result(name=f"{name}, {way}", unit="", values=(lane[name],))
+        for phase, imbalance in lane["planned_imbalance"].items():
             yield Result(name=f"planned imbalance, {phase}, {way}", unit="x", values=(imbalance,))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.loading.job import Shards
 from benchmarks.throughput.decoding import Decoder
 from benchmarks.throughput.records import PeersJob, Records, RecordSamples
-from orchdata.bench.throughput.job import Shards
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor

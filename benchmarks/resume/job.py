@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.launch import leave
 from benchmarks.resume.model import TinyLM, trained_tokens
 from benchmarks.resume.rank import Outcome, RankJob, Task
 from benchmarks.throughput.records import PeersJob
 from orchdata.loaders.samples.sample import Sample
-from orchdata.reference.launch import leave
 
 LIMIT_SECONDS: Final = 300
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.resume.data import MERGE, RECIPE
+from examples.model import Stack
 from orchdata.batch.tensors import IGNORE
 from orchdata.loaders.samples.sample import Sample, TextPart
-from orchdata.reference.attention import Stack
 
 _HIDDEN: Final = 32
 _VOCABULARY: Final = 260

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.launch import LaunchError, torchrun
+from benchmarks.loading.processes import LaneError, run_in_child
 from benchmarks.peers import chosen, names_in, settings_table
 from benchmarks.resume.data import KINDS, make_data
 from benchmarks.resume.lanes import LANES, Lane
 from benchmarks.resume.rank import Outcome, Task
 from benchmarks.throughput.records import PeersJob
 from orchdata.bench.harness import WideTable, digits, work_folder
-from orchdata.bench.throughput.processes import LaneError, run_in_child
-from orchdata.reference.launch import LaunchError, torchrun
 
 SAVED_ON: Final = 2
 RESUMED_ON: Final = (2, 1, 4)

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from benchmarks.loading import ours
+from benchmarks.loading.lanes import LANES, OURS, Lane
 from benchmarks.throughput import cluster_peers, thread_peers, torch_peers
-from orchdata.bench.throughput import ours
-from orchdata.bench.throughput.lanes import LANES, OURS, Lane
 
 ENVIRONMENTS: Final = Path(__file__).resolve().parents[2] / ".venv-peers"
 PEERS: Final[dict[str, Lane]] = {

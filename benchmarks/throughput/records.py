@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from benchmarks.loading.job import Job
 from benchmarks.throughput.decoding import Decoder
-from orchdata.bench.throughput.job import Job
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.fields import RAW

@@ -4,8 +4,7 @@
          '--prepare, not timed--> formats that peers want
 
 All lanes take the same samples, decode them with the same functions under the same recipe, and pack a batch into one
-tensor for each modality. What differs is who reads, schedules, and moves data to the process that iterates. Lanes and
-turns are those of `orchdata bench throughput`.
+tensor for each modality. What differs is who reads, schedules, and moves data to the process that iterates.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.loading.compare import Comparison, check_sizes, compare, made_up_shards
+from benchmarks.loading.job import Shards
 from benchmarks.throughput.decoding import Decoder, PillowImages
 from benchmarks.throughput.lanes import chosen_lanes
 from benchmarks.throughput.records import PeersJob, Records, RecordSamples
 from orchdata.bench.harness import Result, WideTable, work_folder
-from orchdata.bench.throughput import ThroughputBench, check_sizes, compare, made_up_shards
-from orchdata.bench.throughput.job import Shards
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
@@ -66,10 +65,10 @@ class PeersBench:
             raise ValueError(f"decode must be one of orchdata, pillow, got {self.decode!r}")
 
     @property
-    def shared(self) -> ThroughputBench:
-        """What `orchdata bench throughput` has too."""
+    def shared(self) -> Comparison:
+        """What all comparisons have."""
         names = ("samples", "consumer", "consumer_ms", "batch_size", "workers", "repeats", "seed")
-        return ThroughputBench(**{name: getattr(self, name) for name in names}, folder=self.folder or None)
+        return Comparison(**{name: getattr(self, name) for name in names}, folder=self.folder or None)
 
 
 def run(config: PeersBench) -> list[Result | WideTable]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
@@ -20,7 +19,7 @@ from orchdata.loaders.index.building.crew import BuildProgress, in_parallel, war
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.jobs.jobs import Jobs, Processes
 from orchdata.loaders.index.jobs.work import Given
-from orchdata.loaders.index.locations import check_function_of, index_path, is_outdated
+from orchdata.loaders.index.locations import check_function_of, index_path
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.kept.builds import building
@@ -101,7 +100,7 @@ def build_index(
             raise ValueError(f"num_threads={num_threads} is for jobs=1: each of {jobs} processes has one thread")
         workers = jobs
 
-    # Packages are imported, and the folder, old formats and duplicate paths checked, before any shard is read.
+    # Packages are imported, and the folder and duplicate paths checked, before any shard is read.
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
@@ -112,8 +111,6 @@ def build_index(
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
             check_function_of(Index(path), recipe)
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, force), StorageError)
-    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, reading=reading), StorageError):
-        warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
     if apart:

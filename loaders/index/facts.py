@@ -124,7 +124,7 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -
         body = pa.compress(body, codec="zstd")
         del batches
         pa.default_memory_pool().release_unused()  # a multiple of the facts
-    if facts.marks:  # after the batch; facts of earlier releases have none
+    if facts.marks:  # after the batch
         values["marks"] = len(facts.marks)
     write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0], access)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns, TableSize
-from orchdata.loaders.index.totals import OPTIONAL, Totals, sum_totals, summarize
+from orchdata.loaders.index.totals import UNREAD, Totals, sum_totals, summarize
 from orchdata.loaders.modalities.builtin import UNUSED
 from orchdata.loaders.shards.fields import OWN_BYTES, RAW
 
@@ -94,8 +94,8 @@ def check_columns(
     sums: list[Totals] = []
     for chunk in _chunks(columns):
         _check_rows(chunk)
-        sums.append(summarize(chunk, modalities, {}))
-    counted = sum_totals(sums) | {name: totals[name] for name in ("ignored_fields", *OPTIONAL) if name in totals}
+        sums.append(summarize(chunk, modalities, {}, {"names": {}, "others": 0}))
+    counted = sum_totals(sums) | {name: totals.get(name) for name in ("ignored_fields", UNREAD)}
     if counted != totals:
         wrong = next(name for name in counted if counted[name] != totals[name])
         raise ValueError(f"{wrong} add up to {counted[wrong]!r:.80}, and the totals say {totals[wrong]!r:.80}")

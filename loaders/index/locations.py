@@ -10,7 +10,6 @@ from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import is_there
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 _SOURCE = "record_source"
@@ -78,7 +77,6 @@ def index_path(
     cache: CacheFolder,
     reading: Reading = PLAIN,
     *,
-    table_format: int = TABLE_FORMAT,
     first: int = 0,
     rules: Any = None,
 ) -> Path:
@@ -90,21 +88,5 @@ def index_path(
     """
     judged = rules_digest() if rules is None else rules
     only = [{"first": first}] if first else []
-    name = digest([table_format, judged, recipe, [absolute(url) for url in urls], *reading.identity(), *only])
+    name = digest([TABLE_FORMAT, judged, recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"
-
-
-def is_outdated(
-    urls: Sequence[str],
-    recipe: Recipe,
-    *,
-    cache: CacheFolder | None = None,
-    reading: Reading = PLAIN,
-) -> bool:
-    """Return whether the only index of these shards under the recipe has an earlier format, which cannot be read."""
-    fingerprint, cache = recipe.count_fingerprint(), cache or CacheFolder()
-
-    def exists(table_format: int) -> bool:
-        return is_there(str(index_path(urls, fingerprint, cache, reading, table_format=table_format)))
-
-    return not exists(TABLE_FORMAT) and any(map(exists, range(1, TABLE_FORMAT)))

@@ -20,18 +20,15 @@ from orchdata.loaders.unread_names import sum_unread
 Totals = dict[str, Any]
 
 _NAMED_BY_DATA = "ignored_fields"
-_FORMER = "unread_media"
-"""What an index of an earlier release has in place of `UNREAD`."""
 UNREAD = "unread"
-"""Name of the counts of what is not read: see `unread_names.UnreadNames`. An index of an earlier release has none."""
-OPTIONAL = (UNREAD, _FORMER)
+"""Name of the counts of what is not read: see `unread_names.UnreadNames`."""
 
 
 def summarize(
     columns: Columns,
     modalities: Sequence[str],
     ignored_fields: Mapping[str, int],
-    unread: Mapping[str, Any] | None = None,
+    unread: Mapping[str, Any],
 ) -> Totals:
     """Count the samples of a table.
 
@@ -39,14 +36,14 @@ def summarize(
         columns: of a table without unused members.
         modalities: their names by code, text first.
         ignored_fields: field -> number of members that the recipe does not use.
-        unread: as `UnreadNames.totals`; None: not counted.
+        unread: as `UnreadNames.totals`.
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
         without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow (see
         `overflow_of`), ignored_fields (under `records.LEFT_OUT`: samples that `Recipe.record` leaves out), and for each
         modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
-        tokens are those that no encoder fills. `unread` is added where it was counted.
+        tokens are those that no encoder fills.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
@@ -72,7 +69,7 @@ def summarize(
         "overflow": overflow_of(columns.piece, columns.cut_tokens),
         "ignored_fields": dict(ignored_fields),
         "modalities": by_modality,
-        **({} if unread is None else {UNREAD: dict(unread)}),
+        UNREAD: dict(unread),
     }
 
 
@@ -115,7 +112,7 @@ def _sum(values: NDArray[Any]) -> int:
 def sum_totals(totals: Sequence[Totals]) -> Totals:
     """Return the sum of several totals, with all names that any of them has."""
     result: Totals = {}
-    for name in dict.fromkeys(name for one in totals for name in one if name != _FORMER):
+    for name in dict.fromkeys(name for one in totals for name in one):
         values = [one[name] for one in totals if name in one]
         if name == _NAMED_BY_DATA:
             counts: Counter[str] = Counter()

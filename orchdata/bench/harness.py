@@ -7,7 +7,6 @@ with their quartiles, and every report carries its command, configuration and ma
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import statistics
@@ -146,12 +145,6 @@ class Report:
             "tables": [asdict(table) for table in self.tables],
         }
 
-    def json_lines(self) -> Iterator[str]:
-        """One JSON object for each result, each with command, configuration and machine: to append to a log."""
-        shared = {"command": self.command, "config": dict(self.config), "machine": dict(self.machine)}
-        for result in self.results:
-            yield json.dumps({**shared, **result.to_dict()}, sort_keys=True)
-
     def render(self) -> Group:
         """Tables for people."""
         from rich.console import Group
@@ -268,14 +261,6 @@ def describe_machine(facts: Mapping[str, Any]) -> str:
         f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}, {facts['memory_gib']} GiB; "
         f"Python {facts['python']}, {packages}"
     )
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process (RssAnon): what it has allocated, mapped files left out."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon: this is measured on Linux only")
 
 
 def _cpu_model() -> str:

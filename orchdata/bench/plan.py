@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchdata.balancers import balance_phases
-from orchdata.bench.distributions import LARGE_VISION_COST, OMNI_COST
+from orchdata.balancers import CostModel, TransformerCost, balance_phases
 from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
@@ -24,17 +23,9 @@ from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.synth.made_up_index import synthetic_index
 
-# Ranks, samples a rank, in a grid of 8 ranks a node.
-LARGE = (
-    (512, 128, False),
-    (1_024, 64, False),
-    (2_560, 32, False),
-    (2_560, 64, False),
-    (4_096, 16, False),
-    (8_192, 16, True),
-    (16_384, 16, True),
-)
-LARGE_TOKENS = 16_384
+ENCODER = TransformerCost(hidden=1280, layers=32, ffn=5120)
+LLM = TransformerCost(hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, vocab=128_256, causal=True, gated=True)
+OMNI_COST = CostModel(image=ENCODER, audio=ENCODER, llm=LLM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +58,7 @@ def run(config: PlanBench) -> list[Result]:
         raise ValueError(f"{config.ranks} ranks x {config.samples_per_rank} need {size} samples, got {config.samples}")
     with work_folder(config.folder) as folder:
         index = synthetic_index(folder / "index.index", config.samples, config.seed)
-        return [*_planning(index, config), *_planning_large(index, config)]
+        return _planning(index, config)
 
 
 def _planning(index: Index, config: PlanBench) -> list[Result]:
@@ -137,51 +128,6 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
             note=f"without balancing {dealt / bounds:.2f} x",
         ),
     ]
-
-
-def _planning_large(index: Index, config: PlanBench) -> list[Result]:
-    """CPU time of plans of large global batches, a tenth of the repeats, and what their ranks wait for."""
-    results = []
-    for name, spec in _large(index, config).items():
-        made: list[Plan] = []
-        seconds: list[float] = []
-        for turn in range(1 + max(1, config.repeats // 10)):
-            started = time.thread_time()
-            made.append(make_plan(spec, StepTask(0, turn % spec.num_steps)))
-            seconds.append(time.thread_time() - started)
-        waits = [
-            plan.cost(spec.balance.price, plan.phases)
-            * plan.num_ranks
-            / sum(int(column.sum()) for column in plan.costs.values())
-            for plan in made[1:]
-        ]
-        counts = sorted({plan.num_microbatches for plan in made[1:]})
-        note = f"CPU time; {' or '.join(map(str, counts))} micro-steps; wait over the mean load {max(waits):.3f}"
-        results.append(_milliseconds(name, tuple(seconds[1:]), None, note))
-    return results
-
-
-def _large(index: Index, config: PlanBench) -> dict[str, PlanSpec]:
-    """Large global batches in micro-steps, as many as the index holds: joint, and the largest of a rank in a grid."""
-    words = f"microbatches of {LARGE_TOKENS:,} tokens"
-    return {
-        f"plan {ranks:,} ranks x {samples}{' in a grid' if in_grid else ''}, {words}": PlanSpec(
-            costs=IndexCosts(index, LARGE_VISION_COST),
-            order=Order(
-                index.num_rows, shuffle=Shuffle(streams=ranks // 8), seed=config.seed, excluded=index.bad_rows()
-            ),
-            batches=GlobalBatches(size=ranks * samples, drop_last=True),
-            balance=Balance(
-                max_tokens=LARGE_TOKENS,
-                oversize="own",
-                scope="grid" if in_grid else "global",
-                group_size=8 if in_grid else None,
-            ),
-            num_ranks=ranks,
-        )
-        for ranks, samples, in_grid in LARGE
-        if 2 * ranks * samples <= index.num_rows
-    }
 
 
 def _milliseconds(name: str, seconds: tuple[float, ...], demand: float | None = None, note: str = "") -> Result:

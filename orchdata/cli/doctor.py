@@ -67,19 +67,22 @@ _FEW_FILES: Final = 4096
 
 @one_line_errors
 def warm(as_json: JsonOption = False) -> None:
-    """Compile all kernels, for the image of a container or a new machine; a second time takes seconds.
+    """Compile the kernels of indexing, loading and planning, for the image of a container or a new machine.
 
     They are stored in NUMBA_CACHE_DIR if it is set, as it must be when they are used; else next to the package.
     """
+    from orchdata import DataLoader, ShardDataset
     from orchdata.engines.warm import FAMILIES, Warming, stored_in
-    from orchdata.synth.all_kernels import use_all
+    from orchdata.synth import synthesize
 
     started = time.monotonic()
     Warming(list(FAMILIES)).wait()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         os.environ["ORCHDATA_CACHE"] = folder + "/cache"  # of this process, which then ends
-        use_all(Path(folder))
+        paths = synthesize("omni", Path(folder), samples=32).paths
+        dataset = ShardDataset([str(path) for path in paths])
+        dataset.index()
+        next(iter(DataLoader(dataset.split("train", 0.5), batch_size=2, shuffle=True, dp=(0, 2), num_threads=1)))
     result = {"folders": stored_in(), "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)

@@ -17,7 +17,7 @@ _REPORT: Final = Path("orchdata-demo.html")
 @one_line_errors
 def synth(
     description: Annotated[
-        Path, typer.Argument(help="A dataset description: a YAML file, or demo, omni, skewed, text or video.")
+        Path, typer.Argument(help="A dataset description: a YAML file, or demo, omni, text or video.")
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write shards into.")],
     samples: Annotated[int | None, typer.Option(help="Write this many samples, not the described number.")] = None,
@@ -53,16 +53,17 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Make a dataset, profile it, and train a small multimodal LLM on 2 ranks, unbalanced and balanced."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
     from orchdata.demo import DemoConfig, render, run_demo
-    from orchdata.reference.launch import LaunchError
 
     config = DemoConfig(samples=samples, steps=steps, batch_size=batch_size, seed=seed)
     target, said = _place_of_report(html)
     try:
         with stage_progress() as advance:
             report = run_demo(config, html=target, progress=advance)
-    except LaunchError as error:
-        typer.echo(f"orchdata: error: {error}", err=True)  # with the end of the training's log
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        typer.echo(f"orchdata: error: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         print_json(report.to_dict())

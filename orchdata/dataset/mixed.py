@@ -21,9 +21,8 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
 from orchdata.loop.state import WINDOWS, has_weights, is_of_mixture, load_state
-from orchdata.order.former.version_1 import OrderV1
-from orchdata.order.merge import MixedSource, Stage, StretchStart
-from orchdata.order.mixture import MixtureOrder, joined_stages
+from orchdata.order.merge import MixedSource, Stage
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
 from orchdata.planning.costs import IndexTokens
@@ -185,30 +184,6 @@ def restore_mixture(
         return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
     if prepared.has_windows or WINDOWS in state["fingerprint"]:
         return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
-    if "given" in state and "stages" not in state:
-        return _restore_given(prepared, order, state, allow, num_workers)
-    # Older states have all stages. With several of them the order was that of version 1.
-    raw = read_stages(state.get("stages"), order)
-    stages = joined_stages(raw)
-    if len(stages) > 1:
-        return _translate(prepared, OrderV1.of(order, raw), state, allow, num_workers)
-    before = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
-    position = load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers)
-    if has_weights(state, prepared.bound_fingerprint):
-        return before, position
-    # Other weights: they apply from the state's position on.
-    former = before.spec.plan.order
-    assert isinstance(former, MixtureOrder)
-    epoch, progress = position.epoch, former.progress_at(position.epoch, _position_of(state, former))
-    now = StretchStart(progress, former.due(epoch, progress))
-    mixture = MixtureState(now, former.periods(epoch, progress), former.resumed_at(epoch, progress))
-    return _with_weights(prepared, order, mixture, state), position
-
-
-def _restore_given(
-    prepared: PreparedDataset, order: MixtureOrder, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
-) -> tuple[PreparedDataset, Position]:
-    """Restore from a state that says what each source has given."""
     mixture = mixture_of(state, order, _epoch_of(state))
     if has_weights(state, prepared.bound_fingerprint):
         continued = _continued(order, mixture, state)
@@ -259,54 +234,8 @@ def _continued(order: MixtureOrder, mixture: MixtureState, state: Mapping[str, A
     return None
 
 
-def _translate(
-    prepared: PreparedDataset,
-    before: OrderV1,
-    state: Mapping[str, Any],
-    allow: Sequence[str],
-    num_workers: int,
-) -> tuple[PreparedDataset, Position]:
-    """Restore from a state of version 1: that order says what each source has given, and the run continues from there
-    with the present order and weights.
-    """
-    order = prepared.spec.plan.order
-    assert isinstance(order, MixtureOrder)
-    steps = prepared.with_order(before).steps
-    position = load_state(state, prepared.bound_fingerprint, steps, allow, num_workers, cut=True)
-    resumed = before.translated(position.epoch, _position_of(state, before))
-    return prepared.with_order(order.restaged(order.stages, resumed)), position
-
-
 def _epoch_of(state: Mapping[str, Any]) -> int:
     epoch = state.get("epoch")
     if type(epoch) is not int or epoch < 0:
         raise StateError(f"the state points at epoch {epoch!r}, step {state.get('step')!r}")
     return epoch
-
-
-def _position_of(state: Mapping[str, Any], order: MixtureOrder) -> int:
-    """Return the position of a state in its epoch. Raises StateError if it is outside the epoch."""
-    position, length = state.get("position"), order.length(_epoch_of(state))
-    if type(position) is not int or not 0 <= position <= length:
-        raise StateError(f"the state points at position {position!r} of an epoch of {length} samples")
-    return position
-
-
-def read_stages(described: Any, order: MixtureOrder) -> tuple[Stage, ...]:
-    """Return the stages that `MixtureOrder.describe_stages` described. Raises StateError."""
-    names = [source.name for source in order.sources]
-    stages: list[Stage] = []
-    for stage in described if isinstance(described, list | tuple) else ():
-        if not (isinstance(stage, list | tuple) and len(stage) == 2 and isinstance(stage[1], Mapping)):
-            break
-        bound, periods = stage[0], [stage[1].get(name) for name in names]
-        ints = [bound, *periods]
-        if any(type(value) is not int or not 0 <= value <= 1 << 62 for value in ints) or not any(periods):
-            break
-        if bound != 0 if not stages else bound <= stages[-1].bound:
-            break
-        stages.append(Stage(bound, tuple(int(period or 0) for period in periods)))
-    else:
-        if stages:
-            return tuple(stages)
-    raise StateError(f"the state is damaged: invalid stages of its mixture: {described!r}")

@@ -1,7 +1,7 @@
 """`orchdata demo`: make a dataset, profile it, train a small multimodal LLM on it unbalanced and balanced, report.
 
     datasets/demo.yaml --synthesize--> shards --index--> profile
-                           +--torchrun, 2 ranks: orchdata.reference.lanes--> records --> DemoReport
+                           +--2 ranks: orchdata.demo.rank--> steps of both ways --> DemoReport
 
 Everything lies in one temporary folder, the index included, and goes with it.
 """
@@ -9,27 +9,24 @@ Everything lies in one temporary folder, the index included, and goes with it.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchdata.demo.report import DemoReport, render
-from orchdata.reference.records import compare_curves, fastest_repeats, summarise_lane
-
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchdata.profiling.profile import Profile
     from orchdata.synth import SynthReport
-
-__all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
 
 Progress = Callable[[str, int, int], None]
 
 _SHOWN = 12  # samples in the report
+_BUSY_BELOW = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +62,38 @@ class DemoConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoReport:
+    """The demo's result; `to_dict` is what `--json` prints.
+
+    Attributes:
+        lanes: of "unbalanced" and "balanced", over the measured steps: `step_ms` (median of the slowest rank's),
+            `waiting_ms` (mean over steps and ranks until the slowest is ready) and `waiting_share` of the step,
+            `compute_imbalance` (longest compute time over the mean) and `cpu_imbalance`, in CPU time, which other work
+            on the machine does not lengthen, `cpu_share` (CPU time over compute time; well below 1, other work took the
+            ranks' cores), and `planned_imbalance`, phase -> max / mean over ranks by the cost model; `step` is all.
+        speedup: unbalanced step time over balanced, summed over the same global batches.
+        speedup_of_median_step: median over steps of the same ratio, step by step.
+        loss_difference: largest relative difference of the two loss curves; same samples, other order of summation.
+    """
+
+    config: DemoConfig
+    cores: int
+    parameters: int
+    lanes: Mapping[str, Mapping[str, Any]]
+    speedup: float
+    speedup_of_median_step: float
+    loss_difference: float
+    dataset: SynthReport
+    profile: Profile
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe values, with a plain statement of what was measured."""
+        own = {name: getattr(self, name) for name in self.__slots__}
+        nested = {"dataset": self.dataset.to_dict(), "profile": self.profile.to_dict(), "config": asdict(self.config)}
+        return {"measured": _what_was_measured(self)} | own | nested
+
+
 def run_demo(
     config: DemoConfig | None = None, *, html: Path | None = None, progress: Progress | None = None
 ) -> DemoReport:
@@ -76,119 +105,118 @@ def run_demo(
         progress: called with what is being done, and how far it is: ("training", steps done, steps in all).
 
     Raises:
-        LaunchError: a training process failed; the message quotes the end of its log.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a training process failed.
     """
     from orchdata.synth import read_description, synthesize
 
     config = config if config is not None else DemoConfig()
     tell = progress if progress is not None else lambda what, done, total: None
-    watch = _Watch()
     with tempfile.TemporaryDirectory(prefix="orchdata-demo-") as name:
         folder = Path(name)
         dataset = synthesize(
-            replace(read_description("demo"), seed=config.seed),
+            {**read_description("demo"), "seed": config.seed},
             folder / "shards",
             samples=config.samples,
             progress=lambda done, total: tell("writing samples", done, total),
         )
-        watch.note("synth")
         profiled = _profile(config, dataset, folder, html, tell)
-        watch.note("profile")
         result = _train(config, dataset, folder, tell)
-        watch.note("train")
-    return _report(config, dataset, profiled, result, watch.seconds)
+    return DemoReport(config=config, cores=len(os.sched_getaffinity(0)), dataset=dataset, profile=profiled, **result)
 
 
 def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path | None, tell: Progress) -> Profile:
     """Index the shards, which the ranks will need, profile them, and write the report."""
     from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.demo.rank import COST, RECIPE
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
     from orchdata.profiling.make_profile import profile
     from orchdata.profiling.report.page import write_report
     from orchdata.profiling.report.samples import drawn_views
-    from orchdata.reference.setup import make_cost, make_model_config, make_recipe
 
-    recipe = make_recipe()
     paths = [str(path) for path in dataset.paths]
     index = build_index(
         paths,
-        recipe,
+        RECIPE,
         cache=CacheFolder(folder / "cache"),
         progress=lambda built: tell("indexing shards", built.done, built.total),
     )
-    cost = make_cost(make_model_config(recipe))
-    profiled = profile(index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
+    profiled = profile(index, cost=COST, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
     if html is not None:
         tell("writing the report", 0, 1)
-        write_report(profiled, html, drawn_views(ShardDataset(paths, recipe), index, _SHOWN, config.seed), named=True)
+        write_report(profiled, html, drawn_views(ShardDataset(paths, RECIPE), index, _SHOWN, config.seed), named=True)
         tell("writing the report", 1, 1)
     return profiled
 
 
 def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> dict[str, Any]:
-    """Train on all ranks; returns what `orchdata.reference.lanes.train` does."""
-    from orchdata.reference.launch import torchrun
+    """Train on all ranks, which end with this process; returns what rank 0 writes."""
+    from torch.multiprocessing.spawn import spawn
+
+    from orchdata.demo.rank import main
 
     task = {
+        **asdict(config),
+        "folder": str(folder),
         "shards": [str(path) for path in dataset.paths],
-        "steps": config.steps,
-        "block_steps": config.block_steps,
-        "warmup_steps": config.warmup_steps,
         "global_batch_size": config.ranks * config.batch_size,
-        "seed": config.seed,
     }
-    task_path, result_path = folder / "task.json", folder / "result.json"
-    task_path.write_text(json.dumps(task))
-    with (folder / "ranks.log").open("w+b") as log:
-        torchrun(
-            ["-m", "orchdata.reference.lanes", str(task_path), str(result_path)],
-            num_ranks=config.ranks,
-            environment={"ORCHDATA_CACHE": str(folder / "cache")},
-            log=log,
-            progress=lambda done, total: tell("training", done, total),
-        )
-    result: dict[str, Any] = json.loads(result_path.read_text())
+    done = multiprocessing.get_context("spawn").Value("i", 0)
+    ranks = spawn(main, (task, done), nprocs=config.ranks, join=False, daemon=True)
+    while not ranks.join(timeout=0.2):
+        tell("training", done.value, config.warmup_steps + config.steps)
+    tell("training", done.value, config.warmup_steps + config.steps)
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 
 
-def _report(
-    config: DemoConfig, dataset: SynthReport, profiled: Profile, result: dict[str, Any], seconds: dict[str, float]
-) -> DemoReport:
-    summaries = {
-        name: summarise_lane(fastest_repeats(records), config.warmup_steps) for name, records in result["lanes"].items()
-    }
-    _, steps_before, losses_before = summaries["unbalanced"]
-    _, steps_after, losses_after = summaries["balanced"]
-    return DemoReport(
-        ranks=config.ranks,
-        cores=_usable_cores(),
-        parameters=result["parameters"],
-        steps=config.steps,
-        warmup_steps=config.warmup_steps,
-        global_batch_size=config.ranks * config.batch_size,
-        lanes={name: summary[0] for name, summary in summaries.items()},
-        speedup=float(steps_before.sum() / steps_after.sum()),
-        speedup_of_median_step=median((steps_before / steps_after).tolist()),
-        loss_difference=compare_curves(losses_before, losses_after),
-        dataset=dataset,
-        profile=profiled,
-        seconds=seconds,
+def _what_was_measured(report: DemoReport) -> str:
+    """A plain statement, with its limits."""
+    config = report.config
+    return (
+        f"{config.ranks} ranks of one CPU thread each on this machine ({report.cores} cores), gloo, DDP; a model of "
+        f"{report.parameters / 1e6:.1f} M parameters in float32; a synthetic dataset; {config.steps} steps of "
+        f"{config.ranks * config.batch_size} samples each way after {config.warmup_steps} of warm-up, in blocks by "
+        "turns, on the same global batches. Batches are loaded before each step and not part of its time. It shows "
+        "what imbalance costs here and that balancing removes it; it is not a prediction for your GPUs: for your data "
+        "and number of ranks, see `orchdata profile`"
     )
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def render(report: DemoReport) -> RenderableType:
+    """The report as a table for people."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
+    before, after = report.lanes["unbalanced"], report.lanes["balanced"]
+    table = Table(title="Training, unbalanced and balanced", title_justify="left")
+    table.add_column("")
+    table.add_column("unbalanced", justify="right")
+    table.add_column("balanced", justify="right")
 
-class _Watch:
-    """Seconds each stage took."""
+    def add(label: str, form: str, name: str) -> None:
+        table.add_row(label, form.format(before[name]), form.format(after[name]))
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def note(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = round(now - self._last, 2)
-        self._last = now
+    add("step time, median (ms)", "{:.0f}", "step_ms")
+    add("time a rank waits for the slowest (ms)", "{:.0f}", "waiting_ms")
+    add("  share of the step lost to waiting", "{:.1%}", "waiting_share")
+    add("compute imbalance, measured (max/mean)", "{:.3f}", "compute_imbalance")
+    add("  in CPU time", "{:.3f}", "cpu_imbalance")
+    for phase, value in before["planned_imbalance"].items():
+        label = "all phases" if phase == "step" else f"{phase} phase"
+        table.add_row(f"  {label}, by cost model", f"{value:.3f}", f"{after['planned_imbalance'][phase]:.3f}")
+    verdict = (
+        f"Balanced training is {report.speedup:.2f} times as fast over the same samples "
+        f"(median step: {report.speedup_of_median_step:.2f} times). "
+        f"The loss curves differ by at most {report.loss_difference:.1e}, relative: float32 sums in another order."
+    )
+    lines = [Text(verdict, style="bold"), Text(f"Measured: {_what_was_measured(report)}.", style="dim")]
+    share = min(lane["cpu_share"] for lane in report.lanes.values())
+    if share < _BUSY_BELOW:
+        warning = (
+            f"The machine was busy: the ranks had their cores {share:.0%} of the time, so step times and waiting are "
+            "mostly of other work. Trust the imbalance in CPU time, or run it again on a quiet machine."
+        )
+        lines.insert(1, Text(warning, style="yellow"))
+    return Group(table, *lines)

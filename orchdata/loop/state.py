@@ -1,9 +1,7 @@
 """The state of a loader: its position in which epoch, and the fingerprint of what it loads.
 
-Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. Version 1 stored all stages of a
-mixture instead of what its sources have yielded; `dataset/mixed.py` translates it. Versions 1 and 2 had the rules of
-the library in their fingerprints; `dataset/resume/` gives them the present form, and continues a run whose samples have
-changed.
+Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. `dataset/resume/` continues a run
+whose samples have changed.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ from typing import Any
 
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, stored
-from orchdata.order.mixture import weights_of
 from orchdata.order.sampler import generator_state
 from orchdata.order.steps import Begin, Draw, Steps, draw_of_cut, is_begin
 
-VERSION = 3
-READ = (1, 2, VERSION)
+VERSION = 1
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
 RULES = "rules"  # by which samples are judged, which may too: see `dataset/resume`
@@ -84,7 +80,7 @@ def load_state(
     check_form(state)
 
     # The loader that wrote the state: it may differ from this one only in what `allow` names.
-    theirs = _with_present_weights(state.get("fingerprint", {}))
+    theirs = state.get("fingerprint", {})
     if _is_small(theirs):
         fingerprint = _digested(fingerprint)
     if WINDOWS in fingerprint or WINDOWS in theirs:
@@ -126,7 +122,7 @@ def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) 
 def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
     """Return whether a state is of the mixture of a fingerprint, with any weights."""
     theirs = state.get("fingerprint") if isinstance(state, Mapping) else None
-    if not isinstance(theirs, Mapping) or state.get("version") not in READ:
+    if not isinstance(theirs, Mapping) or state.get("version") != VERSION:
         return False
     ours = _digested(fingerprint) if _is_small(theirs) else fingerprint
     return bool(theirs.get("mixture") == ours["mixture"])
@@ -134,7 +130,7 @@ def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
 
 def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
     """Return whether a state of a mixture has the weights of a fingerprint."""
-    return bool(_with_present_weights(state["fingerprint"]).get(WEIGHTS) == fingerprint[WEIGHTS])
+    return bool(state["fingerprint"].get(WEIGHTS) == fingerprint[WEIGHTS])
 
 
 def _shown_weights(described: Any) -> Any:
@@ -143,13 +139,6 @@ def _shown_weights(described: Any) -> Any:
         return described
     rates = {name: 1 / period if period else 0.0 for name, period in described[0][1].items()}
     return {name: float(f"{rate / sum(rates.values()):.5g}") for name, rate in rates.items()}
-
-
-def _with_present_weights(fingerprint: Any) -> Any:
-    """Return a fingerprint with its weights in the present form: in version 1 it has all stages."""
-    if not (isinstance(fingerprint, Mapping) and isinstance(fingerprint.get(WEIGHTS), list)):
-        return fingerprint
-    return {**fingerprint, WEIGHTS: weights_of(fingerprint[WEIGHTS])}
 
 
 def _small(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,12 +186,11 @@ def check_form(state: Any) -> None:
     """Raise StateError for what is no state, a version that is not known, and values of wrong types."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
-    if state["version"] not in READ or isinstance(state["version"], bool):
-        known = ", ".join(map(str, READ[:-1])) + f" and {READ[-1]}"
+    if state["version"] != VERSION or isinstance(state["version"], bool):
         by = state.get("written_by")
         by = f" was written by orchdata {by['orchdata']} and" if isinstance(by, Mapping) and "orchdata" in by else ""
         raise StateError(
-            f"the state{by} has version {state['version']}, this orchdata reads versions {known}: continue with that "
+            f"the state{by} has version {state['version']}, this orchdata reads version {VERSION}: continue with that "
             "release or a later one"
         )
     for name, kind in _KINDS.items():

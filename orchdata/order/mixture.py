@@ -66,7 +66,7 @@ class MixtureOrder:
         resumed: ResumePoint | None = None,
     ) -> None:
         self.sources = tuple(sources)
-        self.stages = self._staged(stages)
+        self.stages = joined_stages(stages)
         self.by: By = by
         self.stop: Stop = stop
         self.epoch_size = epoch_size
@@ -87,10 +87,6 @@ class MixtureOrder:
     def continuing(self, sources: Sequence[MixedSource]) -> MixtureOrder:
         """Return the same mixture with other passes of its sources that are begun."""
         return _mixture_order(tuple(sources), self.stages, self.by, self.stop, self.epoch_size, self.resumed)
-
-    @staticmethod
-    def _staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        return joined_stages(stages)
 
     @property
     def streams(self) -> int:
@@ -290,18 +286,6 @@ def _digest(stages: Sequence[Stage]) -> dict[str, object]:
     for bound, periods in stages:
         digest.update(np.array([bound, *periods], "<i8").tobytes())
     return {"stages": len(stages), "digest": digest.hexdigest()}
-
-
-def weights_of(described: Any) -> Any:
-    """Return what `describe_weights` returns for stages as `describe_stages` returns them: older states have those."""
-    try:
-        names = sorted(described[0][1])
-        stages = joined_stages([Stage(bound, tuple(periods[name] for name in names)) for bound, periods in described])
-        if len(stages) > 1:
-            return _digest(stages)
-        return [[stages[0].bound, dict(zip(names, stages[0].periods, strict=True))]]
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return described
 
 
 def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:

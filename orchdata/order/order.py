@@ -4,7 +4,7 @@
 
 Any position is computed independently, so resuming costs nothing, and all ranks compute the same samples without
 communication. The order depends only on the number of samples, the excluded rows, `Shuffle`, seed and epoch. An epoch
-that began before the samples changed goes on as it began (`former/begun.py`).
+that began before the samples changed goes on as it began (`begun.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, shuffled_rows
-from orchdata.order.former.begun import BegunEpoch
+from orchdata.order.begun import BegunEpoch
 
-FORMAT = 2  # of the sequence itself: a change of the algorithm must not resume an older state
+FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
 _WINDOW = 64
 _LARGEST = {"window": 1 << 31, "streams": 1 << 16}
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.former.begun import BegunEpoch
+from orchdata.order.begun import BegunEpoch
 from orchdata.order.order import Order
 from orchdata.order.token_sums import TokenCounts, TokenSums
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.order.former.begun import BegunSums
+from orchdata.order.begun import BegunSums
 from orchdata.order.order import Order
 
 Ints = NDArray[np.int64]

@@ -13,70 +13,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from orchdata.synth.description import AudioMix, Description, ImageMix, Kind, VideoMix, read_description
-from orchdata.synth.distributions import Choice, LogNormal, Uniform, pick
+from orchdata.synth.description import Description, draw, pick, read_description
 from orchdata.synth.media import make_audio, make_image, make_sentences
 
-__all__ = ["OMNI", "Description", "SynthReport", "make_sample", "read_description", "synthesize"]
-
-OMNI = Description(
-    seed=0,
-    samples=512,
-    shards=4,
-    kinds=(
-        ("article", Kind(weight=0.30, words=LogNormal(50, 0.9, 6, 400))),
-        (
-            "caption",
-            Kind(
-                weight=0.22,
-                words=Uniform(6, 30),
-                image=ImageMix(
-                    width=LogNormal(320, 0.6, 64, 1280), aspect=Uniform(0.6, 1.7), formats=(("jpg", 0.9), ("png", 0.1))
-                ),
-            ),
-        ),
-        (
-            "album",
-            Kind(
-                weight=0.13,
-                style="chat",
-                words=Uniform(10, 60),
-                turns=Choice((1, 2), (0.7, 0.3)),
-                image=ImageMix(count=Choice((2, 3, 5), (0.5, 0.3, 0.2)), width=LogNormal(256, 0.6, 64, 1024)),
-            ),
-        ),
-        (
-            "speech",
-            Kind(
-                weight=0.25,
-                words=LogNormal(16, 0.6, 3, 90),
-                audio=AudioMix(
-                    seconds=LogNormal(4, 0.8, 0.4, 30),
-                    rates=Choice((16_000, 22_050, 44_100), (0.6, 0.2, 0.2)),
-                    formats=(("flac", 0.7), ("wav", 0.3)),
-                ),
-            ),
-        ),
-        (
-            "everything",
-            Kind(
-                weight=0.10,
-                style="chat",
-                words=Uniform(15, 80),
-                turns=Choice((1, 2, 3), (0.5, 0.3, 0.2)),
-                image=ImageMix(count=Choice((1, 2), (0.7, 0.3))),
-                audio=AudioMix(seconds=LogNormal(3, 0.6, 0.4, 15)),
-            ),
-        ),
-    ),
-)
-"""The default dataset, equal to `datasets/omni.yaml`: text, captioned images, albums, speech, and chats with both."""
+__all__ = ["SynthReport", "make_sample", "read_description", "synthesize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +48,7 @@ class SynthReport:
 
 
 def synthesize(
-    description: Description | Mapping[str, Any] | str | Path,
+    description: Mapping[str, Any] | str | Path,
     out: Path,
     *,
     samples: int | None = None,
@@ -111,8 +57,8 @@ def synthesize(
     """Write the described dataset as `out/shard-000000.tar` and on.
 
     Args:
-        description: a `Description`, a dict of the same form as the YAML, the path of a YAML file, or the name of one
-            that is installed, such as "omni".
+        description: a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
+            such as "omni".
         out: folder, made if absent; shards of the same names in it are replaced.
         samples: write this many instead of the described number (the first ones of the same dataset).
         progress: called after each sample with (samples written, samples in all).
@@ -127,8 +73,8 @@ def synthesize(
     if samples is not None:
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}")
-        plan = replace(plan, samples=samples, shards=min(plan.shards, samples))
-    paths = tuple(out / f"shard-{number:06d}.tar" for number in range(plan.shards))
+        plan |= {"samples": samples, "shards": min(plan["shards"], samples)}
+    paths = tuple(out / f"shard-{number:06d}.tar" for number in range(plan["shards"]))
     _refuse_mixing(out, paths)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -136,7 +82,7 @@ def synthesize(
     kinds: Counter[str] = Counter()
     done = 0
     for number, path in enumerate(paths):
-        stop = (number + 1) * plan.samples // plan.shards
+        stop = (number + 1) * plan["samples"] // plan["shards"]
         partial = path.with_name(f".{path.name}.partial")
         with partial.open("wb") as stream, TarWriter(stream, encoder=False, mtime=0, user="", group="") as writer:
             for index in range(done, stop):
@@ -146,12 +92,12 @@ def synthesize(
                 totals["payload_bytes"] += sum(map(len, fields.values()))
                 kinds[name] += 1
                 if progress is not None:
-                    progress(index + 1, plan.samples)
+                    progress(index + 1, plan["samples"])
         partial.replace(path)
         done = stop
     return SynthReport(
         paths=paths,
-        samples=plan.samples,
+        samples=plan["samples"],
         payload_bytes=totals["payload_bytes"],
         images=totals["images"],
         image_pixels=totals["image_pixels"],
@@ -160,37 +106,30 @@ def synthesize(
         videos=totals["videos"],
         video_frames=totals["video_frames"],
         words=totals["words"],
-        kinds={name: kinds[name] for name, _ in plan.kinds},
+        kinds={name: kinds[name] for name in plan["kinds"]},
     )
 
 
-def make_sample(
-    description: Description, index: int, kind: str | None = None
-) -> tuple[str, dict[str, bytes], dict[str, int]]:
-    """Make sample number `index` of a description, drawn from its own generator.
-
-    Args:
-        description: the dataset it belongs to.
-        index: number of the sample, from 0.
-        kind: force this kind; by default it is drawn by weight.
+def make_sample(description: Description, index: int) -> tuple[str, dict[str, bytes], dict[str, int]]:
+    """Make sample number `index` of a checked description, drawn from its own generator.
 
     Returns:
         The kind's name; the sample's fields without the key (`{"0.jpg": ..., "txt": ...}`); counts for the report.
     """
-    rng = np.random.default_rng((description.seed, index))
-    drawn = description.kinds[pick(rng, tuple(kind.weight for _, kind in description.kinds))][0]
-    name = drawn if kind is None else kind
-    mix = dict(description.kinds)[name]
+    rng = np.random.default_rng((description["seed"], index))
+    kinds = description["kinds"]
+    name = list(kinds)[pick(rng, {name: kind["weight"] for name, kind in kinds.items()})]
+    mix = kinds[name]
 
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
-    media = [pair for name in _MAKERS for pair in _add_media(rng, name, getattr(mix, name), fields, counts)]
-    num_words = max(1, round(mix.words.draw(rng)))
+    media = [pair for name in _MAKERS for pair in _add_media(rng, name, mix[name], fields, counts)]
+    num_words = max(1, round(draw(rng, mix["words"])))
     counts["words"] += num_words
-    if mix.style == "text":
+    if mix["style"] == "text":
         fields["txt"] = _prose(rng, [words for _, words in media], num_words).encode()
     else:
-        num_turns = max(1, round(mix.turns.draw(rng)))
+        num_turns = max(1, round(draw(rng, mix["turns"])))
         fields["json"] = json.dumps(_chat(rng, media, num_turns, num_words)).encode()
     return name, fields, dict(counts)
 
@@ -204,38 +143,38 @@ class _Made(NamedTuple):
     counts: dict[str, int]
 
 
-def _made_image(rng: np.random.Generator, mix: ImageMix) -> _Made:
+def _made_image(rng: np.random.Generator, mix: Description) -> _Made:
     width, height = _size(rng, mix)
     format = _format(rng, mix)
-    made = make_image(rng, width, height, format, mix.quality)
+    made = make_image(rng, width, height, format, mix["quality"])
     return _Made(format, *made, {"images": 1, "image_pixels": width * height})
 
 
-def _made_audio(rng: np.random.Generator, mix: AudioMix) -> _Made:
-    seconds = mix.seconds.draw(rng)
+def _made_audio(rng: np.random.Generator, mix: Description) -> _Made:
+    seconds = draw(rng, mix["seconds"])
     format = _format(rng, mix)
-    made = make_audio(rng, seconds, round(mix.rates.draw(rng)), format)
+    made = make_audio(rng, seconds, round(draw(rng, mix["rates"])), format)
     return _Made(format, *made, {"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
 
 
-def _made_video(rng: np.random.Generator, mix: VideoMix) -> _Made:
+def _made_video(rng: np.random.Generator, mix: Description) -> _Made:
     from orchdata.synth.clips import make_video
 
-    seconds, fps = mix.seconds.draw(rng), max(1, round(mix.fps.draw(rng)))
+    seconds, fps = draw(rng, mix["seconds"]), max(1, round(draw(rng, mix["fps"])))
     width, height = _size(rng, mix)
     format = _format(rng, mix)
     made = make_video(rng, seconds, fps, width, height, format)
     return _Made(format, *made, {"videos": 1, "video_frames": max(1, round(seconds * fps))})
 
 
-def _size(rng: np.random.Generator, mix: ImageMix | VideoMix) -> tuple[int, int]:
+def _size(rng: np.random.Generator, mix: Description) -> tuple[int, int]:
     """(width, height) in pixels."""
-    width = max(1, round(mix.width.draw(rng)))
-    return width, max(1, round(width / mix.aspect.draw(rng)))
+    width = max(1, round(draw(rng, mix["width"])))
+    return width, max(1, round(width / draw(rng, mix["aspect"])))
 
 
-def _format(rng: np.random.Generator, mix: ImageMix | AudioMix | VideoMix) -> str:
-    return mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
+def _format(rng: np.random.Generator, mix: Description) -> str:
+    return str(list(mix["formats"])[pick(rng, mix["formats"])])
 
 
 _MAKERS: Final[dict[str, Callable[[np.random.Generator, Any], _Made]]] = {
@@ -252,7 +191,7 @@ def _add_media(
     if mix is None:
         return []
     descriptions = []
-    count = round(mix.count.draw(rng))
+    count = round(draw(rng, mix["count"]))
     for number in range(count):
         made = _MAKERS[name](rng, mix)
         fields[f"{number}.{made.format}" if count > 1 else made.format] = made.data

@@ -93,62 +93,48 @@ def _compare(batches: Iterator[Any], expected: list[Any], what: str) -> None:
         _expect(number < len(expected), f"{what} has more than {len(expected)} batches")
         wrong = _difference(_copied(batch), expected[number])
         _expect(wrong is None, f"{what}: batch {number} differs: {wrong}")
-        for name, array in _arrays(batch):
-            _overwrite(array, f"{what}: batch {number}: {name}")
+        for name, leaf in _leaves(batch):
+            _overwrite(leaf, f"{what}: batch {number}: {name}")
         count += 1
     _expect(count == len(expected), f"{what} has {count} batches in place of {len(expected)}")
 
 
-def _overwrite(array: Any, name: str) -> None:
-    if isinstance(array, np.ndarray):
-        _expect(array.flags.writeable, f"{name} is read-only: copy it into memory of the caller")
-        array[...] = np.zeros((), array.dtype)
-    else:
-        _expect(array.is_leaf or not array.requires_grad, f"{name} has a history")
+def _overwrite(leaf: Any, name: str) -> None:
+    if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        _expect(leaf.flags.writeable, f"{name} is read-only: copy it into memory of the caller")
+        leaf[...] = np.zeros((), leaf.dtype)
+    elif isinstance(leaf, torch.Tensor):
+        _expect(leaf.is_leaf or not leaf.requires_grad, f"{name} has a history")
         try:
-            array.zero_()
+            leaf.zero_()
         except RuntimeError as error:
             raise AssertionError(f"{name} cannot be written to: {error}") from error
 
 
-def _arrays(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor and array of a batch, with its name."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, np.ndarray):
-        if value.dtype != object:
-            yield name, value
-    else:
-        for key, inner in _parts(value):
-            yield from _arrays(inner, f"{name}.{key}" if name else str(key))
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a batch, in order, with its name."""
+    inner: list[tuple[Any, Any]] = []
     if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+        inner = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        inner = list(value.items())
+    elif isinstance(value, list | tuple):
+        inner = list(enumerate(value))
+    if not inner:
+        yield name, value
+    for key, each in inner:
+        yield from _leaves(each, f"{name}.{key}" if name else str(key))
 
 
-def _copied(value: Any) -> list[tuple[str, Any]]:
+def _copied(batch: Any) -> list[tuple[str, Any]]:
     """Return copies of all leaves of a batch, in order."""
-    leaves: list[tuple[str, Any]] = []
 
-    def walk(value: Any, name: str) -> None:
-        parts = _parts(value)
-        if isinstance(value, torch.Tensor):
-            leaves.append((name, value.detach().clone()))
-        elif isinstance(value, np.ndarray):
-            leaves.append((name, value.copy()))
-        elif parts:
-            for key, inner in parts:
-                walk(inner, f"{name}.{key}" if name else str(key))
-        else:
-            leaves.append((name, value))
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    walk(value, "")
-    return leaves
+    return [(name, copy_of(leaf)) for name, leaf in _leaves(batch)]
 
 
 def _difference(batch: list[tuple[str, Any]], expected: list[tuple[str, Any]]) -> str | None:

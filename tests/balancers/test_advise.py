@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance
 from orchdata.balancers.advice import Option, advise
-from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, balance, balance_from, lower_bound, split_microbatches
-from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

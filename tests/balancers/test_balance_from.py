@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance, balance_from, balance_phases, lower_bound
-from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import DISTRIBUTIONS, LARGE_VISION_COST, omni_phases
 from orchdata.balancers import (
     CostModel,
     balance_from,
@@ -17,7 +18,7 @@ from orchdata.balancers import (
     grid_round,
     lower_bound,
 )
-from orchdata.bench.distributions import DISTRIBUTIONS, LARGE_VISION_COST, OMNI_COST, omni_phases
+from orchdata.bench.plan import OMNI_COST
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.padded import balance_padded
-from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

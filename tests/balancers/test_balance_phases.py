@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance, balance_phases
-from orchdata.bench.distributions import omni_phases
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

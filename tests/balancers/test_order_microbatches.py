@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from numba import njit
 from numpy.typing import NDArray
 
-from orchdata.balancers.pipeline import order_after_disttrain, order_microbatches, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers.pipeline import order_microbatches, simulate_1f1b
 from orchdata.native.microbatches.pipeline import run_all
 
 # The first call of a kernel compiles or loads it.
@@ -121,30 +122,6 @@ def test_the_order_is_a_permutation_and_its_makespan_true(case: tuple[Times, Tim
     assert found.makespan <= simulate_1f1b(*case, order_after_disttrain(*case))
 
 
-@given(times())
-def test_the_order_after_disttrain_starts_smallest_and_ends_small(case: tuple[Times, Times]) -> None:
-    order = order_after_disttrain(*case)
-    assert order.dtype == np.int32
-    assert sorted(order.tolist()) == list(range(case[0].shape[1]))
-    # Summed over the stages as there: rounding may decide which of two is smaller.
-    sizes = [sum(f + b for f, b in zip(*column, strict=True)) for column in zip(case[0].T, case[1].T, strict=True)]
-    tail = min(len(case[0]) - 1, len(sizes) - 1)
-    in_order = [sizes[m] for m in order]
-    assert in_order[:1] + in_order[::-1][:tail] == sorted(sizes)[: tail + 1]
-
-
-def test_the_order_after_disttrain_by_hand() -> None:
-    # Sizes: 3, 9, 8, 7, 6. Smallest first: 0. Kept for the tail, as there are two stages: the next smallest, 4.
-    # Warm-up: 0 takes 2 on stage 1. The forwards of 3, 2, 1 (smallest first) on stage 0 take 1, 4, 3: 3 and 1 are
-    # equally near, 3 comes first.
-    # stage 0 | F0 0-1 | F3 1-2 | B0 3-3 |
-    # stage 1 |        | F0 1-2 | B0 2-3 | F3 3-4 | B3 4-5 |
-    # From 3 stage 0 waits for B3 until 5: an interval of 2. Of 2 and 1, which take 4 and 3, 1 is nearer.
-    forward = [[1, 3, 4, 1, 2], [1, 1, 1, 1, 1]]
-    backward = [[0, 4, 2, 4, 2], [1, 1, 1, 1, 1]]
-    assert order_after_disttrain(forward, backward).tolist() == [0, 3, 1, 2, 4]
-
-
 @pytest.mark.parametrize("num_stages", [4, 6, 8])
 def test_within_a_hundredth_of_brute_force(num_stages: int) -> None:
     generator = np.random.default_rng(num_stages)
@@ -225,7 +202,7 @@ def test_all_zero_times_take_no_time() -> None:
     ],
 )
 def test_errors_name_value_and_limit(forward: object, backward: object, message: str) -> None:
-    for function in (simulate_1f1b, order_microbatches, order_after_disttrain):
+    for function in (simulate_1f1b, order_microbatches):
         with pytest.raises(ValueError, match=message):
             function(forward, backward)  # type: ignore[operator]
 

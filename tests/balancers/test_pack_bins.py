@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER
 from orchdata.balancers import bin_bound, deal_bins, pack_bins
-from orchdata.bench.distributions import DISTRIBUTIONS, LLM_CROSSOVER
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

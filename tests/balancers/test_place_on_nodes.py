@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance, placement
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, renamed, traffic_between
-from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

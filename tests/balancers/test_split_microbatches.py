@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import omni_lengths, quadratic
 from orchdata.balancers import balance, split_microbatches
-from orchdata.bench.distributions import omni_lengths, quadratic
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -11,7 +11,7 @@ PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
 from orchdata.balancers.bins.micro_steps import candidate_packings
-from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
+from benchmarks.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):
     return [np.asarray(getattr(found, name)).tolist() for name in type(found).__dataclass_fields__ if name != "method"]
@@ -59,7 +59,6 @@ for in_step in (False, True):
 for stages, count in ((1, 3), (3, 2), (2, 5), (4, 7)):
     forward, backward = np.random.default_rng(stages).lognormal(0, 1, (2, stages, count))
     answer += [numbers(order_microbatches(forward, backward, seed=3)), simulate_1f1b(forward, backward)]
-    answer.append(order_after_disttrain(forward, backward).tolist())
 print(json.dumps(answer))
 """
 

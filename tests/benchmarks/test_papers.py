@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.papers import run
 from benchmarks.papers.cases import CASES, PIPELINES, REPORTED
+from benchmarks.papers.disttrain import order_after_disttrain
 from benchmarks.papers.mixes import Lengths, Media, Mix
 from benchmarks.papers.pipeline import COLUMNS, speedups
 from orchdata.balancers import CostModel, PhaseCost
@@ -67,3 +68,15 @@ def test_made_up_samples_worked_out_by_hand() -> None:
     assert samples.positions("image", rows).tolist() == (64 * counts).tolist()
     scale = int(model.sequence_costs("llm", np.array([1]))[0])
     assert samples.costs("image", rows).tolist() == (scale * (64 + 64 * 64) * counts).tolist()
+
+
+def test_the_order_after_disttrain_by_hand() -> None:
+    # Sizes: 3, 9, 8, 7, 6. Smallest first: 0. Kept for the tail, as there are two stages: the next smallest, 4.
+    # Warm-up: 0 takes 2 on stage 1. The forwards of 3, 2, 1 (smallest first) on stage 0 take 1, 4, 3: 3 and 1 are
+    # equally near, 3 comes first.
+    # stage 0 | F0 0-1 | F3 1-2 | B0 3-3 |
+    # stage 1 |        | F0 1-2 | B0 2-3 | F3 3-4 | B3 4-5 |
+    # From 3 stage 0 waits for B3 until 5: an interval of 2. Of 2 and 1, which take 4 and 3, 1 is nearer.
+    forward = [[1, 3, 4, 1, 2], [1, 1, 1, 1, 1]]
+    backward = [[0, 4, 2, 4, 2], [1, 1, 1, 1, 1]]
+    assert order_after_disttrain(forward, backward).tolist() == [0, 3, 1, 2, 4]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.loading.lanes import Lane
 from benchmarks.remote import lanes as lanes_module
 from benchmarks.remote.job import RemoteJob, measure
 from benchmarks.remote.lanes import ALONE, LANES, NEAR, PEERS, chosen_lanes
 from benchmarks.remote.run import RemotePeersBench, run
 from orchdata.bench.harness import make_report
-from orchdata.bench.throughput.lanes import Lane
 
 
 def job_of(samples: int) -> Any:

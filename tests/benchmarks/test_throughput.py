@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.loading.corpus import Corpus
+from benchmarks.loading.lanes import LANES, Lane
+from benchmarks.loading.measure import measure
+from benchmarks.loading.processes import run_in_child
 from benchmarks.throughput import lanes as lanes_module
 from benchmarks.throughput.decoding import PillowImages, Tensors, pack
 from benchmarks.throughput.lanes import FORKED, PEERS, chosen_lanes, name_of
 from benchmarks.throughput.records import PeersJob, joined, split
 from benchmarks.throughput.run import PeersBench, make_job, run
 from benchmarks.throughput.torch_peers import web_samples
-from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import make_report
-from orchdata.bench.throughput.lanes import LANES, Lane
-from orchdata.bench.throughput.measure import measure
-from orchdata.bench.throughput.processes import run_in_child
 from orchdata.dataloader import DataLoader
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe

@@ -26,7 +26,7 @@ from rank_jobs import FSDP2_RUNS, run_ranks
 from ray_clusters import TestCluster
 
 import orchdata as od
-from orchdata.synth import OMNI, synthesize
+from orchdata.synth import synthesize
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("omni")
-    synthesize(OMNI, folder, samples=40)
+    synthesize("omni", folder, samples=40)
     return folder
 
 
@@ -260,7 +260,7 @@ def test_an_example_runs_as_its_docstring_says_from_any_folder(name: str, shards
 
 @pytest.mark.slow
 def test_a_webdataset_pipeline_is_balanced_between_ranks(tmp_path: Path) -> None:
-    synthesize(OMNI, tmp_path / "omni", samples=48)
+    synthesize("omni", tmp_path / "omni", samples=48)
     run_ranks(str(JOB), "webdataset_pipeline", 0, tmp_path / "omni" / "*.tar", num_ranks=2, folder=tmp_path)
     lines = [line for path in tmp_path.iterdir() if path.is_file() for line in path.read_text().splitlines()]
     steps = [json.loads(line) for line in lines if line.startswith('{"step"')]

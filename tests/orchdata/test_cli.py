@@ -18,7 +18,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from webdataset import TarWriter
 
-from orchdata.bench.remote import RemoteBench
 from orchdata.cli import app
 
 DESCRIPTION = Path(__file__).resolve().parents[2] / "datasets" / "omni.yaml"
@@ -247,7 +246,7 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(
         (("profile", "mixed.tar", "--max-tokens", "1"), "use Balance(oversize='own') or 'drop'"),
         (("profile", "mixed.tar", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("synth", "absent.yaml", "out"), "absent.yaml"),
-        (("synth", "omnibus", "out"), "no description of that name: demo, omni, skewed, text, video"),
+        (("synth", "omnibus", "out"), "no description of that name: demo, omni, text, video"),
         (("demo", "--steps", "0"), "steps must be at least 1, got 0"),
     ],
 )
@@ -271,42 +270,16 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("plan", "plan"),
-        ("index", "index"),
-        ("throughput", "throughput"),
-        ("exchange", "exchange"),
-        ("train", "train"),
-    ],
+    "name",
+    ["plan", "throughput"],
 )
-def test_bench_options_are_the_fields_of_its_configuration(name: str, module: str) -> None:
+def test_bench_options_are_the_fields_of_its_configuration(name: str) -> None:
     # A default written twice must not drift apart.
     command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
-    not_shown = ("as_json", "storage_options", "remote", "latency_ms")
+    not_shown = ("as_json", "storage_options")
     options = {option.name: option.default for option in command.params if option.name not in not_shown}
-    config = getattr(import_module(f"orchdata.bench.{module}"), f"{name.capitalize()}Bench")()
+    config = getattr(import_module(f"orchdata.bench.{name}"), f"{name.capitalize()}Bench")()
     assert options == {option: getattr(config, option) for option in options}
-
-
-def test_bench_of_far_storage_has_the_defaults_of_the_command() -> None:
-    command = get_command(app).commands["bench"].commands["throughput"]  # type: ignore[attr-defined]
-    options = {option.name: option.default for option in command.params}
-    config = RemoteBench()
-    assert all(options[each.name] == getattr(config, each.name) for each in fields(config))
-
-
-@pytest.mark.slow
-def test_bench_remote_measures_both_places(tmp_path: Path) -> None:
-    arguments = ("--remote", "--samples", 32, "--repeats", 1, "--latency-ms", 1, "--folder", tmp_path)
-    report = run_json("bench", "throughput", *arguments)
-    by_name = {result["name"]: result["median"] for result in report["results"]}
-    assert 0 < by_name["requests of a sample"] <= 1.2
-    assert all(0 <= by_name[name] < 100 for name in by_name if name.startswith("waiting"))
-
-
-def test_bench_remote_takes_no_paths() -> None:
-    assert "serves a made-up data set" in error_line("bench", "throughput", "a.tar", "--remote")
 
 
 @pytest.mark.slow
@@ -335,7 +308,6 @@ def test_demo_reports_both_ways(tmp_path: Path) -> None:
 
 
 def test_demo_options_default_to_its_configuration() -> None:
-    from dataclasses import fields
     from inspect import signature
 
     from orchdata.cli.runs import demo

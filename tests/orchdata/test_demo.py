@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,49 +18,31 @@ import pytest
 from rich.console import Console
 
 from orchdata.demo import DemoConfig, DemoReport, render, run_demo
+from orchdata.demo.rank import COST, RECIPE, _summary
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.make_profile import profile
-from orchdata.reference.launch import LaunchError, torchrun
-from orchdata.reference.records import compare_curves, summarise_lane
-from orchdata.reference.setup import make_cost, make_model_config, make_recipe
 from orchdata.synth import synthesize
 
 SHORT = DemoConfig(samples=48, steps=4, block_steps=2, warmup_steps=1, batch_size=4)
 
 
-def record(compute_seconds: float, *, tokens: int = 100, loss_sum: float = 10.0) -> dict[str, Any]:
-    return {
-        "load_seconds": 0.5,
-        "compute_seconds": compute_seconds,
-        "cpu_seconds": compute_seconds / 2,
-        "step_seconds": 5.0,
-        "loss_sum": loss_sum,
-        "loss_tokens": 20,
-        "llm_tokens": tokens,
-        "samples": 4,
-        "imbalance": {"llm": 1.5, "step": 1.25},
-    }
-
-
 def test_a_lane_is_summarised_over_its_measured_steps() -> None:
-    warmup = record(100.0)
-    result, steps, losses = summarise_lane(
-        [[warmup, record(4.0), record(3.0)], [warmup, record(2.0), record(3.0)]], warmup_steps=1
-    )
-    assert steps.tolist() == [5.0, 5.0]
-    assert losses.tolist() == [1.0, 1.0, 1.0]  # (10 + 10) / 20
-    assert result.waiting_ms == 500  # one rank of two waits 2 s in one step of two
-    assert result.waiting_share == pytest.approx(0.1)  # 0.5 s of 5
-    assert result.compute_imbalance == pytest.approx(7 / 6)  # (4 + 3) / (3 + 3)
-    assert result.cpu_imbalance == pytest.approx(7 / 6)
-    assert result.cpu_share == 0.5
-    assert result.tokens_per_second == 40  # 4 x 100 tokens in 10 s
-    assert result.planned_imbalance == {"llm": 1.5, "step": 1.25}
-
-
-def test_curves_are_compared_by_their_largest_relative_difference() -> None:
-    assert compare_curves(np.array([2.0, 4.0]), np.array([2.0, 3.0])) == 0.25
+    # seconds of the step, until the gradients were ready, of CPU until then; loss: of two ranks and two steps after one
+    warmup = (100.0, 100.0, 100.0, 1.0)
+    before = np.array([[warmup, (5, 4, 2, 0.5), (5, 3, 1.5, 2)], [warmup, (5, 2, 1, 0.5), (5, 3, 1.5, 2)]])
+    after = before * [0.5, 1, 1, 1]
+    after[1, 2, 3] = 1  # of a loss of 4
+    lane: Any = SimpleNamespace(imbalances=[{"llm": 9.0}, {"llm": 1.5}, {"llm": 1.25}])
+    found = _summary({"unbalanced": before, "balanced": after}, {"unbalanced": lane, "balanced": lane}, 1)
+    assert (found["speedup"], found["speedup_of_median_step"], found["loss_difference"]) == (2, 2, 0.25)
+    result = found["lanes"]["unbalanced"]
+    assert result["step_ms"] == 5_000
+    assert result["waiting_ms"] == 500  # one rank of two waits 2 s in one step of two
+    assert result["waiting_share"] == pytest.approx(0.1)  # 0.5 s of 5
+    assert result["compute_imbalance"] == result["cpu_imbalance"] == pytest.approx(7 / 6)  # (4 + 3) / (3 + 3)
+    assert result["cpu_share"] == 0.5
+    assert result["planned_imbalance"] == {"llm": 1.375}
 
 
 @pytest.mark.parametrize("name", ["samples", "ranks", "steps", "batch_size"])
@@ -93,12 +75,11 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
     assert set(report.lanes) == {"unbalanced", "balanced"}
     assert report.loss_difference < 1e-3  # float32, other order of summation
     for lane in report.lanes.values():
-        assert lane.step_ms > 0
-        assert lane.tokens_per_second > 0
-        assert 0 <= lane.waiting_share < 1
-        assert 0 < lane.cpu_share < 1.2
-        assert set(lane.planned_imbalance) == {"image", "audio", "llm", "step"}
-    planned = {name: lane.planned_imbalance["step"] for name, lane in report.lanes.items()}
+        assert lane["step_ms"] > 0
+        assert 0 <= lane["waiting_share"] < 1
+        assert 0 < lane["cpu_share"] < 1.2
+        assert set(lane["planned_imbalance"]) == {"image", "audio", "llm", "step"}
+    planned = {name: lane["planned_imbalance"]["step"] for name, lane in report.lanes.items()}
     assert planned["balanced"] < planned["unbalanced"]
 
 
@@ -116,7 +97,7 @@ def test_the_demo_leaves_no_file(finished: tuple[Any, Any, Path]) -> None:
 def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -> None:
     report = finished[0]
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert content["ranks"] == 2
+    assert content["config"]["ranks"] == 2
     assert content["dataset"]["samples"] == 48
     assert "CPU" in content["measured"]
     console = Console(width=120, file=io.StringIO())
@@ -127,14 +108,13 @@ def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -
 
 
 def test_balancing_takes_more_than_half_of_the_imbalance_of_every_phase(tmp_path: Path) -> None:
-    config, recipe = DemoConfig(), make_recipe()
+    config = DemoConfig()
     shards = synthesize("demo", tmp_path / "shards", samples=32 * config.batch_size)
-    index = build_index([str(path) for path in shards.paths], recipe, cache=CacheFolder(tmp_path / "cache"))
+    index = build_index([str(path) for path in shards.paths], RECIPE, cache=CacheFolder(tmp_path / "cache"))
 
     def gains(ranks: int, batch_size: int) -> list[bool]:
         """For each phase, whether less than half of its imbalance is left."""
-        cost = make_cost(make_model_config(recipe))
-        (scale,) = profile(index, cost=cost, ranks=(ranks,), batch_size=batch_size, seed=config.seed).scales
+        (scale,) = profile(index, cost=COST, ranks=(ranks,), batch_size=batch_size, seed=config.seed).scales
         return [phase.balanced - 1 < (phase.unbalanced - 1) / 2 for phase in scale.phases.values()]
 
     assert gains(config.ranks, config.batch_size) == [True] * 3
@@ -145,18 +125,6 @@ def test_balancing_takes_more_than_half_of_the_imbalance_of_every_phase(tmp_path
 def test_the_profile_of_64_ranks_has_as_many_samples_a_rank_as_training() -> None:
     config = DemoConfig()
     assert config.samples % (64 * config.batch_size) == 0
-
-
-def launch(tmp_path: Path, source: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(source)
-    with (tmp_path / "log").open("w+b") as log:
-        torchrun([str(script)], num_ranks=2, environment={}, log=log, progress=progress)
-
-
-def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="no more tea"):
-        launch(tmp_path, "raise RuntimeError('no more tea')")
 
 
 def stat_of(pid: int) -> list[str]:
@@ -180,17 +148,12 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by prctl, which is Linux's")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) -> None:
-    sleeper = tmp_path / "sleeper.py"
-    sleeper.write_text(
-        "import time; from orchdata.reference.launch import end_with_parent\n"
-        "end_with_parent(); print('{}', flush=True)\n"
-        'print(\'{"done": 1, "total": 1}\', flush=True); time.sleep(1000)'
-    )
     runner = tmp_path / "runner.py"
     runner.write_text(
-        "import sys\nfrom orchdata.reference.launch import torchrun\n"
-        f"torchrun([{str(sleeper)!r}], num_ranks=2, environment={{}}, log=open({str(tmp_path / 'log')!r}, 'w+b'),\n"
-        "         progress=lambda done, total: print('up', flush=True))"
+        "from orchdata.demo import DemoConfig, run_demo\n"
+        "if __name__ == '__main__':\n"
+        "    run_demo(DemoConfig(samples=32, steps=10_000, warmup_steps=1, block_steps=1, batch_size=2),\n"
+        "             progress=lambda what, done, total: done > 1 and what == 'training' and print('up', flush=True))"
     )
     process = subprocess.Popen(
         [sys.executable, str(runner)],
@@ -200,10 +163,10 @@ def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) ->
     )
     with process:
         assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline() == b"up\n"
+        assert process.stdout.readline() == b"up\n"
         others = children_of(process.pid)
-        assert len(others) >= 3  # the launcher and two ranks
+        assert len(others) >= 2  # the ranks
         process.send_signal(ending)
-    while any(map(is_running, others)):  # whoever is left would sleep on beyond this test's limit
+        process.stdout.read()
+    while any(map(is_running, others)):  # whoever is left would train on beyond this test's limit
         time.sleep(0.1)

@@ -69,7 +69,7 @@ orchdata: showing
 orchdata: profiling
 orchdata: testing
 orchdata: hf torchtitan
-orchdata: synth reference
+orchdata: synth
 orchdata: demo bench
 orchdata: cli
 """
@@ -171,11 +171,10 @@ def test_datasets_folder_holds_no_python() -> None:
 @pytest.mark.parametrize("folder", ["pickle", "marshal", "shelve", "dill"])
 def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     users = [name for name, path in MODULES.items() if folder in _imports(path)]
-    # The user's own objects go to his own workers, and what his own functions make there comes back from them. What a
-    # benchmark measures goes to a child of its own, and its figures come back. So does a container that is tested. The
-    # recipe goes to the children of an index build, and they send back what they have measured.
+    # The user's own objects go to his own workers, and what his own functions make there comes back from them. A
+    # container that is tested goes to a child of its own. The recipe goes to the children of an index build, and they
+    # send back what they have measured.
     ours = [
-        *(f"orchdata.bench.throughput.{name}" for name in ("child", "processes")),
         *(
             f"orchdata.engines.{name}"
             for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")

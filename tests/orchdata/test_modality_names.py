@@ -27,7 +27,7 @@ ALLOWED = {
     "orchdata/hf/": "what processors and models of Hugging Face call them",
     "orchdata/engines/on_ray/compare.py": "pixels are the same on all processors",
     "orchdata/synth/": "makes them up",
-    "orchdata/reference/": "a model of them",
+    "orchdata/demo/": "a model of them",
     "orchdata/bench/": "measures them",
     "orchdata/cli/": "says so in its help",
     "orchdata/showing/pictures.py": "draws with PIL.Image",

@@ -11,8 +11,8 @@ from shard_factory import RECIPE, omni_shards
 from torch import Tensor
 
 import orchdata as od
-from orchdata.reference.model import MultimodalLM
-from orchdata.reference.setup import fit_to_recipe, make_model_config
+from benchmarks.train.lanes import make_model_config
+from examples.model import MultimodalLM, fit_to_recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 

@@ -75,7 +75,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "shard-000000.tar"
     with path.open("wb") as stream, TarWriter(stream, encoder=False) as writer:
         for index, kind in enumerate(kind for step in STEPS for kind in step):
-            writer.write({"__key__": f"{index:04d}-{kind}", **make_sample(DESCRIPTION, index, kind)[1]})
+            described = {**DESCRIPTION, "kinds": {kind: DESCRIPTION["kinds"][kind]}}
+            writer.write({"__key__": f"{index:04d}-{kind}", **make_sample(described, index)[1]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORCHDATA_CACHE", str(path.parent / "cache"))
         od.ShardDataset(path, recipe=RECIPE).index()

@@ -20,10 +20,8 @@ from raised_rules import LETTERS, RuledData, Rules
 from rank_loaders import Steps, steps_of
 
 import orchdata as od
-from orchdata.dataset.resume import form as form_module
 from orchdata.dataset.resume import rows as rows_module
 from orchdata.dataset.resume.rows import ints_text, rows_text, text_ints, text_rows
-from orchdata.loaders.index.index import shards_fingerprint
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -318,56 +316,6 @@ def test_rows_of_samples_that_are_no_longer_found_are_not_called_too_large(
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
     with AFTER.applied(), pytest.raises(od.StateError, match=r"they are of other samples than .*set_epoch\(1\)"):
         loaders("samples", data, 1, state, ("rules",))
-
-
-def of_version_2(state: dict[str, Any], ours: Any, rules: Rules) -> dict[str, Any]:
-    """The state as it was written before: with rules and left out rows in its fingerprint, and nothing else of them."""
-    found = {name: each for name, each in state.items() if name not in ("rows", "written_by")}
-    full = json.loads(json.dumps(dict(ours._runtime.prepared.fingerprint)))
-    parts = full.get("sources", {"": full})
-    for source in ours._runtime.prepared.rows:
-        parts[source.name]["dataset"] = shards_fingerprint(source.index.shards, 1000 + rules.number)
-    if "stages" in found:
-        del found["given"]
-    return found | {"version": 2, "fingerprint": full}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "samples",
-        "tokens",
-        "pieces",
-        "split",
-        "own order",
-        "all",
-        "all by samples",
-        "repeat",
-        "stages",
-        "a source twice",
-    ],
-)
-def test_a_state_of_version_2_goes_on_by_the_index_of_then(
-    kind: str, data: RuledData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(form_module, "RULES_OF_BEFORE", [1000 + BEFORE.number])
-    with BEFORE.applied(as_before=True):
-        ours = loaders(kind, data, 1)
-        for loader in ours:
-            loader.set_epoch(1)
-        steps_of(ours, 2)
-        state = ours[0].state_dict()
-        before = of_version_2(state, ours[0], BEFORE)
-        rest = names(ours, steps_of(loaders(kind, data, 1, state)))
-        assert names(ours, steps_of(loaders(kind, data, 2, before))) == rest
-    with AFTER.applied():
-        first, second = (loaders(kind, data, 1, each, ("rules",)) for each in (state, before))
-        assert names(first, steps_of(first)) == names(second, steps_of(second))
-        with pytest.raises(od.StateError, match=r"an earlier orchdata under rules 1001.*allow=\('rules',\)"):
-            loaders(kind, data, 1, before)
-        monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
-        with pytest.raises(od.StateError, match=r"in no state below version 3.*loader\.set_epoch\(2\)"):
-            loaders(kind, data, 1, before, ("rules",))
 
 
 def test_a_state_of_the_first_samples_is_none_of_the_whole(data: RuledData) -> None:

@@ -13,7 +13,7 @@ import soundfile
 from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from orchdata.synth import OMNI, make_sample, read_description, synthesize
+from orchdata.synth import make_sample, read_description, synthesize
 from orchdata.synth.media import make_sentences
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,10 +38,6 @@ def fields_of(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sample.items() if name == "__key__" or not name.startswith("__")}
 
 
-def test_the_yaml_file_and_the_built_in_description_are_one() -> None:
-    assert read_description(REPOSITORY / "datasets" / "omni.yaml") == OMNI
-
-
 def test_every_shipped_description_is_valid() -> None:
     for path in (REPOSITORY / "datasets").glob("*.yaml"):
         read_description(path)
@@ -49,15 +45,15 @@ def test_every_shipped_description_is_valid() -> None:
 
 def test_same_description_same_bytes(tmp_path: Path) -> None:
     for name in ("first", "second"):
-        synthesize(OMNI, tmp_path / name, samples=16)
+        synthesize("omni", tmp_path / name, samples=16)
     first, second = (sorted((tmp_path / name).glob("*.tar")) for name in ("first", "second"))
-    assert len(first) == OMNI.shards
+    assert len(first) == 4
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_a_shorter_dataset_is_a_prefix_of_a_longer_one(tmp_path: Path) -> None:
-    synthesize(OMNI, tmp_path / "short", samples=6)
-    synthesize(OMNI, tmp_path / "long", samples=14)
+    synthesize("omni", tmp_path / "short", samples=6)
+    synthesize("omni", tmp_path / "long", samples=14)
     short, long = (read_samples(tmp_path / name) for name in ("short", "long"))
     assert [fields_of(sample) for sample in short] == [fields_of(sample) for sample in long[:6]]
 
@@ -68,7 +64,7 @@ def test_another_seed_is_another_dataset() -> None:
 
 def test_the_report_counts_what_was_written(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    report = synthesize(OMNI, tmp_path, samples=40, progress=lambda done, total: calls.append((done, total)))
+    report = synthesize("omni", tmp_path, samples=40, progress=lambda done, total: calls.append((done, total)))
     samples = read_samples(tmp_path)
     assert report.samples == len(samples) == 40
     assert calls == [(done, 40) for done in range(1, 41)]
@@ -147,27 +143,21 @@ def test_other_shards_in_the_folder_are_not_mixed_in(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"sed": 1}, "unknown field 'sed'"),
-        ({"seed": -1}, r"seed must lie in \[0,"),
-        ({"samples": 2.5}, "samples must be an integer"),
-        ({"shards": 13}, r"shards must be at most samples \(12\), got 13"),
+        ({"seed": -1}, "seed, samples, shards must be integers of 0 or more"),
+        ({"samples": 2.5}, "must be integers"),
+        ({"shards": 13}, "shards must be from 1 to the 12 samples, got 13"),
         ({"kinds": {}}, "kinds must name at least one"),
-        ({"kinds": {"a": {"weight": 0}}}, "kinds.a.weight must be above 0"),
-        ({"kinds": {"a": {"style": "poem"}}}, "kinds.a.style must be one of text, chat"),
-        ({"kinds": {"a": {"turns": 2}}}, "kinds.a.turns needs"),
-        ({"kinds": {"a": {"words": "many"}}}, "kinds.a.words must be a number"),
-        ({"kinds": {"a": {"words": {"uniform": [9, 3]}}}}, r"kinds.a.words.uniform\[1\] must lie in \[9"),
+        ({"kinds": {"a": {"style": "poem"}}}, "kinds.a.style must be text or chat"),
+        ({"kinds": {"a": {"words": "many"}}}, "kinds.a.words must be a number or one of"),
+        ({"kinds": {"a": {"words": {"uniform": [3]}}}}, "kinds.a.words must be a number or one of"),
         ({"kinds": {"a": {"words": {"normal": [1, 2]}}}}, "kinds.a.words must be a number or one of"),
-        ({"kinds": {"a": {"words": {"lognormal": [5, 0]}}}}, r"lognormal\[1\] must be above 0"),
-        ({"kinds": {"a": {"words": {"lognormal": [50, 1], "max": 10}}}}, r"kinds.a.words.max must lie in \[50"),
-        ({"kinds": {"a": {"image": {"width": 4}}}}, r"kinds.a.image.width must lie in \[8"),
-        ({"kinds": {"a": {"image": {"width": 9000, "aspect": 0.1}}}}, "allows images 90,000 pixels high"),
-        ({"kinds": {"a": {"image": {"formats": {"gif": 1}}}}}, "kinds.a.image.formats must be of jpg, png, got gif"),
-        ({"kinds": {"a": {"audio": {"seconds": {"choice": {"1": 1}}}}}}, "audio.seconds.choice.1 must be a number"),
+        ({"kinds": {"a": {"audio": {"seconds": {"choice": {"1": 1}}}}}}, "audio.seconds must be a number"),
+        ({"kinds": {"a": {"image": {"formats": {"gif": 1}}}}}, "kinds.a.image.formats must be of jpg, png"),
         (
             {"kinds": {"a": {"audio": {"hertz": 1}}}},
             "kinds.a.audio has unknown field 'hertz'; known are count, seconds",
         ),
-        ({"kinds": {"a": {"image": None}}}, "kinds.a.image must be a mapping"),
+        ({"kinds": {"a": {"image": 3}}}, "kinds.a.image must be a mapping"),
     ],
 )
 def test_errors_name_the_field(changes: dict[str, Any], message: str) -> None:
@@ -177,8 +167,8 @@ def test_errors_name_the_field(changes: dict[str, Any], message: str) -> None:
 
 def test_errors_in_a_file_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("kinds: {a: {weight: -1}}")
-    with pytest.raises(ValueError, match=r"mine.yaml: kinds.a.weight must be above 0, got -1"):
+    path.write_text("kinds: {a: {weight: much}}")
+    with pytest.raises(ValueError, match="mine.yaml: kinds.a.weight must be a number"):
         read_description(path)
     path.write_text("kinds: [}")
     with pytest.raises(ValueError, match=r"mine\.yaml: not readable as YAML"):
@@ -189,4 +179,4 @@ def test_errors_in_a_file_name_the_file(tmp_path: Path) -> None:
 
 def test_a_number_of_samples_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        synthesize(OMNI, tmp_path, samples=0)
+        synthesize("omni", tmp_path, samples=0)

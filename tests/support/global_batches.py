@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.balancers import order_after_disttrain, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers import simulate_1f1b
 from orchdata.planning.assign import counted_groups, stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.shares import Shares, StepSamples

@@ -3,19 +3,13 @@
     PYTHONPATH=tests/support .venv/bin/python tests/support/golden_cases.py NAME...
 
 makes the cases of these names again and leaves all others unchanged. A name may be a pattern, as 'plan, *'. A case
-that no longer exists is removed by its name. Before a release that writes other states,
-
-    PYTHONPATH=tests/support .venv/bin/python tests/support/golden_cases.py --keep NAME
-
-keeps the states as NAME.json.xz in `states_of_before`; every later release must load them. Recipes, which many states
-have, are stored once.
+that no longer exists is removed by its name. Recipes, which many states have, are stored once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import os
 import sys
 import tempfile
@@ -30,7 +24,6 @@ from golden_data import GoldenData
 from golden_states import STATES
 
 PATH = Path(__file__).resolve().parents[1] / "orchdata" / "golden" / "golden.json"
-STATES_OF_BEFORE = PATH.parent / "states_of_before"
 CASES: dict[str, Callable[[GoldenData], Any]] = {
     **{f"state, {name}": case.stored for name, case in STATES.items()},
     **{f"plan, {name}": case.stored for name, case in PLANS.items()},
@@ -47,11 +40,6 @@ _RECIPE, _RECIPES = "recipe", "recipes"
 def read() -> dict[str, Any]:
     """The stored cases by name."""
     return _unpacked(PATH.read_text()) if PATH.exists() else {}
-
-
-def read_before(name: str) -> dict[str, Any]:
-    """The states of an earlier release, by the names of their cases."""
-    return _unpacked(lzma.decompress((STATES_OF_BEFORE / name).read_bytes()).decode())
 
 
 def as_text(cases: dict[str, Any]) -> str:
@@ -95,13 +83,6 @@ def _unpacked(text: str) -> dict[str, Any]:
     return {name: unpacked(each) for name, each in cases.items()}
 
 
-def _keep(name: str) -> None:
-    states = {each: case for each, case in read().items() if each.startswith("state, ")}
-    STATES_OF_BEFORE.mkdir(exist_ok=True)
-    data = lzma.compress(as_text(states).encode(), preset=9 | lzma.PRESET_EXTREME)
-    (STATES_OF_BEFORE / f"{name}.json.xz").write_bytes(data)
-
-
 def _laid_out(value: Any, indent: str) -> str:
     """JSON with what fits into a line on one line, and deep inside what has no other values in it."""
     line = json.dumps(value)
@@ -118,9 +99,6 @@ def _laid_out(value: Any, indent: str) -> str:
 
 def main(patterns: Sequence[str]) -> int:
     """The exit status: 1 where a name is no case."""
-    if len(patterns) == 2 and patterns[0] == "--keep":
-        _keep(patterns[1])
-        return 0
     cases = read()
     known = {*CASES, *cases}
     unknown = [each for each in patterns if not any(fnmatchcase(name, each) for name in known)]

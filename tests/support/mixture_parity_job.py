@@ -20,7 +20,7 @@ from shard_factory import RECIPE
 from torch import Tensor
 
 import orchdata as od
-from orchdata.reference.setup import make_cost
+from examples.model import make_cost
 
 SOURCES = ("omni", "chat", "text")
 LOSS_WEIGHTS = {"omni": 1.0, "chat": 0.3, "text": 2.5}  # keys begin with the first letter of their source

@@ -1,4 +1,4 @@
-"""The demo's model on padded batches: the same parameters, rectangles with masks in place of packed sequences."""
+"""The small model on padded batches: the same parameters, rectangles with masks in place of packed sequences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from orchdata.batch.merge import merge_features
-from orchdata.reference.attention import Block, Stack, rotary, rotate
-from orchdata.reference.model import (
+from examples.model import (
+    Block,
     Encoder,
     ModelConfig,
     ModelOutput,
     MultimodalLM,
+    Stack,
     patch_positions,
+    rotary,
+    rotate,
     strided_frames,
     weighted_loss,
 )
+from orchdata.batch.merge import merge_features
 
 
 class PaddedBlock(Block):

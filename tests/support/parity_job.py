@@ -22,9 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.reference.attention import Block
-from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.reference.setup import fit_to_recipe, make_cost
+from examples.model import Block, ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
 
 GLOBAL_BATCH_SIZE = 6
 MAX_TOKENS = 480  # of all ranks' microbatches

@@ -28,9 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
+from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
 from orchdata.ranks.parallel import DataParallel
-from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.reference.setup import fit_to_recipe, make_cost
 
 PATIENCE = timedelta(seconds=30)
 GLOBAL_BATCH_SIZE = 6

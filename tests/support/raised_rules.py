@@ -16,7 +16,6 @@ from shard_factory import write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index import locations
 from orchdata.loaders.samples import compose, values
 from orchdata.loaders.versions import RULES
 
@@ -32,12 +31,8 @@ class Rules:
     longer: Mapping[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def applied(self, *, as_before: bool = False) -> Iterator[None]:
-        """Everything inside judges by these rules.
-
-        Args:
-            as_before: as a release before version 3 of states: one number was all of its rules.
-        """
+    def applied(self) -> Iterator[None]:
+        """Everything inside judges by these rules."""
 
         def text_of(*args: Any) -> str:
             text = values.text_of(*args)
@@ -48,9 +43,6 @@ class Rules:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(RULES, "text", 1000 + self.number)
-            if as_before:
-                patch.setattr(locations, "rules_digest", lambda: 1000 + self.number)
-                patch.setattr(od.Recipe, "count_fingerprint", od.Recipe.fingerprint)
             patch.setattr(compose, "text_of", text_of)
             yield
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from rank_server import Rank, Server
 
-from orchdata.reference.launch import end_with_parent
+from benchmarks.launch import end_with_parent
 
 LIMIT_SECONDS = 900  # so that a loaded machine is not taken for a job that hangs
 PATIENCE = timedelta(seconds=90)

@@ -41,7 +41,7 @@ IMPORTED = (
     "orchdata.dataloader",
     "orchdata.post_balancing.loader",
     "orchdata.ranks.exchange",
-    "orchdata.reference.setup",
+    "examples.model",
     "shard_factory",
 )
 

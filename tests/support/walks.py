@@ -197,7 +197,7 @@ class Walk:
             self.iterators.pop(self.random.randrange(len(self.iterators)))
 
     def state(self) -> Any:
-        state = json.loads(json.dumps(self.loader.state_dict())) | {"version": 2}  # as then
+        state = json.loads(json.dumps(self.loader.state_dict()))
         self.states.append(state)
         if "state" not in state.get("drawn", {}):
             return state

@@ -12,7 +12,7 @@ from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first.build import build_first_index, open_first
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.locations import is_outdated, open_index
+from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.changes import find_changes
@@ -70,11 +70,8 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
             wanted = wanted._replace(reading=reading)
     except DamagedIndexError as error:
         problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
-    if not rebuild:
-        if is_outdated(urls, recipe, reading=reading):
-            problem = f"the index of {these(len(urls), 'shard')} has an earlier format"
-        if num_ranks > 1 and rank is None:
-            raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
+    if not rebuild and num_ranks > 1 and rank is None:
+        raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
     if first is not None and not is_full:
         return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
     return built(wanted, num_ranks, rank)

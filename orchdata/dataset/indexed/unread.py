@@ -35,7 +35,7 @@ def unread_of(dataset: ShardDataset | Mixture | None, index: Index | JoinedIndex
     the most frequent first; without those of `index_fields`.
     """
     own = {field for _, one, _ in _named_parts(dataset, index) for field in one.index_fields} if dataset else set()
-    unread = index.totals.get(UNREAD, {"names": {}, "others": 0})
+    unread = index.totals[UNREAD]
     names = sorted(unread["names"].items(), key=lambda each: (-each[1], each[0]))
     return {"names": {name: count for name, count in names if own.isdisjoint(above(name))}, "others": unread["others"]}
 
@@ -54,11 +54,6 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index | JoinedIndex)
     said, more, media, known = list[str](), list[str](), dict[str, str](), set[str]()
     for source, one, each in _named_parts(dataset, index):
         of = f"of source {source!r} " if source else ""
-        if UNREAD not in each.totals:
-            more.append(
-                f"fields that are not read are not known, because the index {of}is of an earlier release: "
-                f"`{one.index_command}` counts them"
-            )
         if root := _unused_root(one, each):
             more.append(root)
         counts = unread_of(one, each)["names"]

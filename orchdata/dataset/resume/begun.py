@@ -23,7 +23,7 @@ from orchdata.dataset.resume.rows import (
 )
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.order.former.begun import BegunEpoch
+from orchdata.order.begun import BegunEpoch
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order

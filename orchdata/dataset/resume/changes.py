@@ -16,13 +16,12 @@ Ints = NDArray[np.int64]
 _NAMED = 3
 
 
-def changes_of(source: SourceRows, former: Former | None, entry: Mapping[str, Any] | None) -> str:
+def changes_of(source: SourceRows, former: Former | None, entry: Mapping[str, Any]) -> str:
     """Return how the usable rows of now differ from those of then."""
     num_now = len(source) - len(source.excluded)
     if former is None:
-        if entry is None or entry.get("usable") != source.usable:
-            words = "others" if entry is None else f"{entry['num_usable']:,}"
-            return f"usable samples were {words} in the state and are {num_now:,} here"
+        if entry["usable"] != source.usable:
+            return f"usable samples were {entry['num_usable']:,} in the state and are {num_now:,} here"
         return "samples have other numbers of tokens"
     then = former.usable
     now = former.now(then)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +15,6 @@ from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.locations import index_path
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.versions import rules_digest
-
-if TYPE_CHECKING:
-    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 
@@ -73,14 +67,14 @@ def former_of_state(entry: Mapping[str, Any], source: SourceRows) -> Former | No
 
 
 def former_of_index(
-    source: SourceRows, rules: Any, recipe: Mapping[str, Any] | None, excluded_digest: str | None, usable: str | None
+    source: SourceRows, rules: Mapping[str, int], recipe: Mapping[str, Any], usable: str | None
 ) -> Former | None:
     """Return the rows of then from the index of then; None if it is gone, or is of other usable rows.
 
     Args:
         rules: under which it was made.
         recipe: description of the recipe of then.
-        excluded_digest, usable: digests of the rows of then, whichever are known.
+        usable: digest of the rows of then, if it is known.
     """
     index = _open(source, rules, recipe)
     if index is None:
@@ -88,11 +82,6 @@ def former_of_index(
     try:
         excluded = source.exclude(index)
     except (OrchdataError, ValueError):
-        return None
-    if (
-        excluded_digest is not None
-        and hashlib.blake2b(excluded.tobytes(), digest_size=8).hexdigest() != excluded_digest
-    ):
         return None
     then = SourceRows(**{**vars_of(source), "index": index, "excluded": excluded})
     if usable is not None and then.usable != usable:
@@ -106,10 +95,11 @@ def vars_of(source: SourceRows) -> dict[str, Any]:
     return {name: getattr(source, name) for name in SourceRows.__dataclass_fields__}
 
 
-def _open(source: SourceRows, rules: Any, recipe: Mapping[str, Any] | None) -> Index | None:
+def _open(source: SourceRows, rules: Mapping[str, int], recipe: Mapping[str, Any]) -> Index | None:
     """Open the index of then, which must have the shards of now."""
     dataset = source.dataset
-    path = _path(dataset, rules, recipe)
+    fingerprint = dataset.recipe.count_fingerprint(recipe)
+    path = index_path(dataset.urls, fingerprint, CacheFolder(), dataset.reading, rules=rules_digest(rules))
     try:
         index = Index(path)
         index.check_urls([absolute(url) for url in dataset.urls])
@@ -120,17 +110,6 @@ def _open(source: SourceRows, rules: Any, recipe: Mapping[str, Any] | None) -> I
         for one, other in zip(index.shards, source.index.shards, strict=True)
     ]
     return index if all(same) else None
-
-
-def _path(dataset: ShardDataset, rules: Any, recipe: Mapping[str, Any] | None) -> Path:
-    """Return where the index of then is stored. One number of rules is of a release that had no topics yet."""
-    described = dataset.recipe.describe() if recipe is None else recipe
-    if isinstance(rules, Mapping):
-        fingerprint, judged = dataset.recipe.count_fingerprint(described), rules_digest(rules)
-    else:
-        text = json.dumps(described, sort_keys=True)
-        fingerprint, judged = hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), rules
-    return index_path(dataset.urls, fingerprint, CacheFolder(), dataset.reading, rules=judged)
 
 
 def _by_pieces(then: Ints, now: Ints) -> Ints:

@@ -33,11 +33,7 @@ class MixtureState(NamedTuple):
 
 
 def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, Any]:
-    """Return what a state stores at a position of an epoch. If the run has one set of weights, they say what sources
-    give; "given" is then for a run in which samples change.
-    """
-    resumed = order.resumed
-    has_stages = len(order.stages) == 1 and (resumed is None or not resumed.is_changed)
+    """Return what a state stores at a position of an epoch."""
     progress = order.progress_at(epoch, position)
     resumed = order.resumed_at(epoch, progress)
     state = {
@@ -50,12 +46,12 @@ def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, An
         state["changed"] = _dump_start(resumed.stretch_start, order)
     if order.stop == "repeat":
         state["start"] = {"samples": list(resumed.start.counts), "tokens": list(resumed.start.given)}
-    return {"stages": order.describe_stages(), "given": state} if has_stages else {"given": state}
+    return {"given": state}
 
 
 def mixture_of(state: Mapping[str, Any], order: MixtureOrder, epoch: int) -> MixtureState:
     """Return what a state says that its sources have given. Raises StateError if its position is another one."""
-    mixture = load_mixture(state["given"], order, epoch)
+    mixture = load_mixture(state.get("given"), order, epoch)
     given = mixture.now.progress.position - mixture.resumed.start.position
     if state.get("position") != given:
         raise StateError(

@@ -1,23 +1,22 @@
 """A state to where a run continues: also where rules have changed since, and other samples are usable.
 
-state --in the present form--> same content? --yes--> the position
-                                    |--no, allow=("rules",)--> the begun epoch ends in its old order
+state --same content?--yes--> the position
+             |--no, allow=("rules",)--> the begun epoch ends in its old order
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orchdata
-from orchdata.dataset.mixed import read_stages, restore_mixture
+from orchdata.dataset.mixed import restore_mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume.begun import Begun, begun_in, former_order, load_begun, rest_of
 from orchdata.dataset.resume.changes import changes_of, lists_of
-from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_form, present_rules, rules_text
+from orchdata.dataset.resume.form import OF_RULES, Written, bound_recipe, present_rules, rules_text, written_rows
 from orchdata.dataset.resume.former import Former, former_of_index, former_of_state
-from orchdata.dataset.resume.mixture import MixtureState, mixture_of
+from orchdata.dataset.resume.mixture import mixture_of
 from orchdata.dataset.resume.rows import MOST_TEXT, SourceRows
 from orchdata.dataset.selection import Taken
 from orchdata.loaders.errors import StateError
@@ -25,13 +24,10 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loop.position import Position
 from orchdata.loop.state import RULES, check_form, load_state
 from orchdata.notices import warn_user
-from orchdata.order.former.begun import BegunEpoch
-from orchdata.order.merge import StretchStart
-from orchdata.order.mixture import MixtureOrder, joined_stages
+from orchdata.order.begun import BegunEpoch
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
 from orchdata.order.sources import PassStart
-from orchdata.order.token_sums import TokenSums
-from orchdata.planning.costs import IndexTokens
 
 
 def restore(
@@ -46,9 +42,11 @@ def restore(
     check_form(state)
     if not prepared.rows:
         return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
-    state, written, changed, entries = present_form(state, prepared.fingerprint, prepared.rows)
+    written, changed, entries = written_rows(state, prepared.fingerprint, prepared.rows)
     try:
-        return _restored(prepared, state, allow, num_workers, written, changed, entries)
+        if not any(changed):
+            return restore_mixture(_continuing(prepared, load_begun(state, prepared.rows)), state, allow, num_workers)
+        return _restored(prepared, dict(state), allow, num_workers, written, changed, entries)
     except StateError as error:
         if words := _of_generations(prepared, state) or _of_numbers(prepared, state, written):
             raise StateError(f"{error}. {words}") from error
@@ -62,59 +60,39 @@ def _restored(
     num_workers: int,
     written: Written,
     changed: list[bool],
-    entries: Sequence[Mapping[str, Any]] | None,
+    entries: Sequence[Mapping[str, Any]],
 ) -> tuple[PreparedDataset, Position]:
-    if not any(changed):
-        prepared = _continuing(prepared, load_begun(state, prepared.rows))
-        try:
-            return restore_mixture(prepared, state, allow, num_workers)
-        except StateError:
-            # States below version 3 do not say what tokens the samples had.
-            changed = [source.by_tokens for source in prepared.rows]
-            if state["version"] > 2 or RULES not in allow or not any(changed):
-                raise
     # Everything else must be equal: this raises if it is not.
     load_state(
         _with_order(state, prepared), prepared.bound_fingerprint, prepared.steps, allow, num_workers, check=False
     )
     if prepared.has_windows:
         _refuse_windows(prepared, state, written, changed)
-    known = [_former(source, state, written, number, entries) for number, source in enumerate(prepared.rows)]
-    formers = [former if is_changed else None for former, is_changed in zip(known, changed, strict=True)]
-    _check_listed(prepared.rows[0], formers[0], state, written)
+    known = [
+        _former(source, state, written, entry) if is_changed else None
+        for source, is_changed, entry in zip(prepared.rows, changed, entries, strict=True)
+    ]
+    _check_listed(prepared.rows[0], known[0], state)
     state = _with_order(state, prepared)
-    words = _words(prepared, written, changed, formers, entries)
+    words = _words(prepared, written, changed, known, entries)
     if RULES not in allow:
         raise StateError(f"{words}. {_way_out(prepared, state)}")
-    return _after_change(prepared, state, allow, num_workers, written, changed, formers, entries, words)
+    return _after_change(prepared, state, allow, num_workers, written, changed, known, entries, words)
 
 
 # The rows of then, and words about them
 
 
-def _former(
-    source: SourceRows,
-    state: Mapping[str, Any],
-    written: Written,
-    number: int,
-    entries: Sequence[Mapping[str, Any]] | None,
-) -> Former | None:
+def _former(source: SourceRows, state: Mapping[str, Any], written: Written, entry: Mapping[str, Any]) -> Former | None:
     """Return the rows of a source when the state was written; None if they are not known."""
-    if entries is not None:
-        former = former_of_state(entries[number], source)
-        if former is not None:
-            return former
-    if written.rules is None:
-        return None
+    former = former_of_state(entry, source)
+    if former is not None or not isinstance(written.rules, Mapping):
+        return former
     named = state["fingerprint"].get("sources", {}).get(source.name) if source.name else state["fingerprint"]
     recipe = named.get("recipe")
     if not isinstance(recipe, Mapping):
         recipe = bound_recipe(source.dataset.recipe.describe())
-    described = {OF_RULES: written.recipe_rules, **recipe}
-    order = written.orders[number] if written.orders else None
-    excluded = order.get("excluded") if isinstance(order, Mapping) and "rows" not in order else None
-    usable = None if entries is None else entries[number].get("usable")
-    return former_of_index(source, written.rules, described, excluded, usable)
+    return former_of_index(source, written.rules, {OF_RULES: written.recipe_rules, **recipe}, entry.get("usable"))
 
 
 def _words(
@@ -122,15 +100,14 @@ def _words(
     written: Written,
     changed: Sequence[bool],
     formers: Sequence[Former | None],
-    entries: Sequence[Mapping[str, Any]] | None,
+    entries: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return who wrote the state, and what has changed since."""
     parts = []
     for number, source in enumerate(prepared.rows):
         if changed[number]:
             of = f"of {source.called}: " if source.name else ""
-            entry = None if entries is None else entries[number]
-            parts.append(of + changes_of(source, formers[number], entry))
+            parts.append(of + changes_of(source, formers[number], entries[number]))
     if written.rules == present_rules():
         why = "usable samples are others than in the state, because shards have changed, or quarantine= is another"
         return f"{why}: {'; '.join(parts)}"
@@ -229,7 +206,7 @@ def _after_change(
     written: Written,
     changed: Sequence[bool],
     formers: Sequence[Former | None],
-    entries: Sequence[Mapping[str, Any]] | None,
+    entries: Sequence[Mapping[str, Any]],
     words: str,
 ) -> tuple[PreparedDataset, Position]:
     """Continue a state of other usable rows: its epoch goes on in its old order, with the samples of now."""
@@ -251,7 +228,7 @@ def _after_change(
         warn_user(f"{words}; {lists_of(place.epoch, has_begun=_has_begun(prepared, state))}")
         return prepared, place
     # A mixture: what each source has given says where its pass goes on.
-    mixture = _given(prepared, order, state, written, changed, formers)
+    mixture = mixture_of(state, order, state["epoch"])
     begun = []
     for number, source in enumerate(sources):
         if not changed[number]:
@@ -259,11 +236,7 @@ def _after_change(
             continue
         count, given = mixture.now.progress.counts[number], mixture.now.progress.given[number]
         if order.stop == "repeat":
-            if entries is None:
-                size = len(_known(formers[number], state, written, source).usable)
-            else:
-                size = entries[number]["num_usable"]
-            passed, at = _pass_of(stored[number], count, size)
+            passed, at = _pass_of(stored[number], count, entries[number]["num_usable"])
         else:
             passed, at = state["epoch"], count
         anchor = PassStart(passed, count - at, given) if order.stop == "repeat" else None
@@ -291,44 +264,6 @@ def _after_change(
     return continued, place
 
 
-def _given(
-    prepared: PreparedDataset,
-    order: MixtureOrder,
-    state: Mapping[str, Any],
-    written: Written,
-    changed: Sequence[bool],
-    formers: Sequence[Former | None],
-) -> MixtureState:
-    """Return what the sources of a mixture have given. States below version 3 say it only if the mixture had stages:
-    else it follows from the order of then, and the tokens in the index of then.
-    """
-    if "given" in state:
-        return mixture_of(state, order, state["epoch"])
-    stages = joined_stages(read_stages(state.get("stages"), order))
-    if len(stages) > 1:
-        raise StateError(
-            "states of version 1 of a mixture with stages continue only with the samples of then: "
-            f"{_gone(state, written)}"
-        )
-    sources = []
-    for mine, source, is_changed, former in zip(order.sources, prepared.rows, changed, formers, strict=True):
-        if is_changed:
-            then = _known(former, state, written, source)
-            counts = mine.counts
-            if then.made_by is not None and isinstance(counts, IndexTokens):
-                counts = replace(counts, index=then.made_by)
-            rows = former_order(source, then.num_rows, then.excluded)
-            mine = mine._replace(order=rows, counts=counts, sums=TokenSums(rows, counts))
-        sources.append(mine)
-    before = MixtureOrder(sources, stages, by=order.by, stop=order.stop, epoch_size=order.epoch_size)
-    epoch, position = state["epoch"], state.get("position")
-    if type(position) is not int or not 0 <= position <= before.length(epoch):
-        raise StateError(f"the state points at position {position!r} of an epoch of {before.length(epoch)} samples")
-    progress = before.progress_at(epoch, position)
-    now = StretchStart(progress, before.due(epoch, progress))
-    return MixtureState(now, before.periods(epoch, progress), before.resumed_at(epoch, progress))
-
-
 def _pass_of(begun: Begun, count: int, size: int) -> tuple[int, int]:
     """Return the pass of a source in a run that repeats it, and its position there, after so many samples."""
     epoch, anchor = begun
@@ -349,11 +284,11 @@ def _with_order(state: dict[str, Any], prepared: PreparedDataset) -> dict[str, A
     return {**state, "fingerprint": {**fingerprint, "order": prepared.bound_fingerprint["order"]}}
 
 
-def _check_listed(source: SourceRows, former: Former | None, state: dict[str, Any], written: Written) -> None:
+def _check_listed(source: SourceRows, former: Former | None, state: dict[str, Any]) -> None:
     """Raise StateError if the user's own order was another one."""
     if source.listed is None or former is None:
         return
-    theirs = written.orders[0] if written.orders else state["fingerprint"]["order"]
+    theirs = state["fingerprint"]["order"]
     then = former_order(source, former.num_rows, former.excluded).describe()
     if former.rows.size or then["rows"] != theirs.get("rows"):
         raise StateError(
@@ -375,11 +310,9 @@ def _known(
 
 
 def _gone(state: Mapping[str, Any], written: Written) -> str:
-    why = "are in no state below version 3"
-    if "rows" in state:
-        large = any(isinstance(each, Mapping) and "too_large" in each for each in state["rows"])
-        others = "are of other samples than those that the shards have now, usable or not"
-        why = f"need more than {MOST_TEXT >> 10} KiB, or {others}" if large else others
+    large = any(isinstance(each, Mapping) and "too_large" in each for each in state["rows"])
+    others = "are of other samples than those that the shards have now, usable or not"
+    why = f"need more than {MOST_TEXT >> 10} KiB, or {others}" if large else others
     return (
         f"they {why}, and the index that {written} made of them is no longer in the cache folder "
         f"{CacheFolder().root}. Begin the next epoch by loader.set_epoch({state['epoch'] + 1}) in place of "

@@ -231,11 +231,9 @@ def dump_rows(sources: Sequence[SourceRows]) -> list[Any]:
     return found
 
 
-def load_rows(state: Mapping[str, Any], count: int) -> list[Mapping[str, Any]] | None:
-    """Return the entry of each source that `dump_rows` has written; None in states of before. Raises StateError."""
+def load_rows(state: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """Return the entry of each source that `dump_rows` has written. Raises StateError."""
     stored = state.get("rows")
-    if stored is None:
-        return None
     if not isinstance(stored, list | tuple) or len(stored) != count:
         raise StateError(f"the state is damaged: its 'rows' are {stored!r:.80}")
     entries: list[Mapping[str, Any]] = []

@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,12 @@ from forked_program import ForkedProgram
 from fresh_index import content
 from shard_factory import omni_samples, omni_shards, write_shard
 
-import orchdata as od
-import orchdata.loaders.index.index
-import orchdata.loaders.index.locations
-from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
+from orchdata.loaders.errors import DataError, FieldError, StorageError
 from orchdata.loaders.index import table
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.index.locations import index_path, open_index
+from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.decode import decode_sample
@@ -39,7 +35,7 @@ from orchdata.loaders.storage import local
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
-from orchdata.loaders.versions import RULES, TABLE_FORMAT
+from orchdata.loaders.versions import RULES
 from orchdata.order.order import Order
 
 
@@ -452,23 +448,6 @@ def test_totals_of_many_shards_are_sums_for_any_names_of_fields(tmp_path: Path) 
     totals = build_index([str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")], Recipe()).totals
     assert totals["ignored_fields"] == {"score": 5, "max_score": 5}
     assert (totals["samples"], totals["max_llm_tokens"]) == (5, 1)
-
-
-def test_an_index_of_an_earlier_format_is_made_again_with_a_word(shards: list[str]) -> None:
-    recipe, cache = Recipe(), CacheFolder()
-    built = build_index(shards, recipe)
-    earlier = index_path(shards, recipe.count_fingerprint(), cache, table_format=TABLE_FORMAT - 1)
-    assert earlier != built.path
-    built.path.unlink()
-    earlier.write_bytes(b"of an earlier format")
-    with pytest.raises(MissingIndexError, match="the index of these . shards has an earlier format, and 2 ranks need"):
-        od.ShardDataset(shards).index(num_ranks=2)
-    with pytest.warns(UserWarning, match="an earlier format: it is built again"):
-        again = od.ShardDataset(shards).index()
-    assert again.path == built.path and len(again) == len(built)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build_index(shards, recipe)
 
 
 class Waiting:

@@ -54,8 +54,7 @@ def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
 
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    unread = {"names": {}, "others": 0}
-    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {}, unread)
+    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {}, {"names": {}, "others": 0})
 
 
 def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:

@@ -261,7 +261,7 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path, data: bytes) -> None
 
 def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
     build_index(shards, RECIPE)
-    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 6, not of b'indx'"):
+    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 1, not of b'indx'"):
         Index(kept_files()[0])
 
 

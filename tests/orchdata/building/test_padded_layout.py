@@ -13,9 +13,8 @@ from shard_factory import RECIPE, chat, jpeg, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
+from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
 from orchdata.planning.layout import Layout
-from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.reference.setup import fit_to_recipe, make_cost
 
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)

@@ -13,7 +13,8 @@ import pytest
 from shard_factory import omni_shards, write_shard
 
 import orchdata as od
-from orchdata.bench.distributions import LARGE_VISION_COST, OMNI_COST
+from benchmarks.distributions import LARGE_VISION_COST
+from orchdata.bench.plan import OMNI_COST
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask

@@ -17,11 +17,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.dataset.indexed.unread import unread_of, warn_of_unread
-from orchdata.loaders.index import shard_costs
-from orchdata.loaders.index.building import builder
-from orchdata.loaders.index.totals import summarize
 from orchdata.loaders.samples import compose
-from orchdata.loaders.versions import COSTS_FORMAT
 
 
 def warned(shards: str, recipe: od.Recipe, **options: Any) -> list[str]:
@@ -175,24 +171,12 @@ def test_what_ignore_names_is_not_said_and_changes_nothing_else(tmp_path: Path) 
         od.ShardDataset(path, ignore="label")
 
 
-def test_sources_are_named_one_rank_speaks_and_an_index_without_counts_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_are_named_and_one_rank_speaks(tmp_path: Path) -> None:
     one, two = (records(tmp_path / name, {"text": "abc", name: 1}) for name in ("weight", "mask"))
     mixture = od.Mixture({"a": od.Source(one, weight=1), "b": od.Source(two, weight=1)})
     with warnings.catch_warnings(action="error"):
         warn_of_unread(one, one.index(), rank=1)
     assert "of source 'a' 'weight' (1); of source 'b' 'mask' (1)." in warned_of(mixture)[0]
-    # As an index of before: no counts.
-    former = records(tmp_path / "c", {"text": "abc", "weight": 1})
-    with monkeypatch.context() as before:
-        before.setattr(shard_costs, "summarize", lambda *given: summarize(*given[:3]))
-        before.setattr(builder, "COSTS_FORMAT", COSTS_FORMAT - 1)
-        former.index()
-    (message,) = warned_of(former)
-    assert "of an earlier release: `orchdata index" in message
-    assert run_cli("index", *former.urls).exit_code == 0
-    assert "'weight' (1)" in warned_of(od.ShardDataset(former.urls, recipe=former.recipe))[0]
 
 
 def test_the_table_has_all_names_and_the_exit_code_is_0(tmp_path: Path) -> None:

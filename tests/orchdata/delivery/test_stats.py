@@ -20,7 +20,8 @@ from map_dataset import Numbers
 from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.balancers import order_after_disttrain, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers import simulate_1f1b
 from orchdata.building.figures import step_figures
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.storage.cache import CacheFolder

@@ -14,7 +14,7 @@ import pytest
 import returning_job
 from forked_program import ForkedProgram
 
-from orchdata.reference.launch import LaunchError, torchrun
+from benchmarks.launch import LaunchError, torchrun
 
 
 @pytest.mark.parametrize(

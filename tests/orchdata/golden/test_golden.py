@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from float_bounds import assert_log_mel_close, assert_standard_scores_close
 from golden_batches import BatchCase, PlanCase, costed, floats
-from golden_cases import CASES, PATH, STATES_OF_BEFORE, as_text, read, read_before
+from golden_cases import CASES, PATH, as_text, read
 from golden_data import GoldenData
 from golden_states import STATES, StateCase, comparable, shards
 
@@ -22,7 +22,6 @@ from orchdata.loaders.errors import StateError
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 GOLDEN = read()
-BEFORE = {path.name: read_before(path.name) for path in sorted(STATES_OF_BEFORE.iterdir())}
 WHOLE = [name for name in CASES if name in ("counts", "fingerprints") or name.startswith(("plan, ", "batch, "))]
 
 
@@ -52,30 +51,6 @@ def test_a_loader_at_the_same_place_has_the_same_state_and_goes_on_the_same(name
 def test_a_stored_state_goes_on_as_it_did(name: str, data: GoldenData) -> None:
     stored = GOLDEN[f"state, {name}"]
     assert STATES[name].following_of(stored["state"], data) == stored["following"]
-
-
-REFUSED = ("state-version-2.json.xz", "state, shards, the first samples")
-"""Version 2 bound a slice to all shards: it could not tell that its samples were the same."""
-LOADED = [(file, case) for file, cases in BEFORE.items() for case in cases if (file, case) != REFUSED]
-
-
-@pytest.mark.parametrize(("file", "case"), LOADED)
-def test_a_state_of_an_earlier_release_goes_on_as_it_did(file: str, case: str, data: GoldenData) -> None:
-    stored = BEFORE[file][case]
-    assert STATES[case.removeprefix("state, ")].following_of(stored["state"], data) == stored["following"]
-
-
-def test_a_state_of_a_slice_of_version_2_is_refused(data: GoldenData) -> None:
-    file, case = REFUSED
-    with pytest.raises(StateError, match="usable samples were others in the state"):
-        STATES[case.removeprefix("state, ")].following_of(BEFORE[file][case]["state"], data)
-
-
-def test_states_of_before_are_small_and_of_all_kinds() -> None:
-    assert sum(path.stat().st_size for path in PATH.parent.rglob("*.[jx]*") if path.is_file()) < 300_000
-    for cases in BEFORE.values():
-        kinds = {case.split(", ")[1] for case in cases}
-        assert {"shards", "token steps", "mixture", "windows", "map-style", "sampler", "iterable"} <= kinds
 
 
 @pytest.mark.parametrize("name", ["shards, in an epoch", "token steps, between epochs", "mixture, stages"])

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
-from orchdata.order.former.version_1 import OrderV1
 from orchdata.order.merge import By, Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
@@ -101,30 +100,23 @@ def test_no_prefix_lags_two_longest_samples_or_leads_more_than_its_weight_allows
     assert lags.lead <= 2
 
 
-def issue_like(size: int, rule: type[MixtureOrder], near: int) -> tuple[MixtureOrder, list[Stage], list[Ints]]:
+def issue_like(size: int, near: int) -> tuple[MixtureOrder, list[Stage], list[Ints]]:
     """A source of half a percent, in stages of `size` tokens, with all but equal weights."""
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 401, 2000) for _ in range(3)]
     one = periods_of([0.7, 0.295, 0.005])
     stages = [Stage(size * k, (one[0], one[1] + near * (k % 2), one[2])) for k in range(300_000 // size)]
-    order = rule(sources_of(lengths, Shuffle()), stages, stop="repeat", epoch_size=("tokens", 300_000))
+    order = MixtureOrder(sources_of(lengths, Shuffle()), stages, stop="repeat", epoch_size=("tokens", 300_000))
     return order, stages, lengths
 
 
 @pytest.mark.parametrize("size", [100_000, 30_000, 6_000, 1_600, 100])
 def test_short_stages_starve_no_source(size: int) -> None:
     """0.005 of 300,000 tokens are 1,500, to within two of its longest samples, of 400 tokens."""
-    order, stages, lengths = issue_like(size, MixtureOrder, near=1)
+    order, stages, lengths = issue_like(size, near=1)
     source, row = order.rows(0, 0, order.length(0))
     assert abs(int(np.concatenate(lengths)[row][source == 2].sum()) - 1_500) <= 800
     assert furthest(order, stages, lengths, settle=4_800).lag <= 2
-
-
-def test_the_rule_of_before_starved_it() -> None:
-    order, stages, lengths = issue_like(1_600, OrderV1, near=1)
-    assert furthest(order, stages, lengths, settle=4_800).lag > 2
-    source, _ = order.rows(0, 0, order.length(0))
-    assert not (source == 2).any()
 
 
 @pytest.mark.parametrize("stop", ["first", "all", "repeat"])

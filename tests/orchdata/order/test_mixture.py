@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.former.version_1 import OrderV1
 from orchdata.order.merge import By, MixedSource, SourcePass, SourceProgress, Stage, Stop, Stretch, StretchStart
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
@@ -125,7 +124,7 @@ def plain_epochs(order: MixtureOrder, num_epochs: int) -> list[list[Taken]]:
 
 
 @st.composite
-def mixtures(draw: st.DrawFn, *, by_old_rule: bool = False) -> MixtureOrder:
+def mixtures(draw: st.DrawFn, *, one_stage: bool = False) -> MixtureOrder:
     num_sources = draw(st.integers(1, 4))
     sizes = st.integers(1, 12) | st.integers(1, 600)
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -137,25 +136,22 @@ def mixtures(draw: st.DrawFn, *, by_old_rule: bool = False) -> MixtureOrder:
     stop: Stop = draw(st.sampled_from(["first", "all", "repeat"]))
     weights = st.lists(st.integers(0, 1 << 18), min_size=num_sources, max_size=num_sources).filter(any)
     bounds = sorted(draw(st.sets(st.integers(1, 2 * total), max_size=3)))
-    stages = [Stage(bound, periods_of(draw(weights))) for bound in (0, *bounds)]
+    stages = [Stage(bound, periods_of(draw(weights))) for bound in ((0,) if one_stage else (0, *bounds))]
     epoch_size: tuple[By, int] | None = None
     if stop == "repeat":
         epoch_size = draw(st.sampled_from(["tokens", "samples"])), draw(st.integers(1, 500))
         if epoch_size[0] == "tokens":
             epoch_size = "tokens", -(-epoch_size[1] // 50) * max(int(each.max()) for each in lengths)
-    made = OrderV1 if by_old_rule else MixtureOrder
-    return made(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
+    return MixtureOrder(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
 
 
 def periods_of(weights: list[int]) -> tuple[int, ...]:
     return tuple(round((1 << 16) * max(weights) / weight) if weight else 0 for weight in weights)
 
 
-@given(order=mixtures(by_old_rule=True), data=st.data())
+@given(order=mixtures(one_stage=True), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_the_rule_of_before_is_the_merge_by_virtual_times_that_begin_again_in_each_stage(
-    order: MixtureOrder, data: st.DataObject
-) -> None:
+def test_one_stage_is_the_merge_by_virtual_times(order: MixtureOrder, data: st.DataObject) -> None:
     expected = plain_epochs(order, 3)
     for epoch in data.draw(st.permutations(range(3))):
         mine = expected[epoch]

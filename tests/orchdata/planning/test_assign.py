@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from shard_factory import omni_shards
 
 import orchdata as od
+from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance_phases, order_microbatches, simulate_1f1b
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.distributions import omni_phases
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.assign import assign, stream_ranks

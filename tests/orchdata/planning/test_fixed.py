@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import image_patches, text_lengths
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.bench.distributions import OMNI_COST, image_patches, text_lengths
+from orchdata.bench.plan import OMNI_COST
 from orchdata.planning.balance import Balance, Scope
 from orchdata.planning.sharing.fixed import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchdata.balancers import order_after_disttrain, simulate_1f1b
+from benchmarks.papers.disttrain import order_after_disttrain
+from orchdata.balancers import simulate_1f1b
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan

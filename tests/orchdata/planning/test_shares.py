@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance_phases, split_microbatches
-from orchdata.bench.distributions import omni_phases
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.micro_steps import balanced_packings

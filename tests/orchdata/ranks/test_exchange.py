@@ -12,7 +12,7 @@ from exchange_job import CHECKS, IMPATIENCE
 from exchange_job import __file__ as JOB
 from rank_jobs import run_ranks
 
-from orchdata.bench.exchange import ExchangeBench, run
+from benchmarks.exchange import ExchangeBench, run
 from orchdata.planning.route import Route, make_route
 from orchdata.ranks.exchange import exchange
 

@@ -12,7 +12,7 @@ import pytest
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.bench.indexed_shards import IndexedShards
+from benchmarks.indexed_shards import IndexedShards
 from orchdata.planning.plan import Plan
 from orchdata.profiling.report.summary import Finding, findings, recommended
 from orchdata.synth.made_up_index import synthetic_index

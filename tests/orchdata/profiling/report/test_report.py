@@ -16,7 +16,7 @@ from shard_factory import RECIPE, audio, jpeg, omni_shards, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
-from orchdata.bench.indexed_shards import IndexedShards
+from benchmarks.indexed_shards import IndexedShards
 from orchdata.cli import app
 from orchdata.loaders.html.words import percent, plain, shown
 from orchdata.profiling.report.names import ShardNames

@@ -1,0 +1,212 @@
+"""One rank of the demo: a small multimodal LLM is trained unbalanced and balanced, in turn, in one run.
+
+Each *lane* has a loader, a model and an optimizer; the models start equal, and both lanes see the same global batches.
+Blocks of steps alternate between them, so that other work of the machine slows both. Every step starts at a barrier,
+with its batch at hand. A rank computes until its last gradient is ready; what it then waits for the slowest is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import orchdata as od
+from orchdata.batch.merge import merge_features
+from orchdata.batch.tensors import IGNORE
+
+RECIPE: Final = od.Recipe(
+    image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=4, max_tokens=256, dtype="float32"),
+    audio=od.AudioPreprocessor(num_mels=80),
+)
+_PATCH, _PATCHES, _STRIDE, _WINDOW, _FRAMES = 3 * 14 * 14, 4, 2, 2 * 80, 2  # of the recipe, and of a token
+_ENCODER, _LLM, _LAYERS, _HEADS, _VOCABULARY, _PLACES = 64, 128, 3, 4, 260, 4096
+
+
+def _encoder_cost(in_width: int) -> od.TransformerCost:
+    sizes: dict[str, Any] = {"hidden": _ENCODER, "layers": _LAYERS, "ffn": 4 * _ENCODER}
+    return od.TransformerCost(**sizes, stem_macs=in_width * _ENCODER, connector_macs=_ENCODER * _LLM)
+
+
+COST: Final = od.CostModel(
+    image=_encoder_cost(_PATCH),
+    audio=_encoder_cost(_WINDOW),
+    llm=od.TransformerCost(hidden=_LLM, layers=_LAYERS, ffn=4 * _LLM, vocab=_VOCABULARY, causal=True),
+)
+LANES: Final = {"unbalanced": od.Balance(scope="none"), "balanced": od.Balance(scope="global")}
+
+
+class _Block(nn.Module):
+    """Over packed sequences (num_positions, hidden), of which each attends to itself alone."""
+
+    def __init__(self, hidden: int, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.before, self.between = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.ffn = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        heads = self.qkv(self.before(x)).unflatten(-1, (3, _HEADS, -1)).unbind(1)
+        pieces = zip(*(each.transpose(0, 1)[None].split(lengths, dim=2) for each in heads), strict=True)
+        mixed = [F.scaled_dot_product_attention(q, k, v, is_causal=self.causal) for q, k, v in pieces]
+        x = x + self.out(torch.cat(mixed, dim=2)[0].transpose(0, 1).flatten(1))
+        out: Tensor = x + self.ffn(self.between(x))
+        return out
+
+
+class _Encoder(nn.Module):
+    """Rows (num_positions, in_width) to a row for each token, of `group` positions."""
+
+    def __init__(self, in_width: int, group: int) -> None:
+        super().__init__()
+        self.group = group
+        self.embed, self.project = nn.Linear(in_width, _ENCODER), nn.Linear(group * _ENCODER, _LLM)
+        self.blocks = nn.ModuleList(_Block(_ENCODER, causal=False) for _ in range(_LAYERS))
+
+    def forward(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        x = self.embed(rows)
+        for block in self.blocks:
+            x = block(x, lengths)
+        out: Tensor = self.project(x.unflatten(0, (-1, self.group)).flatten(1))
+        return out
+
+
+class _Model(nn.Module):
+    """Image and audio encoder, and a causal LM: a batch's `model_inputs()` to its summed loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.audio = _Encoder(_PATCH, _PATCHES), _Encoder(_WINDOW, _FRAMES)
+        self.embed, self.place = nn.Embedding(_VOCABULARY, _LLM), nn.Embedding(_PLACES, _LLM)
+        self.blocks = nn.ModuleList(_Block(_LLM, causal=True) for _ in range(_LAYERS))
+        self.head = nn.Linear(_LLM, _VOCABULARY)
+
+    def forward(self, **batch: Any) -> Tensor:
+        images = self.image(batch["image_patches"], batch["image_cu_seqlens"].diff().tolist())
+        frames = batch["audio_features"].unflatten(0, (-1, _STRIDE)).flatten(1)
+        clips = self.audio(frames, (batch["audio_cu_seqlens"].diff() // _STRIDE).tolist())
+        x = self.embed(batch["input_ids"]) + self.place(batch["position_ids"] % _PLACES)
+        x = merge_features(x, images, batch["image_positions"])
+        x = merge_features(x, clips, batch["audio_positions"])
+        for block in self.blocks:
+            x = block(x, batch["cu_seqlens"].diff().tolist())
+        targets = batch["labels"][1:]  # the first label of a sample is -100: none predicts the next sample
+        asked = (targets != IGNORE).nonzero()[:, 0]
+        return F.cross_entropy(self.head(x[:-1][asked]), targets[asked], reduction="sum")
+
+
+class _Lane:
+    """One way of sharing out the work. It reads when asked: threads of its own would take time from the ranks."""
+
+    def __init__(self, task: Mapping[str, Any], balance: od.Balance) -> None:
+        self._loader = od.DataLoader(
+            od.ShardDataset(task["shards"], recipe=RECIPE),
+            global_batch_size=task["global_batch_size"],
+            shuffle=True,
+            seed=task["seed"],
+            drop_last=True,
+            cost=COST,
+            balance=balance,
+            num_threads=0,
+        )
+        torch.manual_seed(task["seed"])
+        self.model = DistributedDataParallel(_Model())
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._ready = 0.0, 0.0
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._tick)
+        self.batches = self._forever()
+        self.records: list[tuple[float, ...]] = []  # of each step: seconds, until ready, CPU until ready, loss
+        self.imbalances: list[dict[str, float]] = []  # planned, largest over mean of the ranks
+
+    def _tick(self, _: Tensor) -> None:
+        self._ready = time.perf_counter(), time.process_time()
+
+    def _forever(self) -> Iterator[od.Batch]:
+        while True:
+            yield from self._loader
+
+    def train(self, batch: od.Batch) -> None:
+        dist.barrier()
+        started, cpu = time.perf_counter(), time.process_time()
+        loss = self.model(**batch.model_inputs())
+        (loss * batch.loss_scale).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        ended, (ready, cpu_ready) = time.perf_counter(), self._ready
+        mean_loss = loss.item() / max(1, batch.plan.loss_tokens)
+        self.records.append((ended - started, ready - started, cpu_ready - cpu, mean_loss))
+        loads = {phase: batch.plan.loads(phase) for phase in batch.plan.phases}
+        loads["step"] = np.sum(list(loads.values()), axis=0)
+        self.imbalances.append({name: float(load.max() / max(1, load.mean())) for name, load in loads.items()})
+
+
+def main(rank: int, task: Mapping[str, Any], steps_done: Any) -> None:
+    """Train; rank 0 writes the result into the task's folder. `steps_done` counts for the parent."""
+    folder = Path(task["folder"])
+    os.environ |= {"ORCHDATA_CACHE": str(folder / "cache"), "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= task["ranks"]:
+        os.sched_setaffinity(0, {cores[rank]})
+    dist.init_process_group("gloo", f"file://{folder / 'ranks'}", rank=rank, world_size=task["ranks"])
+    lanes = {name: _Lane(task, balance) for name, balance in LANES.items()}
+    done = turn = 0
+    while done < task["warmup_steps"] + task["steps"]:
+        # Every second round runs backwards, so that no lane always follows the other.
+        block = min(task["block_steps"] if done else task["warmup_steps"], task["warmup_steps"] + task["steps"] - done)
+        for lane in list(lanes.values())[:: -1 if turn % 2 else 1]:
+            for batch in [next(lane.batches) for _ in range(block)]:
+                lane.train(batch)
+        done, turn = done + block, turn + 1
+        if rank == 0:
+            steps_done.value = done
+    gathered: list[Any] = [None] * task["ranks"]
+    dist.all_gather_object(gathered, {name: lane.records for name, lane in lanes.items()})
+    if rank == 0:
+        records = {name: np.array([each[name] for each in gathered]) for name in lanes}
+        parameters = sum(parameter.numel() for parameter in lanes["balanced"].model.parameters())
+        result = {"parameters": parameters, **_summary(records, lanes, task["warmup_steps"])}
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # threads that gloo may still hold abort a process that ends the long way
+
+
+def _summary(
+    records: Mapping[str, NDArray[np.float64]], lanes: Mapping[str, _Lane], warmup_steps: int
+) -> dict[str, Any]:
+    """Records of each lane (num_ranks, num_steps, 4) to figures of its measured steps; a step ends with its slowest."""
+    figures, steps = {}, {}
+    for name, values in records.items():
+        seconds, ready, cpu = np.moveaxis(values[:, warmup_steps:, :3], 2, 0)
+        steps[name] = seconds.max(axis=0)
+        waiting = ready.max(axis=0) - ready
+        planned = lanes[name].imbalances[warmup_steps:]
+        figures[name] = {
+            "step_ms": 1e3 * float(np.median(steps[name])),
+            "waiting_ms": 1e3 * float(waiting.mean()),
+            "waiting_share": float(waiting.mean(axis=0).sum() / steps[name].sum()),
+            "compute_imbalance": float(ready.max(axis=0).sum() / ready.mean(axis=0).sum()),
+            "cpu_imbalance": float(cpu.max(axis=0).sum() / cpu.mean(axis=0).sum()),
+            "cpu_share": float(cpu.sum() / ready.sum()),
+            "planned_imbalance": {phase: float(np.mean([one[phase] for one in planned])) for phase in planned[0]},
+        }
+    before, after = (records[name][:, :, 3].sum(axis=0) for name in ("unbalanced", "balanced"))
+    return {
+        "lanes": figures,
+        "speedup": float(steps["unbalanced"].sum() / steps["balanced"].sum()),
+        "speedup_of_median_step": float(np.median(steps["unbalanced"] / steps["balanced"])),
+        "loss_difference": float(np.max(np.abs(before - after) / np.maximum(np.abs(before), 1e-12))),
+    }

@@ -1,0 +1,180 @@
+"""Loaders in turns, at tiny sizes: lanes deliver the same samples, and figures are what they say."""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.loading.compare import Comparison, compare
+from benchmarks.loading.consumers import CONSUMERS, rounds_for
+from benchmarks.loading.corpus import Corpus
+from benchmarks.loading.job import Job
+from benchmarks.loading.lanes import BARE, LANES, Lane
+from benchmarks.loading.measure import Figures, _between, _figures
+from benchmarks.loading.processes import (
+    LaneError,
+    Memory,
+    Spent,
+    memory_of,
+    process_tree,
+    run_in_child,
+    spent_by,
+)
+from benchmarks.loading.report import make_results
+from benchmarks.throughput.run import PeersBench, make_job
+from orchdata.bench.harness import Result, WideTable
+
+TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, variety=4)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "tars").mkdir()
+    TINY.write(tmp_path / "tars")
+    return make_job(PeersBench(data=str(tmp_path / "tars" / "*.tar"), batch_size=2, workers=1), tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "lane",
+    ["raw read, bytes only", BARE, "orchdata, threads", pytest.param("orchdata, processes", marks=pytest.mark.slow)],
+)
+def test_limits_and_ours_deliver_every_sample(job: Job, lane: str) -> None:
+    assert sum(LANES[lane].load(job)) == 12
+
+
+def batches(*counts: int) -> Iterator[int]:
+    yield from counts
+
+
+def test_the_lead_at_either_end_is_not_measured() -> None:
+    worked: list[int] = []
+    CONSUMERS["counted"] = worked.append
+    try:
+        found = _figures(batches(2, 2, 2, 2, 2, 2), time.perf_counter(), 12, 4, "counted", 7)
+    finally:
+        del CONSUMERS["counted"]
+    assert worked == [7] * 6
+    # From the delivery of the second batch (4 samples) to that of the fourth (4 samples are left): two batches.
+    assert (len(found.waits), len(found.works)) == (2, 2)
+    assert found.samples_per_second > 0
+
+
+def test_an_epoch_with_other_samples_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="an epoch delivered 10 of 12 samples"):
+        _figures(batches(5, 5), 0.0, 12, 4, "none", 0)
+    with pytest.raises(RuntimeError, match="batches too large: nothing lies between the first and the last 4 of 12"):
+        _figures(batches(12), 0.0, 12, 4, "none", 0)
+
+
+def test_work_is_as_long_as_asked() -> None:
+    assert rounds_for("none", 1.0) == 0
+    assert 0 < rounds_for("python", 1e-3) < rounds_for("python", 1.0)
+
+
+def test_a_child_gives_its_result_or_says_why_there_is_none(tmp_path: Path) -> None:
+    assert run_in_child(operator.add, (2, 3), tmp_path, 60) == (5, Memory())
+    with pytest.raises(LaneError, match="ZeroDivisionError: division by zero"):
+        run_in_child(operator.truediv, (1, 0), tmp_path, 60)
+    with pytest.raises(LaneError, match="its process ended with exit code 3"):
+        run_in_child(os._exit, (3,), tmp_path, 60)
+    with pytest.raises(LaneError, match="nowhere/python does not start: No such file"):
+        run_in_child(operator.add, (2, 3), tmp_path, 60, python="/nowhere/python")
+
+
+def test_a_child_may_have_another_interpreter(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nOTHER=yes exec "{sys.executable}" "$@"\n')
+    other.chmod(0o755)
+    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60, python=str(other))[0] == "yes"
+    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60)[0] is None
+
+
+def test_a_child_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
+    before = set(process_tree(os.getpid()))
+    with pytest.raises(LaneError, match="not done after 3 s"):
+        run_in_child(os.system, ("sleep 1000 & sleep 1000",), tmp_path, 3, watch=True)
+    left = set(process_tree(os.getpid())) - before
+    assert not [pid for pid in left if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_the_figures_of_a_process_tree() -> None:
+    found = memory_of(os.getpid())
+    assert found.pss >= found.own > 1 << 20
+    spent = spent_by(os.getpid())[os.getpid()]
+    assert spent.user + spent.system > 0
+    # A new array may lie in memory that is mapped already. Huge pages, where the system gives them, are faults too.
+    with mmap.mmap(-1, 64 << 20) as fresh:
+        np.frombuffer(fresh, np.uint8)[:] = 1
+        assert spent_by(os.getpid())[os.getpid()].faults - spent.faults >= len(fresh) >> 21
+
+
+def test_what_is_spent_between_is_of_each_process() -> None:
+    mine = os.getpid()
+    begin = {mine: Spent(1.0, 0.5, 10), 7: Spent(4.0, 0.0, 0)}
+    end = {mine: Spent(1.5, 0.75, 30), 7: Spent(5.0, 0.0, 0), 8: Spent(2.0, 2.0, 100)}
+    found = _between(begin, end, 10)
+    assert found == (Spent(0.05, 0.025, 2.0), Spent(0.2, 0.2, 10.0), Spent(0.1, 0.0, 0.0))
+
+
+def figures(rate: float) -> Figures:
+    return Figures(
+        first_batch_seconds=0.5,
+        samples_per_second=rate,
+        spent=(Spent(0.001, 0.0, 1.0), Spent(0.0025, 0.0005, 20.0), Spent(0.001, 0.0, 4.0)),
+        waits=(0.01, 0.02),
+        works=(0.05,),
+    )
+
+
+def test_a_report_holds_ours_against_the_limit_and_the_best_peers() -> None:
+    rates = {BARE: 100.0, "orchdata, threads": 90.0, "orchdata, processes": 80.0}
+    rates |= {"torch DataLoader": 60.0, "Grain, threads": 80.0}
+    lanes = LANES | {"torch DataLoader": Lane("torch", len, in_processes=True), "Grain, threads": Lane("other", len)}
+    peaks = {BARE: Memory(), "orchdata, threads": Memory(300, 120), "orchdata, processes": Memory(160, 150)}
+    peaks |= {"torch DataLoader": Memory(200, 150), "Grain, threads": Memory(400, 100)}
+    found = make_results(
+        lanes,
+        {name: [figures(rate), figures(rate)] for name, rate in rates.items()},
+        peaks,
+        {"Ray Data": "not installed"},
+        sample_bytes=1e5,
+        work_seconds=0.05,
+    )
+    ratios = {each.name: (each.median, each.met, each.note) for each in found if isinstance(each, Result)}
+    assert ratios["orchdata, threads / bare threads"] == (0.9, False, "")
+    assert ratios["orchdata, threads / fastest peer"] == (1.125, True, "Grain, threads")
+    assert ratios["orchdata, threads / fastest in torch's DataLoader"] == (1.5, None, "torch DataLoader")
+    # Each is compared with those that load as it does.
+    assert ratios["orchdata, threads: peak PSS / leanest peer's with threads"] == (0.75, True, "Grain, threads")
+    assert ratios["orchdata, processes: peak PSS / leanest peer's with processes"] == (0.8, True, "torch DataLoader")
+    assert ratios["orchdata, processes: memory without files / leanest peer's with processes"][:2] == (1.0, False)
+    table, by_process, missing = (each for each in found if isinstance(each, WideTable))
+    assert missing.rows == (("Ray Data", "not installed"),)
+    row = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (row["loader"], row["samples/s"], row["MB/s"], row["of bare"]) == ("orchdata, threads", 90.0, 9.0, 0.9)
+    assert (row["wait p50 ms"], row["CPU ms/sample"], row["work ms"]) == (15.0, 5.0, 50.0)
+    name, mine, others, *sums = by_process.rows[0]
+    assert (name, mine, others) == (BARE, 1.0, "3.00 + 1.00")
+    assert sums == pytest.approx([4.5, 0.5, 25.0])
+
+
+def test_what_cannot_be_measured_is_refused(job: Job) -> None:
+    with pytest.raises(ValueError, match="consumer must be one of none, torch, python, got 'c'"):
+        Comparison(consumer="c")
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        Comparison(workers=0)
+    with pytest.raises(ValueError, match="1 workers and batches of 4 need 24 samples, got 12"):
+        compare(Comparison(batch_size=4, workers=1), job, LANES)
