@@ -27,9 +27,7 @@ border-bottom:1px solid rgba(128,128,128,.4)}
 vertical-align:middle}
 .orchdata-view .bar>span{display:block;height:100%;background:currentColor!important;opacity:.6}
 .orchdata-view .trained{border-bottom:2px solid currentColor}
-.orchdata-view .picture{position:relative;display:inline-block;line-height:0}
 .orchdata-view .picture img{max-width:300px;height:auto}
-.orchdata-view .picture svg{position:absolute;inset:0;width:100%;height:100%}
 .orchdata-view .sample{border:1px solid rgba(128,128,128,.4);padding:8px;margin:6px 0}
 .orchdata-view p{white-space:pre-wrap;margin:4px 0}
 """

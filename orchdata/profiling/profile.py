@@ -27,7 +27,7 @@ from orchdata.profiling.ranks.scales import Scale
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from orchdata.showing.pictures import SampleView
+    from orchdata.showing.samples import Shown
 
 _MAIN_RANKS = 64
 
@@ -282,7 +282,7 @@ class Profile:
         if samples < 0:
             raise ValueError(f"samples must be at least 0, got {samples}")
         check_report(path)
-        views: list[SampleView] = []
+        views: list[Shown] = []
         if dataset is not None and samples:
             # A shard that changed since it was indexed has samples that cannot be read.
             index = index_of(dataset, check=False)

@@ -61,7 +61,7 @@ class Seen:
         return orchdata.profile(self, cost=cost, ranks=ranks, batch_size=batch_size, **others)  # type: ignore[arg-type]
 
     def show(self, samples: int | str | Sequence[int | str]) -> ShownSamples:
-        """Return samples as the model sees them, for a notebook: text with what is trained, pictures, sound.
+        """Return samples as the model sees them, for a notebook: text with what is trained, pictures.
 
         The samples are read now. See `od.show`.
         """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from orchdata.profiling.content import UnlikePart
     from orchdata.profiling.profile import Profile, SourceShare
     from orchdata.profiling.ranks.scales import Scale
-    from orchdata.showing.pictures import SampleView
+    from orchdata.showing.samples import Shown
 
 POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_ROWS_OF_SOURCES: Final = 1000
@@ -57,7 +57,7 @@ _WORDS: Final = (
 )
 
 
-def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> str:
+def page_of(profile: Profile, views: Sequence[Shown], *, named: bool) -> str:
     """Return the page.
 
     Args:
@@ -101,9 +101,9 @@ def page_of(profile: Profile, views: Sequence[SampleView], *, named: bool) -> st
     )
 
 
-def _shard_names(profile: Profile, views: Sequence[SampleView]) -> ShardNames:
+def _shard_names(profile: Profile, views: Sequence[Shown]) -> ShardNames:
     urls = [sample.shard for sample in profile.largest] + [shard.name for shard in profile.content.shards]
-    urls += [failure.shard for failure in profile.failures] + [view.sample.shard for view in views]
+    urls += [failure.shard for failure in profile.failures] + [sample["shard"] for sample in views]
     urls += [advice.largest_shard for scale in profile.scales for advice in scale.advice.values()]
     return ShardNames(urls)
 
@@ -437,16 +437,13 @@ def _without_texts(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(short.most_common())
 
 
-def _samples(views: Sequence[SampleView], names: ShardNames) -> str:
+def _samples(views: Sequence[Shown], names: ShardNames) -> str:
     if not views:
         return ""
-    from orchdata.showing.pictures import sample_html
+    from orchdata.showing.views import sample_html
 
     shown_samples = "".join(sample_html(view, names, names.in_text) for view in views)
-    text = (
-        "Drawn at random, in the order of the data. Text that is trained is underlined. Lines in a picture lie between "
-        "its tokens."
-    )
+    text = "Drawn at random, in the order of the data. Text that is trained is underlined."
     return section(counted(len(views), "sample"), paragraph(text), f'<div class="samples">{shown_samples}</div>')
 
 
@@ -481,7 +478,7 @@ def check_report(path: str | Path) -> None:
         raise ValueError(f"the report cannot be written to {target}: you may not write into {target.parent}")
 
 
-def write_report(profile: Profile, path: str | Path, views: Sequence[SampleView], *, named: bool) -> None:
+def write_report(profile: Profile, path: str | Path, views: Sequence[Shown], *, named: bool) -> None:
     """Write the page of `page_of`, whole or not at all. Raises StorageError."""
     page = page_of(profile, views, named=named)
     # A file that exists keeps its permissions, and a link its target.

@@ -66,8 +66,7 @@ pre{{background:var(--soft);padding:12px;white-space:pre-wrap;font:13px/1.5 ui-m
 .samples{{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:16px}}
 .sample{{border:1px solid var(--line);padding:12px;min-width:0}} .sample p{{white-space:pre-wrap;font-size:13px}}
 .trained{{background:var(--soft);border-bottom:2px solid var(--s0)}}
-.picture{{position:relative;display:inline-block;max-width:100%;line-height:0}}
-.picture img{{max-width:100%;height:auto}} .picture svg{{position:absolute;inset:0;width:100%;height:100%}}
+.picture img{{max-width:100%;height:auto}}
 @media (max-width:1000px){{.bar{{width:48px}}}}
 @media (max-width:640px){{
 thead{{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}}
@@ -87,7 +86,6 @@ th,td{{padding:2px 6px}}
 .plots table{{font-size:11px;line-height:1.2;margin:4px 0}} .plots th,.plots td{{padding:0 6px}}
 details::details-content{{content-visibility:visible;block-size:auto}}
 .samples{{grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}} .sample{{padding:8px}}
-.picture{{display:block;width:fit-content}}
 .picture img{{max-height:200px}}
 }}
 """

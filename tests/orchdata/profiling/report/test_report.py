@@ -230,29 +230,6 @@ def test_a_sample_that_cannot_be_read_now_is_shown_as_that(tmp_path: Path) -> No
     assert Page((tmp_path / "report.html").read_text()).text.count("unreadable: ") == 2
 
 
-class Deadly(od.ImagePreprocessor):
-    """An image that ends the process that decodes it, if it is wide."""
-
-    def to_file(self, data, size, arrays, limits):  # type: ignore[no-untyped-def]
-        if size.extent[1] > size.extent[0]:
-            import os
-
-            os._exit(7)
-        return super().to_file(data, size, arrays, limits)
-
-
-@pytest.mark.slow
-def test_a_sample_that_ends_its_process_costs_no_other(tmp_path: Path) -> None:
-    recipe = od.Recipe(image=Deadly(patch_size=8, merge=2, min_tokens=1, max_tokens=12))
-    samples = [{"__key__": f"tall{number}", "jpg": jpeg(32, 64), "txt": b"a"} for number in range(3)]
-    samples.insert(1, {"__key__": "wide", "jpg": jpeg(64, 32), "txt": b"a"})
-    data = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=recipe)
-    _, html = write(data, tmp_path, cost=None)
-    page = Page(html)
-    assert page.text.count("unreadable: the process that read it ended (7)") == 1
-    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3
-
-
 def test_shards_are_named_below_their_common_folder_and_without_secrets() -> None:
     name = ShardNames(["s3://bucket/run/train-0.tar", "s3://bucket/run/b/train-1.tar"])
     assert name("s3://bucket/run/b/train-1.tar") == "b/train-1.tar"
