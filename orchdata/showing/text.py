@@ -8,13 +8,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from orchdata.loaders.text.jinja import ROLES
-
 LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
 _STYLES: Final = {"trained": "green", "masked": "dim", "media": "cyan"}
-_ROLE: Final = rf"(?:<[^<>\s]+>|\[/?[A-Z_]+\])(?:\s*(?:{'|'.join(ROLES)})\b)?"
-"""What a template puts around turns: a mark, often followed by a role."""
 _KIND_WIDTH: Final = 9
 _COUNT_WIDTH: Final = 7
 
@@ -75,9 +71,7 @@ def _content(span: dict[str, Any], *, full: bool) -> tuple[str, Text]:
         sizes = "".join(f", {name} {_shortened(_number(value), full=full)}" for name, value in span["sizes"].items())
         return span["modality"], Text(_visible(f"{span['field']}, {span['positions']:,} positions{sizes}"))
     said = "ids " + " ".join(map(str, span["token_ids"])) if span["text"] is None else span["text"]
-    text = Text(_visible(_shortened(said, full=full), kept="\n"))
-    text.highlight_regex(_ROLE, "bold")
-    return "trained" if span["trained"] else "masked", text
+    return "trained" if span["trained"] else "masked", Text(_visible(_shortened(said, full=full), kept="\n"))
 
 
 def _number(value: Any) -> str:

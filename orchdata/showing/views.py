@@ -13,8 +13,7 @@ from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
-from orchdata.loaders.html.notebook import never_raises, view
-from orchdata.loaders.html.words import shown
+from orchdata.loaders.html import never_raises, shown, view
 from orchdata.loaders.index.index import Index, basename
 from orchdata.showing.samples import MediaFile, Shown, rows_of_key, shards_of, shown_rows, source_names
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from orchdata.demo import DemoConfig, DemoReport, render, run_demo
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.reference.launch import LaunchError, torchrun
 from orchdata.reference.records import compare_curves, summarise_lane
 from orchdata.reference.setup import make_cost, make_model_config, make_recipe

@@ -13,7 +13,7 @@ import pytest
 from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders.html.notebook import MOST_BYTES, never_raises
+from orchdata.loaders.html import MOST_BYTES, never_raises
 
 
 class Tags(HTMLParser):

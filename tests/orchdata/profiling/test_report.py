@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.bench.indexed_shards import IndexedShards
 from orchdata.cli import app
-from orchdata.loaders.html.words import percent, plain, shown
-from orchdata.profiling.report.names import ShardNames
-from orchdata.profiling.report.page import POLICY
-from orchdata.profiling.report.plots import draw_lengths
+from orchdata.loaders.html import percent, plain, shown
+from orchdata.profiling.page import POLICY, ShardNames
+from orchdata.profiling.plots import draw_lengths
 from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
@@ -366,8 +365,8 @@ def test_the_command_writes_it_and_its_json_has_the_figures(dataset: od.ShardDat
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("missing/report.html", "there is no folder"),
-        (".", "it is a folder; give a file in it"),
+        ("missing/report.html", "give a file in a folder that you may write into"),
+        (".", "give a file in a folder that you may write into"),
         ("x" * 300, "File name too long"),
     ],
 )
