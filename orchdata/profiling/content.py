@@ -36,13 +36,7 @@ PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, 
 
 
 def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str]) -> Figures:
-    """Return the content of an index.
-
-    Args:
-        unused: rows of samples that are left out, ascending.
-        totals: of the samples that are not left out by a filter or a split.
-        sources: names of the sources that are joined in the index, if they are.
-    """
+    """Return the content of an index without its `unused` rows, ascending; `sources` are those joined in it."""
     names = index.modalities
     lengths = {name: LengthCounts() for name in names}
     samples_of: Counter[int] = Counter()
@@ -187,10 +181,7 @@ def measure_phases(
 ) -> tuple[dict[str, Figures], tuple[Figures, ...], int]:
     """Return positions of each phase, the samples that cost the most, and the most positions of `llm`.
 
-    Args:
-        rows: of usable samples, ascending.
-        excluded: rows that are in no step, ascending: only the positions of each phase count them.
-        samples_per_rank: samples of a step for each rank.
+    Rows are ascending. Of those that are `excluded` from steps only the positions of each phase are counted.
     """
     counts = {phase: LengthCounts() for phase in source.phases}
     sums = dict.fromkeys(source.balanced, 0)

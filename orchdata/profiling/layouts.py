@@ -38,14 +38,9 @@ def padding_of_layouts(
     """Plan a few steps in each layout, over all ranks, under the same caps.
 
     Args:
-        cost: the model's cost, as in training; with None every phase costs its positions.
-        spec_of: returns the steps of a run with such costs and balance.
-        multiple_of: LLM sequences are padded to a multiple of this.
         dummies: modality -> LLM tokens of its dummy; None if batches have no dummies.
         length: of microbatches of one length; None for the shortest that holds the longest sample and the mean of a
             rank's tokens.
-        longest: LLM tokens of the longest sample.
-        tokens_per_rank: LLM tokens of a step for each rank, mean.
     """
     if length is None:
         length = -(-max(longest, int(tokens_per_rank)) // _ROUND) * _ROUND

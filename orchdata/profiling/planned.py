@@ -55,9 +55,7 @@ class PlannedStep:
 class PlannedSteps:
     """Some steps, planned. Costs are over those of perfectly even steps.
 
-    Attributes:
-        balanced: phases of the cost model, which make up the step.
-        adds_up: the cost of a step is the sum of the costs of its phases: ranks wait for each other after each phase.
+    `balanced` phases make up the step; it `adds_up` if ranks wait for each other after each phase.
     """
 
     num_ranks: int
@@ -248,11 +246,8 @@ def plan_enough(
     """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
     every standard error is below `SMALL_ERROR`, or there are `most`.
 
-    After each round the steps so far are spread over an epoch.
-
-    Args:
-        specs: they differ in balance and costs, not in order and size of steps.
-        priced: phases that make up the step.
+    After each round the steps so far are spread over an epoch. The specs differ in balance and costs, not in order and
+    size of steps. `priced` are the phases that make up the step.
     """
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)

@@ -187,7 +187,6 @@ class Profile(Figures):
 
 
 def main_scale(scales: Sequence[Figures]) -> Figures:
-    """Return the first scale of at least 64 ranks, else the one of the most ranks."""
     large = (scale for scale in scales if scale.ranks >= _MAIN_RANKS)
     return next(large, max(scales, key=lambda scale: scale.ranks))
 
@@ -456,12 +455,7 @@ def _sources(order: AnyOrder) -> dict[str, Figures]:
 def _epoch(
     index: Index, unchosen: NDArray[np.int64], sources: Mapping[str, Figures], content: Figures
 ) -> dict[str, Figures]:
-    """Return what an epoch of a mixture delivers of each modality, if each source gives what its samples are made of.
-
-    Args:
-        unchosen: rows that filters and splits leave out.
-        content: of the stored samples.
-    """
+    """Return what an epoch of a mixture delivers of each modality, if sources give what their samples are made of."""
     if not isinstance(index, JoinedIndex) or not sources:
         return {}
     given, parts = list(sources.values()), content.sources

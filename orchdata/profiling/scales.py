@@ -105,10 +105,8 @@ def make_scale(
     """Plan some steps of an epoch on `ranks` ranks. For other arguments see `profile`.
 
     Args:
-        source: costs of an index.
-        counts: its LLM tokens, as steps measure them.
+        counts: LLM tokens of samples, as steps measure them.
         order_of: number of streams -> the order.
-        streams: streams of the order; None for one per group in groups and in a grid, and one for all other settings.
         cache: of each node; None without object storage.
     """
     # The orders, and the steps: spread for balance, consecutive for locality.
@@ -290,12 +288,7 @@ def make_settings(
 def _try_changes(
     spec: PlanSpec, order: AnyOrder, size: StepSize, mean: int, planned: PlannedSteps, steps: int, most: int
 ) -> tuple[Figures, ...]:
-    """Plan other steps: larger caps, no caps, larger batches. None if the step is nearly even.
-
-    Args:
-        mean: LLM tokens of a sample, mean.
-        planned: the step as it is.
-    """
+    """Plan other steps than `planned`: larger caps, no caps, larger batches. None if it is nearly even."""
     if planned.step <= _ENOUGH:
         return ()
     balance = spec.balance

@@ -46,27 +46,19 @@ class Finding(NamedTuple):
 
 def findings(profile: Profile) -> list[Finding]:
     """Return what a profile says, the most important first."""
-    found = (
-        []
-        if profile.has_cost_model
-        else [
-            Finding(
-                text="No cost model was given, so all figures are positions, not time, and nothing is said about "
-                "waiting or speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
-            )
-        ]
-    )
-    if profile.main_scale.with_replacement:
-        found.append(
-            Finding(
-                text=f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such "
-                "step. Figures are of samples drawn with replacement, as from a larger data set of the same kind."
-            )
+    said = []
+    if not profile.has_cost_model:
+        said.append(
+            "No cost model was given, so all figures are positions, not time, and nothing is said about waiting or "
+            "speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
         )
-    found += _of_content(profile)
-    if profile.has_cost_model:
-        found = _of_waiting(profile) + found
-    return found
+    if profile.main_scale.with_replacement:
+        said.append(
+            f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such step. "
+            "Figures are of samples drawn with replacement, as from a larger data set of the same kind."
+        )
+    found = _of_waiting(profile) if profile.has_cost_model else []
+    return [*found, *map(Finding, said), *_of_content(profile)]
 
 
 def recommended(scale: Figures) -> SettingName:
@@ -101,24 +93,17 @@ def _reads_fewer(scale: Figures) -> bool:
 
 def step_words(scale: Figures) -> str:
     """Return the size of a step in words."""
+    none, ranks = scale.settings["none"], counted(scale.ranks, "rank")
     if scale.batch_size is not None:
-        return (
-            f"{counted(scale.ranks, 'rank')} x {counted(scale.batch_size, 'sample')} "
-            f"({number(scale.settings['none'].tokens)} LLM tokens a step)"
-        )
-    return (
-        f"{counted(scale.ranks, 'rank')} x {scale.batch_tokens:,} LLM tokens "
-        f"({number(scale.settings['none'].samples)} samples a step)"
-    )
+        return f"{ranks} x {counted(scale.batch_size, 'sample')} ({number(none.tokens)} LLM tokens a step)"
+    return f"{ranks} x {scale.batch_tokens:,} LLM tokens ({number(none.samples)} samples a step)"
 
 
 def left_out_words(profile: Profile) -> str:
     """Return which numbers of ranks were left out, and why."""
     ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
-    return (
-        f"Not planned: {ranks} ranks, whose step would have more than {MOST_REPEATS} times the data. Name them to plan "
-        "them."
-    )
+    much = f"more than {MOST_REPEATS} times the data"
+    return f"Not planned: {ranks} ranks, whose step would have {much}. Name them to plan them."
 
 
 def _of_waiting(profile: Profile) -> list[Finding]:
