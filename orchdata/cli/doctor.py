@@ -56,11 +56,12 @@ def doctor(as_json: JsonOption = False) -> None:
     findings.append(Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}"))
     findings += [_package("versions", name, wanted) for name, wanted in requirements().items() if name not in _FEATURES]
     findings += [_package("features", name, name) for name in _FEATURES]
-    for look in (_machine, _cache, _workers):
+    looks = {"processors": _processors, "cache folder": _cache_folder, "shared memory": _shared_memory}
+    for name, look in looks.items():
         try:
-            findings.append(look())
+            findings.append(Finding("machine", name, look()))
         except Exception as error:  # noqa: BLE001 - anything that is wrong with an installation is a finding
-            findings.append(Finding("machine", look.__name__.strip("_"), f"{type(error).__name__}: {error}", "broken"))
+            findings.append(Finding("machine", name, f"{type(error).__name__}: {error}", "broken"))
     broken = sum(finding.verdict == "broken" for finding in findings)
     if as_json:
         print_json({"findings": [finding._asdict() for finding in findings]})
@@ -84,7 +85,7 @@ def _package(about: str, name: str, wanted: str) -> Finding:
     except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
         hint = way_out(module, error)
         if name in ("torchvision", "torchaudio"):
-            hint = f"`pip uninstall {name}`, or one that fits this torch: transformers imports what is installed"
+            hint = "leave it out, or install one that fits this torch: transformers imports what is installed"
         return Finding(about, name, " ".join(f"{type(error).__name__}: {error}".split()) + use, bad, hint)
     for sign, bound in re.findall(r"(>=|<)([\d.]+)", wanted):
         numbers, limit = ([int(each) for each in re.findall(r"\d+", text.split("+")[0])] for text in (found, bound))
@@ -93,24 +94,24 @@ def _package(about: str, name: str, wanted: str) -> Finding:
     return Finding(about, name, found + use)
 
 
-def _machine() -> Finding:
+def _processors() -> str:
     import torch
 
     cpus = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs, {torch.backends.cpu.get_cpu_capability()}"
-    return Finding("machine", "processors", f"{cpus}; accelerators that torch sees: {torch.cuda.device_count()}")
+    return f"{cpus}; accelerators that torch sees: {torch.cuda.device_count()}"
 
 
-def _cache() -> Finding:
+def _cache_folder() -> str:
     from orchdata.loaders.storage.cache import CacheFolder
 
     root = CacheFolder().make_root()
     with tempfile.NamedTemporaryFile(dir=root):
-        return Finding("machine", "cache folder", f"{root}: {human_bytes(shutil.disk_usage(root).free)} free")
+        return f"{root}: {human_bytes(shutil.disk_usage(root).free)} free"
 
 
-def _workers() -> Finding:
+def _shared_memory() -> str:
     os.close(os.memfd_create("orchdata-doctor"))
-    return Finding("machine", "shared memory", "memfd_create works; /dev/shm is not used")
+    return "memfd_create works; /dev/shm is not used"
 
 
 @one_line_errors

@@ -34,7 +34,7 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
     code, by_name = findings()
-    assert (code, by_name["cache"]["verdict"]) == (1, "broken")
+    assert (code, by_name["cache folder"]["verdict"]) == (1, "broken")
     assert CliRunner().invoke(app, ["doctor"]).stdout.splitlines()[-1] == "1 broken"
 
 
@@ -43,7 +43,12 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("transformers", PackageNotFoundError("transformers"), "missing", "pip install"),
         ("av", OSError("libavcodec.so.62: no such file"), "missing", "pip install --force-reinstall --no-deps 'av"),
-        ("torchaudio", RuntimeError("made for\nanother torch"), "missing", "`pip uninstall torchaudio`"),
+        (
+            "torchaudio",
+            RuntimeError("made for\nanother torch"),
+            "missing",
+            "leave it out, or install one that fits this torch",
+        ),
         ("soundfile", OSError("libsndfile.so.1"), "broken", "pip install --force-reinstall --no-deps 'soundfile"),
         ("pyarrow", ModuleNotFoundError("no C", name="planted_c"), "broken", "pip install 'planted_c'"),
     ],
