@@ -370,7 +370,8 @@ def write_report(
     check_report(path)
     drawn: list[Shown] = []
     if dataset is not None and index is not None and samples:
-        usable = np.setdiff1d(np.arange(index.num_rows), np.union1d(unchosen_rows(dataset, index), index.bad_rows()))
+        unused = np.union1d(unchosen_rows(dataset, index), index.bad_rows())
+        usable = np.delete(np.arange(index.num_rows), unused)
         count = min(samples, len(usable))
         places = np.random.default_rng(profile.seed).choice(len(usable), size=count, replace=False, shuffle=False)
         drawn = with_pictures(dataset, index, sorted(usable[places].tolist()))

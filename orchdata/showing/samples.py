@@ -19,7 +19,7 @@ from orchdata.building.assembler import pass_of
 from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.errors import FieldError, OrchdataError, as_field_error
+from orchdata.loaders.errors import DataError, FieldError, OrchdataError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index, absolute, basename
 from orchdata.loaders.index.joined import JoinedIndex
@@ -151,13 +151,17 @@ def shown_rows(
     sources: Sequence[str] = (),
     passes: Sequence[Pass] = (),
     use_file: Callable[[MediaFile], str] | None = None,
+    keep_going: bool = False,
 ) -> list[Shown]:
     """Return rows of an index as the model sees them, decoded as by a loader, in this process.
+
+    Raises OrchdataError for trouble that says nothing about a sample, such as a shard that has changed.
 
     Args:
         sources: source of each row, for a mixture.
         passes: pass in which each row is decoded; default: pass 0, with seed 0.
         use_file: gets each part of media as a file, and returns what `file` of its span says; "" for nothing.
+        keep_going: trouble, too, is the error of the sample that has it.
     """
     index, opened = shards.index, shards.open()
     costs: dict[str, NDArray[np.int64]] = {}
@@ -177,6 +181,8 @@ def shown_rows(
             except FieldError as failure:
                 error, spans = str(failure.at(stored.shard, stored.key)), []
             except OrchdataError as failure:
+                if not (keep_going or isinstance(failure, DataError)):
+                    raise
                 error, spans = str(failure), []
             samples.append(
                 {

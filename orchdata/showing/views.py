@@ -73,7 +73,7 @@ def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | st
 def with_pictures(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[Shown]:
     """Return rows to show, with small pictures of their first images as data URLs."""
     sources = source_names(dataset, index, rows)
-    return shown_rows(shards_of(dataset, index), rows, None, sources, use_file=_picture)
+    return shown_rows(shards_of(dataset, index), rows, None, sources, use_file=_picture, keep_going=True)
 
 
 def _picture(media: MediaFile) -> str:

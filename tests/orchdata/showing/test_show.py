@@ -451,3 +451,14 @@ def test_tokenizers_with_and_without_a_way_back() -> None:
     assert text.decode(ids) == "b a b"
     assert text.decode(np.array([7], np.int32)) is None
     assert od.TextPreprocessor().decode(np.array([104, 105, 256, 255], np.int32)) == "hi<256>\ufffd"
+
+
+def test_a_shard_that_has_changed_is_an_error_and_no_samples(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"x" * 2000} for n in range(3)])
+    dataset = od.ShardDataset(path, RECIPE)
+    shards = shards_of(dataset, dataset.index())
+    write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"y"} for n in range(3)])
+    with pytest.raises(od.StaleIndexError):
+        shown_rows(shards, [0])
+    (sample,) = shown_rows(shards, [0], keep_going=True)
+    assert sample["error"] is not None and sample["spans"] == []
