@@ -58,8 +58,8 @@ from .planning.route import Route as Route
 from .planning.route import make_route as make_route
 from .post_balancing.loader import post_balance as post_balance
 from .post_balancing.step import PostBatch as PostBatch
-from .profiling.make_profile import profile as profile
 from .profiling.profile import Profile as Profile
+from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
 from .showing.views import ShownSamples as ShownSamples

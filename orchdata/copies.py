@@ -16,7 +16,7 @@ import numpy as np
 
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.html.notebook import never_raises, pairs, view
+from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.loop.position import Progress
 
 _MOST_CHARACTERS = 200

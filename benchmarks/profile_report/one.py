@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 def main(ranks: Sequence[int], page: Path | None, paths: Sequence[Path]) -> dict[str, float]:
     """CPU seconds, user and system, of profile and page; those of imports and of opening indexes do not count."""
     import orchdata as od
-
-    try:
-        from orchdata.profiling.make_profile import profile
-    except ImportError:  # a commit that had one file for both
-        from orchdata.profiling.profile import profile  # type: ignore[attr-defined, no-redef]
+    from orchdata.profiling.profile import profile
 
     media = od.PhaseCost(1.0, 0.0001)
     cost = od.CostModel(image=media, audio=media, llm=od.PhaseCost(8.0, 0.001))

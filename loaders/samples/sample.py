@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.html.notebook import never_raises, pairs, view
+from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.loaders.modalities.modality import as_tensor
 
 if TYPE_CHECKING:

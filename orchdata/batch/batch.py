@@ -20,7 +20,7 @@ from torch import Tensor
 from orchdata.batch.merge import merge_features, token_rows
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch, shown
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html.notebook import never_raises, pairs, view
+from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 

@@ -203,10 +203,10 @@ def profile(
     from orchdata.loaders.amounts import bytes_of
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
-    from orchdata.profiling.make_profile import profile as make_profile
+    from orchdata.profiling.profile import profile as make_profile
 
     if html is not None:
-        from orchdata.profiling.report.page import check_report
+        from orchdata.profiling.page import check_report
 
         check_report(html)
         if samples < 0:

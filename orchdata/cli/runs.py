@@ -82,7 +82,7 @@ def _place_of_report(html: Path | None) -> tuple[Path | None, str]:
     Raises PackageError and ValueError as `check_report` if a file was given.
     """
     from orchdata.loaders.errors import PackageError
-    from orchdata.profiling.report.page import check_report
+    from orchdata.profiling.page import check_report
 
     target = (_REPORT if html is None else html).absolute()
     try:

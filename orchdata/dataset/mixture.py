@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.views.seen import Seen, mixture_view
-from orchdata.loaders.html.notebook import never_raises
+from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.remote.files import Files, joined_files

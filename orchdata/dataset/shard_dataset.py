@@ -41,7 +41,7 @@ from orchdata.dataset.selection import (
 from orchdata.dataset.views.seen import Seen, dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
-from orchdata.loaders.html.notebook import never_raises
+from orchdata.loaders.html import never_raises
 from orchdata.loaders.index.fields.build import open_fields
 from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index, absolute, digest

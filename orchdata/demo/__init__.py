@@ -130,9 +130,8 @@ def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path 
     from orchdata.demo.rank import COST, RECIPE
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
-    from orchdata.profiling.make_profile import profile
-    from orchdata.profiling.report.page import write_report
-    from orchdata.profiling.report.samples import drawn_views
+    from orchdata.profiling.page import write_report
+    from orchdata.profiling.profile import profile
 
     paths = [str(path) for path in dataset.paths]
     index = build_index(
@@ -144,7 +143,7 @@ def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, html: Path 
     profiled = profile(index, cost=COST, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
     if html is not None:
         tell("writing the report", 0, 1)
-        write_report(profiled, html, drawn_views(ShardDataset(paths, RECIPE), index, _SHOWN, config.seed), named=True)
+        write_report(profiled, html, ShardDataset(paths, RECIPE), index, _SHOWN)
         tell("writing the report", 1, 1)
     return profiled
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound, order_microbatches
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-from orchdata.loaders.html.notebook import never_raises
+from orchdata.loaders.html import never_raises
 from orchdata.planning.parts import OwnParts, Parts, own_parts
 from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route

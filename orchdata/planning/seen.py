@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.html.drawing import axes_of
-from orchdata.loaders.html.elements import bar, table
-from orchdata.loaders.html.notebook import pairs, view
+from orchdata.loaders.html import axes_of, bar, pairs, table, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

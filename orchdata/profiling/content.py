@@ -1,6 +1,6 @@
-"""What samples are made of, from the index: lengths, combinations of modalities, shares of tokens, unlike shards.
+"""What samples are made of: lengths, combinations of modalities, shares of tokens, unlike shards, the largest samples.
 
-    columns of the index, a stretch of rows at a time --sums--> Content
+    columns of the index, a stretch of rows at a time --sums--> Figures
 
 Memory does not grow with the samples, but for one number for each different length and each shard and modality.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,7 +18,9 @@ from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import Totals
-from orchdata.profiling.lengths import LengthCounts, Lengths
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.price import StepPrice
+from orchdata.profiling.figures import Figures
 
 Ints = NDArray[np.int64]
 
@@ -29,76 +30,13 @@ _MOST_COMBINATIONS: Final = 12
 _LEAST_SAMPLES: Final = 20
 """Shards with fewer samples are not called different: their shares are chance."""
 _LEAST_DIFFERENCE: Final = 0.1
+MOST_LARGEST: Final = 10
+_CHUNK_ROWS: Final = 1 << 20
+PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combination:
-    """Samples that have exactly these modalities, text among them."""
-
-    modalities: tuple[str, ...]
-    samples: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JointShares:
-    """How many samples have which shares of their LLM tokens in two modalities.
-
-    Attributes:
-        modalities: those with the most LLM tokens, media before text; two, or one if there is no other.
-        samples: [i][j] samples with a share from i/10 to (i+1)/10 in the first modality, and from j/10 in the second.
-            [i][0] if there is one.
-    """
-
-    modalities: tuple[str, ...]
-    samples: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnlikePart:
-    """A shard, or a source of a mixture, and what its tokens are.
-
-    Attributes:
-        name: url of the shard, or name of the source.
-        shares: modality -> share of its LLM tokens.
-        tokens_per_sample: LLM tokens of a sample, mean.
-        difference: half the sum of absolute differences between its shares and those of all samples, from 0 to 1.
-    """
-
-    name: str
-    samples: int
-    shares: Mapping[str, float]
-    tokens_per_sample: float
-    difference: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
-    """What samples are made of.
-
-    Attributes:
-        tokens: modality -> LLM tokens that it gives a sample, over whole samples that have it.
-        combinations: by which modalities samples have, the most frequent first, at most 12.
-        joint: shares of tokens in two modalities.
-        shards: shards of other shares than all samples, most different first, at most 10; none if all are alike.
-        sources: sources of a mixture, in their order; empty without a mixture.
-    """
-
-    tokens: Mapping[str, Lengths]
-    combinations: tuple[Combination, ...]
-    joint: JointShares
-    shards: tuple[UnlikePart, ...]
-    sources: tuple[UnlikePart, ...]
-
-
-def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str]) -> Content:
-    """Return the content of an index.
-
-    Args:
-        unused: rows of samples that are left out, ascending.
-        totals: of the samples that are not left out by a filter or a split.
-        sources: names of the sources that are joined in the index, if they are.
-    """
+def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str]) -> Figures:
+    """Return the content of an index without its `unused` rows, ascending; `sources` are those joined in it."""
     names = index.modalities
     lengths = {name: LengthCounts() for name in names}
     samples_of: Counter[int] = Counter()
@@ -128,17 +66,17 @@ def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str
     shards = [
         _unlike(index.shards[number].url, of_shards[number], whole, names) for number in _most_unlike(of_shards, whole)
     ]
-    return Content(
+    return Figures(
         tokens={name: counts.lengths() for name, counts in lengths.items()},
         combinations=tuple(
-            Combination(
+            Figures(
                 modalities=tuple(name for bit, name in enumerate(names) if code >> bit & 1),
                 samples=samples,
                 tokens=tokens_of[code],
             )
             for code, samples in sorted(samples_of.items(), key=lambda each: (-each[1], each[0]))[:_MOST_COMBINATIONS]
         ),
-        joint=JointShares(
+        joint=Figures(
             modalities=(names[first],) if second is None else (names[first], names[second]),
             samples=tuple(tuple(row if second is not None else row[:1]) for row in grid.tolist()),
         ),
@@ -195,13 +133,99 @@ def _most_unlike(parts: Ints, whole: Ints) -> list[int]:
     return [number for number in order.tolist() if difference[number] >= _LEAST_DIFFERENCE]
 
 
-def _unlike(name: str, part: Ints, whole: Ints, modalities: Sequence[str]) -> UnlikePart:
+def _unlike(name: str, part: Ints, whole: Ints, modalities: Sequence[str]) -> Figures:
     tokens, all_tokens = int(part[1:].sum()), int(whole[1:].sum())
     shares = part[1:] / max(1, tokens)
-    return UnlikePart(
+    return Figures(
         name=name,
         samples=int(part[0]),
         shares=dict(zip(modalities, shares.tolist(), strict=True)),
         tokens_per_sample=tokens / max(1, int(part[0])),
         difference=float(np.abs(shares - whole[1:] / max(1, all_tokens)).sum() / 2),
+    )
+
+
+class LengthCounts:
+    """Counts lengths that are added in chunks; it keeps one number for each different length."""
+
+    def __init__(self) -> None:
+        self._lengths: Ints = np.zeros(0, np.int64)
+        self._counts: Ints = np.zeros(0, np.int64)
+
+    def add(self, lengths: Ints) -> None:
+        """Add lengths, int64 (n,); those of 0 are left out."""
+        new, counts = np.unique(lengths[lengths > 0], return_counts=True)
+        merged, places = np.unique(np.concatenate([self._lengths, new]), return_inverse=True)
+        both = np.concatenate([self._counts, counts])
+        self._lengths, self._counts = merged, np.bincount(places, weights=both, minlength=len(merged)).astype(np.int64)
+
+    def lengths(self) -> Figures:
+        ends = np.cumsum(self._counts)
+        samples = int(ends[-1]) if len(ends) else 0
+        percentiles: dict[str, int] = {}
+        bins: tuple[int, ...] = ()
+        if samples:
+            # The length of the sample at that place in ascending order, as np.percentile(..., method="lower").
+            places = {name: (samples - 1) * percent // 100 for name, percent in PERCENTILES.items()}
+            found = {name: np.searchsorted(ends, place, side="right") for name, place in places.items()}
+            percentiles = {name: int(self._lengths[place]) for name, place in found.items()}
+            powers = np.frexp(self._lengths.astype(np.float64))[1] - 1
+            bins = tuple(np.bincount(powers, weights=self._counts).astype(np.int64).tolist())
+        return Figures(
+            samples=samples, total=int((self._lengths * self._counts).sum()), percentiles=percentiles, bins=bins
+        )
+
+
+def measure_phases(
+    source: IndexCosts, rows: Ints, excluded: Ints, price: StepPrice, samples_per_rank: float
+) -> tuple[dict[str, Figures], tuple[Figures, ...], int]:
+    """Return positions of each phase, the samples that cost the most, and the most positions of `llm`.
+
+    Rows are ascending. Of those that are `excluded` from steps only the positions of each phase are counted.
+    """
+    counts = {phase: LengthCounts() for phase in source.phases}
+    sums = dict.fromkeys(source.balanced, 0)
+    largest: list[tuple[int, int]] = []  # cost and row
+    trained = longest = 0
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = rows[start : start + _CHUNK_ROWS]
+        positions = {phase: source.positions(phase, chunk) for phase in counts}
+        for phase, counted in counts.items():
+            counted.add(positions[phase])
+        kept = ~np.isin(chunk, excluded[slice(*np.searchsorted(excluded, [chunk[0], chunk[-1] + 1]))])
+        longest = max(longest, int(positions["llm"][kept].max(initial=0)))
+        chunk = chunk[kept]
+        trained += len(chunk)
+        total = np.zeros(len(chunk), np.int64)
+        for phase in source.balanced:
+            costs = source.costs(phase, chunk)
+            sums[phase] += int(costs.sum())
+            total += costs
+        top = np.argsort(-total, kind="stable")[:MOST_LARGEST]
+        largest += zip(total[top].tolist(), chunk[top].tolist(), strict=True)
+        largest = sorted(largest, key=lambda each: (-each[0], each[1]))[:MOST_LARGEST]
+    mean = {phase: total / max(1, trained) for phase, total in sums.items()}
+    loads = {phase: max(samples_per_rank * cost, 1.0) for phase, cost in mean.items()}
+    return (
+        {phase: counted.lengths() for phase, counted in counts.items()},
+        tuple(_largest(source, row, price, sum(mean.values()), loads) for _, row in largest),
+        longest,
+    )
+
+
+def _largest(source: IndexCosts, row: int, price: StepPrice, mean: float, loads: Mapping[str, float]) -> Figures:
+    """Describe a sample. `mean` is the cost of the mean sample, `loads` the mean load of a rank in each phase."""
+    index, one = source.index, np.array([row], np.int64)
+    costs = {phase: int(source.costs(phase, one)[0]) for phase in loads}
+    # Some rank has the whole sample: in each phase where ranks meet, it takes at least as long as the sample.
+    alone = sum(max(load, costs[phase]) for phase, load in loads.items())
+    if not price.meets_in_micro_steps:
+        alone = max(sum(loads.values()), sum(costs.values()))
+    return Figures(
+        shard=index.shard_of(row).url,
+        key=index.key(row),
+        row=row,
+        positions={phase: int(source.positions(phase, one)[0]) for phase in source.phases},
+        cost=sum(costs.values()) / mean if mean else 1.0,
+        step=alone / sum(loads.values()),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -12,41 +11,23 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
+from orchdata.profiling.figures import Figures
 
 MOST_KINDS: Final = 10
 MOST_EXAMPLES: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailureExample:
-    """A sample that cannot be used.
-
-    Attributes:
-        kind: the reason without quoted names and numbers, as in `Profile.bad_by_reason`.
-    """
-
-    kind: str
-    shard: str
-    key: str
-    field: str
-    reason: str
-
-
-def failure_examples(failures: Iterable[DataError]) -> tuple[FailureExample, ...]:
+def failure_examples(failures: Iterable[DataError]) -> tuple[Figures, ...]:
     """Return at most three failures of each of the ten most frequent kinds, the most frequent first."""
-    by_kind: dict[str, list[FailureExample]] = {}
-    counts: Counter[str] = Counter()
+    by_kind: dict[str, list[DataError]] = {}
     for failure in failures:
-        kind = reason_kind(failure.reason)
-        counts[kind] += 1
-        examples = by_kind.setdefault(kind, [])
-        if len(examples) < MOST_EXAMPLES:
-            examples.append(
-                FailureExample(
-                    kind=kind, shard=failure.shard, key=failure.key, field=failure.field, reason=failure.reason
-                )
-            )
-    return tuple(example for kind, _ in counts.most_common(MOST_KINDS) for example in by_kind[kind])
+        by_kind.setdefault(reason_kind(failure.reason), []).append(failure)
+    frequent = sorted(by_kind.items(), key=lambda kind: -len(kind[1]))[:MOST_KINDS]
+    return tuple(
+        Figures(kind=kind, shard=each.shard, key=each.key, field=each.field, reason=each.reason)
+        for kind, examples in frequent
+        for each in examples[:MOST_EXAMPLES]
+    )
 
 
 def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:

@@ -1,223 +1,105 @@
-"""The profile of a dataset: its content, and what N ranks would lose to imbalance, as a frozen value.
+"""Profile of a dataset, before any GPU is rented: its content, and what N ranks would lose to imbalance.
 
-Profile --report/--> sentences, a DataLoader call, a page of HTML
+    index columns --counts, percentiles--> content, modalities, phases
+    order, cost model, Balance --plans, as in training--> scales, one for each number of ranks
+
+Everything is read from the index: no sample is decoded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.dataset.mixed import index_of
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import CostModel
+from orchdata.dataset.indexed.column_reads import chunks_of
+from orchdata.dataset.indexed.unread import unread_of
+from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import (
+    above_budget,
+    check_caps,
+    check_layout,
+    layout_costs,
+    oversize_rows,
+    unchosen_rows,
+)
+from orchdata.dataset.views.chosen_totals import chosen_totals, totals_of_sources
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html.notebook import never_raises
-from orchdata.planning.balance import Balance, Objective, Oversize
-from orchdata.profiling.content import Content
-from orchdata.profiling.failures import FailureExample
-from orchdata.profiling.largest import LargestSample
-from orchdata.profiling.lengths import Lengths
-from orchdata.profiling.ranks.layouts import LayoutPadding
-from orchdata.profiling.ranks.scales import Scale
+from orchdata.loaders.html import never_raises
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.tar import bytes_read_together
+from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexTokens
+from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
+from orchdata.profiling.content import content_of, measure_phases
+from orchdata.profiling.failures import count_reasons, failure_examples, split_failures
+from orchdata.profiling.figures import Figures
+from orchdata.profiling.layouts import padding_of_layouts
+from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
+from orchdata.profiling.scales import MOST_REPEATS, NodeCache, make_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from orchdata.showing.pictures import SampleView
-
+DEFAULT_RANKS: Final = (8, 64, 512, 2560)
+_RANGE_SAMPLES = 1000
 _MAIN_RANKS = 64
+_COMPARED = ("scope", "assignment", "group_size")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Modality:
-    """One modality of the usable samples.
+class Profile(Figures):
+    """The content of a dataset, and its cost on N ranks. `to_dict` has the same figures by the same names.
 
-    Attributes:
-        samples: samples that have it; `share` is their fraction of all usable samples.
-        parts: images or audio clips; for text the samples that have any.
-        tokens: positions it gives the LLM; for text everything that is not media, including special tokens.
-        lengths: LLM tokens that it gives a sample, over the samples that have it.
-    """
-
-    samples: int
-    share: float
-    parts: int
-    tokens: int
-    lengths: Lengths
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """Positions that one phase of a model computes.
+    All numbers are of the usable samples, except `bad` samples, `failed_shards`, of which nothing could be read, and
+    `unchosen` samples, which `filter` and `split` leave out. In phases, caps and scales the pieces of a split sample
+    count separately, as a loader draws them. Positions are what a phase computes: patches before merging, audio frames,
+    LLM tokens. Lengths have `percentiles` ("min" to "max", each the length of a sample) and `bins`: samples with
+    lengths from 2^b up to 2^(b+1), for b from 0.
 
     Attributes:
-        samples: samples that enter the phase.
-        positions: their sum: patches before merging, audio frames entering attention, or LLM tokens.
-        percentiles: percentiles of the positions of a sample, over the samples that enter the phase; empty if none do.
-        bins: samples with positions from 2^b up to 2^(b+1), for b from 0.
-    """
-
-    samples: int
-    positions: int
-    percentiles: Mapping[str, int]
-    bins: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadAmplification:
-    """Bytes read from storage for each byte of the members that samples use, estimated from the index.
-
-    Attributes:
-        by_range: samples of plain tars, read one by one in any order and scope: their members, and the gaps between
-            members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
-        whole_shards: every shard read once from end to end, as a compressed tar is when it is decompressed: below 1 if
-            compression saves more than the unused bytes. Multiply by `groups_per_shard` if each group reads on its own.
-            None if records name media in other files.
-        by_chunk: samples of Parquet, if each is read with the column chunks of its whole row group: where the order
-            jumps between more row groups than fit in memory. From the footers of a few files; None without Parquet.
-    """
-
-    by_range: float | None
-    whole_shards: float | None
-    by_chunk: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caps:
-    """Positions per microbatch and rank, and the samples above them.
-
-    Attributes:
-        max_tokens: phase -> cap.
-        oversize: treatment of samples above a cap: "own" microbatches, or "drop": left out of the order.
-        above: phase -> samples above its cap.
-        samples: samples above any cap.
-    """
-
-    max_tokens: Mapping[str, int]
-    oversize: Oversize
-    above: Mapping[str, int]
-    samples: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overflow:
-    """The effect of `TextPreprocessor.overflow` on samples.
-
-    Attributes:
-        truncated: number of truncated samples; `cut_tokens` are the LLM tokens that they lost.
-        split: number of split samples; `pieces` is the number of their pieces.
-    """
-
-    truncated: int
-    cut_tokens: int
-    split: int
-    pieces: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceShare:
-    """One source of a mixture in its first epoch.
-
-    Attributes:
-        samples, tokens: samples and LLM tokens, as steps measure them, that it gives; `share` is the fraction of the
-            epoch's tokens.
-        usable: usable samples of the source.
-        passes: passes through the source.
-    """
-
-    samples: int
-    tokens: int
-    share: float
-    usable: int
-    passes: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochModality:
-    """What an epoch of a mixture delivers of a modality, by the weights of the sources.
-
-    Attributes:
-        share: share of the samples that have it.
-        token_share: share of the LLM tokens.
-    """
-
-    share: float
-    token_share: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """The content of a dataset, and its cost on N ranks.
-
-    `samples` are the usable ones. All other numbers are about them, except `bad` samples and `failed_shards`, of which
-    nothing could be read. In phases, caps and scales the pieces of a split sample count separately, as a loader draws
-    them.
-
-    Attributes:
-        overflow: None without `TextPreprocessor.max_tokens`, or if no sample is above it.
-        unchosen: samples that the data set leaves out by `filter` and `split`; no other number contains them.
-        layout: "packed" or "padded".
-        objective: see `Balance`: whether ranks wait after each phase of each micro-step.
-        balance: other arguments of `Balance` than its defaults, which all settings share.
-        multiple_of, length: LLM sequences are padded to a multiple of this; and tokens of every microbatch, if all have
-            one length.
-        model_parallel: GPUs of a rank.
-        caps: None without `max_tokens`.
-        text_is_bytes: LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer; False for an index alone,
-            which does not know.
-        is_of_processor: a recipe is one of `od.hf.recipe`, so the model takes batches of `od.hf.Inputs`; False for an
-            index alone.
-        ranks_left_out: default numbers of ranks that were not planned: their step would have more than 16 times the
-            samples, or tokens, of the data.
-        sources: sources of a mixture, by name; empty without a mixture.
-        epoch: modality -> what the first epoch of a mixture delivers; empty without a mixture. `modalities`, `phases`,
-            `content` and `largest` are of the stored samples, each once.
-        unread: field that is not read -> number of samples that have it, the most frequent first.
-        unread_others: the sum of the counts of all other fields.
-        failures: examples of bad samples, at most three for each of the ten most frequent reasons.
-        content: what samples are made of.
-        largest: of the samples that are not dropped, those that cost the most, at most ten.
+        shards, failed_shards, samples, bad, unchosen, bytes, loss_tokens, seed, model_parallel: numbers.
+        bad_by_reason, failures: reason -> samples; at most three examples for each of the ten most frequent reasons.
+        overflow: what `TextPreprocessor.max_tokens` did; None if no sample is above it.
+        read_amplification: bytes read for each byte used, estimated: `by_range` of plain tars, `whole_shards` each read
+            once, `by_chunk` of Parquet.
+        modalities: name -> samples that have it, their share, parts, LLM tokens, lengths.
+        phases: name -> samples that enter it, positions, percentiles, bins.
+        balanced_phases, has_cost_model, layout, balance, multiple_of, length, objective: of the run; `balance` has the
+            arguments other than defaults that all settings share.
+        caps: phase -> cap, how many samples are above, what becomes of them; None without `max_tokens`.
+        ranks_left_out: default numbers of ranks whose step would have more than 16 times the data.
+        text_is_bytes, is_of_processor: no recipe has a tokenizer; a recipe is one of `od.hf.recipe`.
+        sources, epoch: of a mixture: what each source gives in the first epoch, and what that delivers of each
+            modality. All else is of the stored samples, each once.
+        unread, unread_others: field that is not read -> samples that have it, and the sum for all other fields.
+        content: lengths, combinations of modalities, joint shares of tokens, shards and sources unlike the whole.
+        largest: the ten samples that cost the most: `cost` over the mean sample's, and the least that a `step` costs
+            over an even one if one rank has it.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
+        scales: for each number of ranks, over `steps` steps spread over an epoch:
+            `phases`, `step`: cost that ranks wait for over the mean load, dealt out in turn ("unbalanced"), as the
+                loader does ("balanced"), "per_phase", and a "lower_bound" for whole samples; `speedup`.
+            `scopes`: the same for each scope of balancing, with locality: samples in their `own_streams`, groups of
+                ranks that read from a shard.
+            `settings`: share of the step that ranks wait, its standard error, settings that it beats by three errors.
+            `changes`: other steps, planned: larger caps, larger batches; empty if the step is within 2 % of even.
     """
-
-    shards: int
-    failed_shards: int
-    samples: int
-    bad: int
-    unchosen: int
-    bad_by_reason: Mapping[str, int]
-    bytes: int
-    loss_tokens: int
-    overflow: Overflow | None
-    read_amplification: ReadAmplification
-    modalities: Mapping[str, Modality]
-    phases: Mapping[str, Phase]
-    balanced_phases: tuple[str, ...]
-    has_cost_model: bool
-    layout: Literal["packed", "padded"]
-    balance: Mapping[str, Any]
-    multiple_of: int
-    length: int | None
-    objective: Objective
-    model_parallel: int
-    caps: Caps | None
-    seed: int
-    ranks_left_out: tuple[int, ...]
-    text_is_bytes: bool
-    is_of_processor: bool
-    sources: Mapping[str, SourceShare]
-    epoch: Mapping[str, EpochModality]
-    unread: Mapping[str, int]
-    unread_others: int
-    failures: tuple[FailureExample, ...]
-    content: Content
-    largest: tuple[LargestSample, ...]
-    layouts: tuple[LayoutPadding, ...]
-    scales: tuple[Scale, ...]
 
     def __repr__(self) -> str:
         """Return one line; `to_dict` returns all figures."""
@@ -227,12 +109,12 @@ class Profile:
 
     @never_raises
     def _repr_html_(self) -> str:
-        from orchdata.profiling.report.notebook import profile_view
+        from orchdata.profiling.page import profile_view
 
         return profile_view(self)
 
     @property
-    def main_scale(self) -> Scale:
+    def main_scale(self) -> Figures:
         """The number of ranks that a summary speaks of: the first of at least 64, else the largest."""
         return main_scale(self.scales)
 
@@ -244,20 +126,20 @@ class Profile:
     @property
     def summary(self) -> tuple[str, ...]:
         """What the profile says, in sentences, the most important first."""
-        from orchdata.profiling.report.summary import findings
+        from orchdata.profiling.summary import findings
 
         return tuple(finding.text for finding in findings(self))
 
     @property
     def call(self) -> str:
         """The `od.DataLoader(...)` call that follows, for the ranks of `main_scale`: Python source with comments."""
-        from orchdata.profiling.report.call import call_of
+        from orchdata.profiling.summary import call_of
 
         return call_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-safe values: plain dicts, lists, strings and finite numbers."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        plain: dict[str, Any] = json.loads(json.dumps(self, allow_nan=False))
         return {"summary": list(self.summary), **plain, "call": self.call}
 
     def write_html(self, path: str | Path, dataset: ShardDataset | Mixture | None = None, *, samples: int = 12) -> None:
@@ -276,13 +158,11 @@ class Profile:
             PackageError: matplotlib, of the extra `plots`, is missing.
             StorageError: the file cannot be written.
         """
-        from orchdata.profiling.report.page import check_report, write_report
-        from orchdata.profiling.report.samples import drawn_views
+        from orchdata.profiling.page import write_report
 
         if samples < 0:
             raise ValueError(f"samples must be at least 0, got {samples}")
-        check_report(path)
-        views: list[SampleView] = []
+        index = None
         if dataset is not None and samples:
             # A shard that changed since it was indexed has samples that cannot be read.
             index = index_of(dataset, check=False)
@@ -291,8 +171,7 @@ class Profile:
                     f"the data set has {index.num_samples:,} samples in {len(index.shards):,} shards, and is not that "
                     "of this profile: give the data set that was profiled, or none"
                 )
-            views = drawn_views(dataset, index, samples, self.seed)
-        write_report(self, path, views, named=samples > 0)
+        write_report(self, path, dataset, index, samples)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the cost of a step over an even one against the number of ranks, for each setting. Return the axes.
@@ -302,11 +181,340 @@ class Profile:
 
         Raises PackageError if matplotlib, of the extra `plots`, is missing.
         """
-        from orchdata.profiling.report.plots import plot_profile
+        from orchdata.profiling.plots import plot_profile
 
         return plot_profile(self.scales, ax)
 
 
-def main_scale(scales: Sequence[Scale]) -> Scale:
-    """Return the first scale of at least 64 ranks, else the one of the most ranks."""
-    return next((scale for scale in scales if scale.ranks >= _MAIN_RANKS), max(scales, key=lambda scale: scale.ranks))
+def main_scale(scales: Sequence[Figures]) -> Figures:
+    large = (scale for scale in scales if scale.ranks >= _MAIN_RANKS)
+    return next(large, max(scales, key=lambda scale: scale.ranks))
+
+
+def profile(
+    data: Index | ShardDataset | Mixture,
+    *,
+    cost: CostModel | None = None,
+    balance: Balance = Balance(),  # noqa: B008
+    layout: Layout = Packed(),  # noqa: B008
+    model_parallel: int = 1,
+    ranks: Sequence[int] | None = None,
+    batch_size: int = 8,
+    batch_tokens: int | None = None,
+    group_size: int | None = None,
+    streams: int | None = None,
+    seed: int = 0,
+    steps: int = 8,
+    most_steps: int = 64,
+    dataset: ShardDataset | Mixture | None = None,
+    cache_bytes: int | None = None,
+) -> Profile:
+    """Return what samples are made of, and what numbers of ranks would lose to imbalance. No sample is decoded.
+
+    Args:
+        data: a data set, whose index is built where it is missing, or an index.
+        cost: the model's cost; with None every phase costs its positions.
+        balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
+            both assignments, independent of those given here, with groups of `group_size`.
+        layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
+        model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
+        ranks: numbers of data-parallel ranks to plan for; None for those of 8, 64, 512 and 2,560 whose step has at most
+            16 times the samples, or tokens, of the data, at least 8.
+        batch_size: samples per rank and step.
+        batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
+        group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
+        streams: streams of the order, as in `Shuffle(streams=...)`; None for one per group in groups and in a grid, so
+            that each reads its own, and one stream for all other settings.
+        seed: seed of the order.
+        steps: steps to plan per number of ranks to begin with, spread over an epoch, or over several if one has fewer.
+            Locality is measured over as many in a row.
+        most_steps: steps are added up to this, until the standard error of what ranks wait is below 2 points.
+        dataset: the data set of an index, if it chooses samples by `filter` or `split`, or is a mixture with its
+            sources joined in the index. None for all samples of the index. Not with a data set as `data`.
+        cache_bytes: cap of a cache on each node, `od.Cache(max_bytes=)`; None for one that holds all of a node's own
+            shards, if the data are in object storage.
+
+    Raises:
+        ValueError: for numbers below 1, a dataset without a usable sample, a filter of unknown columns, caps that are
+            invalid in training, or a pipeline's order of microbatches.
+    """
+    # Check the arguments, and find the usable samples.
+    if isinstance(data, Index):
+        index = data
+    elif dataset is not None:
+        raise ValueError("data is a data set: leave out dataset=, which goes with an index")
+    else:
+        dataset, index = data, index_of(data)
+    numbers = {
+        "model_parallel": model_parallel,
+        "batch_size": batch_size,
+        "batch_tokens": batch_tokens,
+        "steps": steps,
+        "most_steps": most_steps,
+        "ranks": None if ranks is None else min(ranks, default=0),
+        "group_size": group_size,
+        "streams": streams,
+        "cache_bytes": cache_bytes,
+    }
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    unchosen = np.zeros(0, np.int64) if dataset is None else unchosen_rows(dataset, index)
+    bad = np.setdiff1d(index.bad_rows(), unchosen)
+    unused = np.union1d(bad, unchosen)
+    num_unchosen = int(np.count_nonzero(index.piece[unchosen] == 0))
+    if len(unused) == index.num_rows:
+        raise ValueError(
+            f"none of the {index.num_samples} samples is usable, so there is nothing to profile; "
+            f"the first: {index.failure(int(bad[0])) if len(bad) else 'there is none'}"
+            + (f"; {num_unchosen} are left out by filter and split" if len(unchosen) else "")
+        )
+
+    _refuse_what_is_not_profiled(balance, layout)
+    check_layout(balance, layout)
+    length = fixed_length(layout)
+    if length is not None:
+        balance = replace(balance, max_tokens={**balance.caps, "llm": length})
+    check_caps(balance, index)
+    price = balance.price
+
+    # Leave out samples that are too large.
+    source = layout_costs(index, cost, layout)
+    counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
+    above = oversize_rows(source, balance, unused)
+    too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
+    excluded = np.union1d(unused, too_large) if balance.oversize == "drop" else unused
+    if len(excluded) == index.num_rows:
+        raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
+    totals = chosen_totals(index, unchosen)
+    left_out: tuple[int, ...] = ()
+    if ranks is None:
+        size_of_data = index.num_rows - len(excluded)
+        if batch_tokens is not None:
+            size_of_data = sum(counts["tokens"] for counts in totals["modalities"].values())
+        of_a_rank = batch_tokens or batch_size
+        few = [each for each in DEFAULT_RANKS if each * of_a_rank <= MOST_REPEATS * size_of_data]
+        ranks, left_out = DEFAULT_RANKS[: max(1, len(few))], DEFAULT_RANKS[max(1, len(few)) :]
+    if batch_tokens is not None:
+        budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
+        excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
+    group_size = group_size or balance.group_size or 8
+
+    def order_of(streams: int) -> AnyOrder:
+        shuffle = Shuffle(streams=streams)
+        if not isinstance(dataset, Mixture):
+            return Order(index.num_rows, shuffle=shuffle, seed=seed, excluded=excluded)
+        assert isinstance(index, JoinedIndex)
+        return mixture_order(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=counts.multiple_of)
+
+    # Describe the samples, and plan each number of ranks.
+    good = np.delete(np.arange(index.num_rows), unused)
+    samples = index.num_samples - num_unchosen - len(bad)
+    overflow = totals["overflow"]
+    bad_samples, failed_shards = split_failures(index, bad)
+    reads = _read_amplification(index, good, totals["bytes"], dataset)
+    cache = _node_cache(index, reads, totals["bytes"], cache_bytes)
+    content = content_of(
+        index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
+    )
+    scales = tuple(
+        make_scale(
+            source,
+            balance,
+            order_of,
+            ranks=num_ranks,
+            model_parallel=model_parallel,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+            counts=counts,
+            group_size=group_size,
+            streams=streams,
+            steps=steps,
+            most_steps=most_steps,
+            cache=cache,
+        )
+        for num_ranks in ranks
+    )
+    main = main_scale(scales)
+    phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks)
+    # Padding of each layout, planned on the ranks that a summary speaks of.
+    size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
+    recipes = _recipes_of(dataset)
+    known = recipes[0].modalities if recipes else {}  # as batches of a mixture have them
+    dummies = {name: known[name].dummy().tokens if name in known else 1 for name in index.modalities[1:]}
+    layouts = padding_of_layouts(
+        index,
+        cost,
+        balance,
+        lambda costs, its: epoch_spec(
+            costs, order_of(main.global_streams), its, size, num_ranks=main.ranks, steps=steps
+        ),
+        multiple_of=layout.multiple_of,
+        dummies=dummies if layout.empty == "dummy" else None,
+        length=length,
+        longest=longest,
+        tokens_per_rank=main.settings["joint"].tokens / main.ranks,
+    )
+    sources = _sources(order_of(1))
+    unread = unread_of(dataset, index)
+    return Profile(
+        shards=len(index.shards),
+        failed_shards=len(failed_shards),
+        samples=samples,
+        bad=len(bad_samples),
+        unchosen=num_unchosen,
+        bad_by_reason=count_reasons(bad_samples),
+        bytes=totals["bytes"],
+        loss_tokens=totals["loss_tokens"],
+        overflow=Figures(**overflow) if any(overflow.values()) else None,
+        read_amplification=reads,
+        modalities={
+            name: Figures(
+                samples=its["samples"],
+                share=its["samples"] / samples,
+                parts=its.get("parts", its["samples"]),
+                tokens=its["tokens"],
+                lengths=content.tokens[name],
+            )
+            for name, its in totals["modalities"].items()
+        },
+        phases={
+            phase: Figures(samples=its.samples, positions=its.total, percentiles=its.percentiles, bins=its.bins)
+            for phase, its in phases.items()
+        },
+        balanced_phases=source.balanced,
+        has_cost_model=cost is not None,
+        layout="padded" if isinstance(layout, Padded) else "packed",
+        balance=_given(balance, length),
+        multiple_of=layout.multiple_of,
+        length=length,
+        objective=balance.objective,
+        model_parallel=model_parallel,
+        caps=Figures(
+            max_tokens=balance.caps,
+            oversize=balance.oversize,
+            above={phase: len(rows) for phase, rows in above.items()},
+            samples=len(too_large),
+        )
+        if balance.caps
+        else None,
+        seed=seed,
+        ranks_left_out=left_out,
+        text_is_bytes=text_is_bytes(dataset),
+        is_of_processor=any(map(_is_of_processor, recipes)),
+        sources=sources,
+        epoch=_epoch(index, unchosen, sources, content),
+        unread=unread["names"],
+        unread_others=unread["others"],
+        failures=failure_examples(bad_samples),
+        content=content,
+        largest=largest,
+        layouts=layouts,
+        scales=scales,
+    )
+
+
+def _refuse_what_is_not_profiled(balance: Balance, layout: Layout) -> None:
+    if balance.order is not None:
+        raise ValueError(
+            f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
+            'out, and use objective="sum" if ranks wait only at the end of the step'
+        )
+    if window_length(layout) is not None:
+        raise ValueError(
+            "Packed(concatenate=True) is not profiled: every window is full, and ranks have the same number of them in "
+            "each step; profile Packed(length=...) to compare with whole samples"
+        )
+
+
+def _given(balance: Balance, length: int | None) -> dict[str, Any]:
+    """Return the arguments that all settings share, if they are not defaults; a fixed length is the layout's matter."""
+    given = {field.name: getattr(balance, field.name) for field in fields(Balance) if field.name not in _COMPARED}
+    caps = {phase: cap for phase, cap in balance.caps.items() if not (length is not None and phase == "llm")}
+    given["max_tokens"] = (caps["llm"] if tuple(caps) == ("llm",) else caps) or None
+    default = Balance()
+    return {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+def _sources(order: AnyOrder) -> dict[str, Figures]:
+    if not isinstance(order, MixtureOrder):
+        return {}
+    total = order.of_epoch(0)
+    return {
+        source.name: Figures(
+            samples=samples,
+            tokens=tokens,
+            share=tokens / total,
+            usable=source.order.num_samples,
+            passes=samples / source.order.num_samples,
+        )
+        for source, (samples, tokens) in zip(order.sources, order.given(0), strict=True)
+    }
+
+
+def _epoch(
+    index: Index, unchosen: NDArray[np.int64], sources: Mapping[str, Figures], content: Figures
+) -> dict[str, Figures]:
+    """Return what an epoch of a mixture delivers of each modality, if sources give what their samples are made of."""
+    if not isinstance(index, JoinedIndex) or not sources:
+        return {}
+    given, parts = list(sources.values()), content.sources
+    totals = [source["modalities"] for source in totals_of_sources(index, unchosen)]
+    samples, tokens = sum(source.samples for source in given), sum(source.tokens for source in given)
+    return {
+        name: Figures(
+            share=sum(
+                source.samples * of_source[name]["samples"] / max(1, part.samples)
+                for source, part, of_source in zip(given, parts, totals, strict=True)
+            )
+            / max(1, samples),
+            token_share=sum(source.tokens * part.shares[name] for source, part in zip(given, parts, strict=True))
+            / max(1, tokens),
+        )
+        for name in index.modalities
+    }
+
+
+def _read_amplification(
+    index: Index, good: NDArray[np.int64], num_bytes: int, dataset: ShardDataset | Mixture | None
+) -> Figures:
+    chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
+    read = used = 0
+    for row in chosen.tolist():
+        shard = index.shard_of(int(row))
+        if not shard.container and suffix_of(shard.url) == ".tar":
+            members = index.read_spec(row)
+            read += bytes_read_together(members)
+            used += sum(size for _, size, _, _ in members)
+    chunks = None if dataset is None else chunks_of(index, dataset)
+    names_files = any(shard.container or suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
+    return Figures(
+        by_range=read / used if used else None,
+        whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
+        by_chunk=None if chunks is None else chunks.alone,
+    )
+
+
+def _node_cache(index: Index, reads: Figures, num_bytes: int, cache_bytes: int | None) -> NodeCache | None:
+    """Return the cache of each node; None if none was given and no shard is in object storage."""
+    if cache_bytes is None and not any(is_remote(shard.url) for shard in index.shards):
+        return None
+    stored = sum(shard.size for shard in index.shards)
+    return NodeCache(
+        max_bytes=stored if cache_bytes is None else cache_bytes,
+        stored_bytes=stored,
+        read_bytes=round(num_bytes * (reads.by_range or 1.0)),
+    )
+
+
+def _recipes_of(dataset: ShardDataset | Mixture | None) -> list[Recipe]:
+    if isinstance(dataset, Mixture):
+        return [leaf.dataset.recipe for leaf in dataset.leaves]
+    return [] if dataset is None else [dataset.recipe]
+
+
+def _is_of_processor(recipe: Recipe) -> bool:
+    """Whether a modality was made of a processor, or the template of a recipe for text alone."""
+    if recipe.of_processor:
+        return True
+    return not recipe.modalities and isinstance(recipe.text.template, JinjaTemplate)

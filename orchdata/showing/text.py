@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
 
-from orchdata.loaders.text.jinja import ROLES
-
-if TYPE_CHECKING:
-    from orchdata.showing.shown import ShownGroup, ShownMedia, ShownSample, ShownText
-
 LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
 _STYLES: Final = {"trained": "green", "masked": "dim", "media": "cyan"}
-_ROLE: Final = rf"(?:<[^<>\s]+>|\[/?[A-Z_]+\])(?:\s*(?:{'|'.join(ROLES)})\b)?"
-"""What a template puts around turns: a mark, often followed by a role."""
 _KIND_WIDTH: Final = 9
 _COUNT_WIDTH: Final = 7
 
 
-def print_groups(groups: Sequence[ShownGroup], ignored: str, files: Sequence[str], *, full: bool) -> None:
+def print_groups(groups: Sequence[dict[str, Any]], ignored: str, files: Sequence[str], *, full: bool) -> None:
     """Print samples, coloured in a terminal; then fields of the shards that are not read, and written files."""
     console = Console(highlight=False)
     for group in groups:
-        if group.about:
+        if "step" in group:
             console.print(Text(_heading(group), style="bold"))
-        for sample in group.samples:
+        for sample in group["samples"]:
             _print_sample(console, sample, full=full)
     if ignored:
         console.print(Text(_visible(f"fields of these shards that the recipe does not read: {ignored}")))
@@ -36,63 +29,49 @@ def print_groups(groups: Sequence[ShownGroup], ignored: str, files: Sequence[str
         console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
 
 
-def _heading(group: ShownGroup) -> str:
-    about, samples = group.about, [sample for sample in group.samples if sample.error is None]
-    failed = len(group.samples) - len(samples)
+def _heading(group: dict[str, Any]) -> str:
+    samples = [sample for sample in group["samples"] if sample["error"] is None]
+    failed = len(group["samples"]) - len(samples)
+    costs = []
+    for phase, cost in group["cost"].items():
+        most = group["largest_cost"][phase]
+        costs.append(f"{phase} {cost:,} ({cost / most:.0%} of the largest rank's)" if most else f"{phase} 0")
     return (
-        f"epoch {about['epoch']}, step {about['step']}, rank {about['rank']} of {about['ranks']}, microbatch "
-        f"{about['microbatch']} of {about['microbatches']}: {len(samples):,} samples, "
-        f"{sum(sample.tokens for sample in samples):,} tokens, "
-        f"{sum(sample.trained_tokens for sample in samples):,} trained"
-        f"{f', {failed:,} that cannot be loaded' if failed else ''}; cost {', '.join(_shares(about))}\n"
+        f"epoch {group['epoch']}, step {group['step']}, rank {group['rank']} of {group['ranks']}, microbatch "
+        f"{group['microbatch']} of {group['microbatches']}: {len(samples):,} samples, "
+        f"{sum(sample['tokens'] for sample in samples):,} tokens, "
+        f"{sum(sample['trained_tokens'] for sample in samples):,} trained"
+        f"{f', {failed:,} that cannot be loaded' if failed else ''}; cost {', '.join(costs)}\n"
     )
 
 
-def _shares(about: dict[str, Any] | Any) -> Iterator[str]:
-    for phase, cost in about["cost"].items():
-        most = about["largest_cost"][phase]
-        yield f"{phase} {cost:,} ({cost / most:.0%} of the largest rank's)" if most else f"{phase} 0"
-
-
-def _print_sample(console: Console, sample: ShownSample, *, full: bool) -> None:
-    piece = f", piece {sample.piece}" if sample.piece else ""
-    source = f" of {sample.source}" if sample.source else ""
-    costs = "".join(f", {phase} costs {cost:,}" for phase, cost in sample.costs.items())
+def _print_sample(console: Console, sample: dict[str, Any], *, full: bool) -> None:
+    piece = f", piece {sample['piece']}" if sample["piece"] else ""
+    source = f" of {sample['source']}" if sample["source"] else ""
+    costs = "".join(f", {phase} costs {cost:,}" for phase, cost in sample["costs"].items())
     console.print(
-        Text(_visible(f"{sample.key}{piece}{source}"), style="bold"),
-        Text(_visible(f"in {sample.shard}, row {sample.row}")),
+        Text(_visible(f"{sample['key']}{piece}{source}"), style="bold"),
+        Text(_visible(f"in {sample['shard']}, row {sample['row']}")),
     )
-    console.print(Text(f"{sample.tokens:,} tokens, {sample.trained_tokens:,} trained{costs}"))
-    if sample.error is not None:
-        console.print(Text(_visible(sample.error), style="red"))
-    for span in sample.spans:
+    console.print(Text(f"{sample['tokens']:,} tokens, {sample['trained_tokens']:,} trained{costs}"))
+    if sample["error"] is not None:
+        console.print(Text(_visible(sample["error"]), style="red"))
+    for span in sample["spans"]:
         kind, content = _content(span, full=full)
         style = _STYLES.get(kind, _STYLES["media"])
-        margin = f"{kind:<{_KIND_WIDTH - 1}} {span.tokens:>{_COUNT_WIDTH - 1},} "
-        if len(kind) >= _KIND_WIDTH:
-            margin = f"{kind} {span.tokens:,} "
+        margin = f"{kind:<{_KIND_WIDTH - 1}} {span['tokens']:>{_COUNT_WIDTH - 1},} "
         for number, line in enumerate(content.wrap(console, max(20, console.width - len(margin)))):
             line.rstrip()
             console.print(Text(margin if not number else " " * len(margin), style="dim"), line, sep="", style=style)
     console.print()
 
 
-def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
-    from orchdata.showing.shown import ShownMedia
-
-    if isinstance(span, ShownMedia):
-        sizes = "".join(f", {name} {_shortened(_number(value), full=full)}" for name, value in span.sizes.items())
-        return span.modality, Text(_visible(f"{span.field}, {span.positions:,} positions{sizes}"))
-    kind = "trained" if span.trained else "masked"
-    text = Text(_visible(_shortened(_said(span), full=full), kept="\n"))
-    text.highlight_regex(_ROLE, "bold")
-    return kind, text
-
-
-def _said(span: ShownText) -> str:
-    if span.text is None:
-        return "ids " + " ".join(map(str, span.token_ids))
-    return span.text
+def _content(span: dict[str, Any], *, full: bool) -> tuple[str, Text]:
+    if "modality" in span:
+        sizes = "".join(f", {name} {_shortened(_number(value), full=full)}" for name, value in span["sizes"].items())
+        return span["modality"], Text(_visible(f"{span['field']}, {span['positions']:,} positions{sizes}"))
+    said = "ids " + " ".join(map(str, span["token_ids"])) if span["text"] is None else span["text"]
+    return "trained" if span["trained"] else "masked", Text(_visible(_shortened(said, full=full), kept="\n"))
 
 
 def _number(value: Any) -> str:

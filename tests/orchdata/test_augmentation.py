@@ -22,8 +22,7 @@ from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.generators import Pass
-from orchdata.showing.runs import passes_of_rank, shards_and_model
-from orchdata.showing.saving import save_media
+from orchdata.showing.samples import save_in, shards_and_model, shown_step
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -194,8 +193,8 @@ def test_media_of_a_step_are_saved_as_the_run_has_them(dataset: od.ShardDataset,
     run = one(dataset, global_batch_tokens=2000)
     plan = run.plan_at(1, 0)
     shards, _ = shards_and_model(run._runtime.prepared.spec)
-    rows = plan.row[plan.places(0, 0)].tolist()
-    saved = [str(path) for path in save_media(shards, rows, tmp_path, passes_of_rank(shards, plan, 0))]
+    (group,) = shown_step(shards, plan, 0, use_file=save_in(tmp_path))
+    saved = [span["file"] for sample in group["samples"] for span in sample["spans"] if "file" in span]
     pictures = [np.asarray(Image.open(path)) for path in saved if path.endswith(".png")]
     (batch,) = run.step_at(1, 0)
     values = np.sort(batch.image.patches.numpy().ravel())

@@ -53,7 +53,6 @@ def test_every_command_that_takes_shards_reads_them_from_a_store(stored: Stored)
     assert stored.json("profile", "--ranks", 2)["samples"] == SHARDS * SAMPLES
     assert stored.json("verify", "--jobs", 1)["samples"] == SHARDS * SAMPLES
     assert len(stored.json("show")["groups"][0]["samples"]) == 3
-    assert len(stored.json("show", "--step", 0, "--batch-size", 2)["groups"][0]["samples"]) == 2
 
 
 def test_every_command_takes_a_published_index(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from orchdata.demo import DemoConfig, DemoReport, render, run_demo
 from orchdata.demo.rank import COST, RECIPE, _summary
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.synth import synthesize
 
 SHORT = DemoConfig(samples=48, steps=4, block_steps=2, warmup_steps=1, batch_size=4)

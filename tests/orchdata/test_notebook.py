@@ -13,7 +13,7 @@ import pytest
 from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders.html.notebook import MOST_BYTES, never_raises
+from orchdata.loaders.html import MOST_BYTES, never_raises
 
 
 class Tags(HTMLParser):
@@ -175,7 +175,7 @@ def test_shown_samples_have_text_and_pictures(tmp_path: Path) -> None:
     samples = [{"__key__": f"<i>{number}", "jpg": jpeg(40, 30), "txt": b"<script>x</script>"} for number in range(3)]
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
     shown = dataset.show(["<i>1", -1])
-    assert [view.sample.key for view in shown.views] == ["<i>1", "<i>2"]
+    assert [sample["key"] for sample in shown.samples] == ["<i>1", "<i>2"]
     page = look(shown)
     assert page.text.count("<script>x</script>") == 2
     sources = [attributes["src"] for tag, attributes in page.tags if tag == "img"]

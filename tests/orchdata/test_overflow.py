@@ -22,7 +22,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.samples.overflow import unpacked
 from orchdata.loaders.text.fast_tokenizer import FastTokenizer
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.verifying.verify import verify
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")

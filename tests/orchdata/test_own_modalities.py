@@ -44,7 +44,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.engines.processes.message import plain, revive
 from orchdata.planning.layout import Layout
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.ranks.wire import describe, read
 
 LAYOUTS: tuple[Layout, ...] = (

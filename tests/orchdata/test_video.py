@@ -25,7 +25,7 @@ from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
 from orchdata.loaders.shards.reading import Reading
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 from orchdata.verifying.verify import verify
 
 VIDEO = od.VideoPreprocessor(patch_size=8, merge=2, fps=4, min_tokens=1, max_tokens=24, dtype="float32")

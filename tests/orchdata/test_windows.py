@@ -20,7 +20,6 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from orchdata.batch.batch import Batch
-from orchdata.showing.runs import arguments_of
 
 LENGTH, WINDOWS = 64, 6
 ORDER: dict[str, Any] = {"shuffle": True, "seed": 3}
@@ -559,10 +558,7 @@ def test_accumulate_is_the_number_of_a_ranks_windows(dataset: od.ShardDataset) -
     refused(dataset, "6 windows on 2 ranks has 3 microbatches, not accumulate=2", accumulate=2, **options)
 
 
-def test_what_shows_whole_samples_refuses_windows(dataset: od.ShardDataset) -> None:
-    loader = loader_of(dataset)
-    with pytest.raises(od.StateError, match="orchdata show shows whole samples"):
-        arguments_of(loader.state_dict())
+def test_a_profile_refuses_windows(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="every window is full"):
         od.profile(dataset.index(), layout=od.Packed(length=LENGTH, concatenate=True))
 

@@ -12,9 +12,7 @@ from orchdata.dataset.selection import left_out
 from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import MissingIndexError, OrchdataError, one_line
-from orchdata.loaders.html.elements import bar, paragraph, table
-from orchdata.loaders.html.notebook import pairs, view
-from orchdata.loaders.html.words import percent, shown
+from orchdata.loaders.html import bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.storage.remote.urls import is_remote
@@ -61,7 +59,7 @@ class Seen:
         return orchdata.profile(self, cost=cost, ranks=ranks, batch_size=batch_size, **others)  # type: ignore[arg-type]
 
     def show(self, samples: int | str | Sequence[int | str]) -> ShownSamples:
-        """Return samples as the model sees them, for a notebook: text with what is trained, pictures, sound.
+        """Return samples as the model sees them, for a notebook: text with what is trained, pictures.
 
         The samples are read now. See `od.show`.
         """

@@ -16,7 +16,7 @@ from shard_factory import jpeg
 
 import orchdata as od
 from orchdata.loaders.shards.parquet import shard as parquet_shard
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 
 ROWS = 96
 

@@ -25,7 +25,7 @@ from orchdata.balancers import simulate_1f1b
 from orchdata.building.figures import step_figures
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.profiling.make_profile import profile
+from orchdata.profiling.profile import profile
 
 MAGIC = 4  # bytes that tell a plain tar from a compressed one, read when a shard is opened
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64))

@@ -15,8 +15,8 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.planning.layout import Layout
 from orchdata.planning.plan import Plan
-from orchdata.profiling.make_profile import profile
-from orchdata.profiling.ranks.scales import Scale
+from orchdata.profiling.figures import Figures
+from orchdata.profiling.profile import profile
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 COST = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
@@ -58,7 +58,7 @@ def train(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> tupl
     return plans, stats[0]
 
 
-def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: int = 5) -> Scale:
+def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: int = 5) -> Figures:
     """The profile over the first steps of a run."""
     result = profile(
         dataset.index(),

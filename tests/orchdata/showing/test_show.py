@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.showing.runs import shards_of
-from orchdata.showing.shown import ShownText, _plain, shown_rows
+from orchdata.showing.samples import _plain, shards_of, shown_rows
 
 TALK = [
     {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
@@ -65,94 +64,24 @@ def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
     numbers = {key: number for number, (_, key) in enumerate(batch.sample_ids)}
     kinds = set()
     for sample in shown:
-        mine = slice(bounds[numbers[sample.key]], bounds[numbers[sample.key] + 1])
+        mine = slice(bounds[numbers[sample["key"]]], bounds[numbers[sample["key"]] + 1])
         ids, labels = batch.llm.input_ids[mine].tolist(), batch.llm.labels[mine]
-        assert sum(span.tokens for span in sample.spans) == sample.tokens == len(ids)
-        assert int((labels != -100).sum()) == sample.trained_tokens
+        assert sum(span["tokens"] for span in sample["spans"]) == sample["tokens"] == len(ids)
+        assert int((labels != -100).sum()) == sample["trained_tokens"]
         start = 0
-        for span in sample.spans:
-            here = ids[start : start + span.tokens]
-            if isinstance(span, ShownText):
-                assert span.text is not None
-                assert list(span.text.encode()) == here
-                assert (labels[start : start + span.tokens] != -100).tolist() == [span.trained] * span.tokens
+        for span in sample["spans"]:
+            here = ids[start : start + span["tokens"]]
+            if "text" in span:
+                assert span["text"] is not None
+                assert list(span["text"].encode()) == here
+                assert (labels[start : start + span["tokens"]] != -100).tolist() == [span["trained"]] * span["tokens"]
             else:
-                assert here == [RECIPE.slots[span.modality].token_id] * span.tokens
-                kinds.add(span.modality)
-            start += span.tokens
-        assert set(sample.costs) == {"image", "audio", "llm"}
-        assert sample.costs["llm"] > 0
+                assert here == [RECIPE.slots[span["modality"]].token_id] * span["tokens"]
+                kinds.add(span["modality"])
+            start += span["tokens"]
+        assert set(sample["costs"]) == {"image", "audio", "llm"}
+        assert sample["costs"]["llm"] > 0
     assert kinds == {"image", "audio"}
-
-
-def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = recipe_file(tmp_path, monkeypatch)
-    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
-    dataset = od.ShardDataset(path, RECIPE)
-    dataset.index()
-    options: dict[str, Any] = {"global_batch_tokens": 600, "shuffle": od.Shuffle(window=1), "seed": 11}
-    loader = od.DataLoader(dataset, dp=(1, 2), num_threads=0, **options)
-    loader.set_epoch(2)
-    given = list(loader.steps())
-    state = tmp_path / "state.json"
-    state.write_text(json.dumps(loader.state_dict()))
-    printed = run_json(path, "--recipe", name, "--epoch", 2, "--step", 3, "--rank", 1, "--ranks", 2, "--state", state)
-    (group,) = printed["groups"]
-    assert [sample["key"] for sample in group["samples"]] == [key for _, key in given[3][0].sample_ids]
-    assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
-    loads = given[3][0].plan.loads("llm")
-    assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
-    for options in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
-        assert f"leave out {options[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *options).stderr
-    assert "the state says 11" in run(path, "--step", 0, "--state", state, "--seed", 3).stderr
-    state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
-    assert "does not have their order" in run(path, "--step", 0, "--state", state).stderr
-    for name_of, value in (("shuffle", 3), ("shuffle", {"wide": 1}), ("seed", [1])):
-        order = {**loader.state_dict()["fingerprint"]["order"], name_of: value}
-        fingerprint = {**loader.state_dict()["fingerprint"], "order": order}
-        state.write_text(json.dumps({**loader.state_dict(), "fingerprint": fingerprint}))
-        damaged = run(path, "--recipe", name, "--step", 0, "--state", state)
-        assert damaged.exit_code == 1
-        assert damaged.stderr.startswith("orchdata: error: ")
-    for content in ("{", "[" * 100_000):
-        state.write_text(content)
-        assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
-    state.unlink()
-    os.mkfifo(state)
-    assert "state.json is not a regular file" in run(path, "--step", 0, "--state", state).stderr
-    state.unlink()
-    state.write_text(json.dumps(loader.state_dict()))
-    other = write_shard(tmp_path / "other.tar", omni_samples(39))
-    assert "belongs to another loader" in run(other, "--recipe", name, "--step", 0, "--state", state).stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [
-        ({"collate_fn": od.Padded()}, ("--padded",)),
-        ({"collate_fn": od.Packed(multiple_of=16)}, ()),
-        ({"balance": od.Balance(objective="sum", max_tokens=250, oversize="own")}, "--objective sum".split()),
-        ({"balance": od.Balance(scope="grouped", group_size=2)}, "--balance grouped --group-size 2".split()),
-    ],
-)
-def test_a_step_is_shared_out_as_the_run_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], arguments: tuple[str, ...]
-) -> None:
-    name = recipe_file(tmp_path, monkeypatch)
-    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
-    dataset = od.ShardDataset(path, RECIPE)
-    dataset.index()
-    loader = od.DataLoader(dataset, global_batch_tokens=1200, dp=(0, 4), num_threads=0, **options)
-    state = tmp_path / "state.json"
-    state.write_text(json.dumps(loader.state_dict()))
-    caps = ("--max-tokens", 250, "--oversize", "own") if "--objective" in arguments else ()
-    for rank in range(4):
-        printed = run_json(
-            path, "--recipe", name, "--step", 1, "--rank", rank, "--ranks", 4, "--state", state, *arguments, *caps
-        )
-        assert [[sample["key"] for sample in group["samples"]] for group in printed["groups"]] == [
-            [key for _, key in batch.sample_ids] for batch in loader.step_at(0, 1, rank=rank)
-        ]
 
 
 PROGRAM = """
@@ -178,6 +107,21 @@ def mixed(dp):
     return od.DataLoader(od.Mixture(sources), collate_fn=od.Padded(), dp=dp, **options)
 
 
+def capped(dp):
+    balance = od.Balance(max_tokens=int(LEFT.index().llm_tokens.max()))
+    return od.DataLoader(LEFT, batch_size=10, balance=balance, dp=dp, num_threads=0)
+
+
+def failing(dp):
+    policy = od.ErrorPolicy("skip", max_failures=None)
+    return od.DataLoader(od.ShardDataset("cut.tar", RECIPE), batch_size=3, on_error=policy, dp=dp, num_threads=0)
+
+
+def windows(dp):
+    texts, layout = od.ShardDataset("texts.tar"), od.Packed(length=8, concatenate=True)
+    return od.DataLoader(texts, batch_size=2, collate_fn=layout, dp=dp, num_threads=0)
+
+
 def alone(dp):
     return od.DataLoader(LEFT, batch_size=4, num_threads=0, dp=(0, 1))
 
@@ -200,6 +144,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module with functions that create loaders, with its shards next to it."""
     for name in ("left", "right"):
         write_shard(tmp_path / f"{name}.tar", omni_samples(20))
+    write_shard(tmp_path / "texts.tar", [{"__key__": str(n), "txt": b"some words"} for n in range(20)])
     (tmp_path / "shown_program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "shown_program", raising=False)
@@ -220,8 +165,13 @@ def test_a_run_is_what_its_program_makes(program: str, name: str, tmp_path: Path
         assert sum(group["cost"]["llm"] for group in groups) == int(loads[rank])
     state = tmp_path / "state.json"
     state.write_text(json.dumps(loader.state_dict()))
-    repeated = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", 1, "--ranks", 2, "--state", state)["groups"]
-    assert repeated == groups
+    of_a_step = ("--epoch", 1, "--step", 2, "--rank", 1, "--ranks", 2, "--state", state)
+    assert run_json(*of_it, *of_a_step)["groups"] == groups
+    for content in ("{", "[" * 100_000):
+        state.write_text(content)
+        assert "not readable as JSON" in run(*of_it, *of_a_step).stderr
+    state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
+    assert "orchdata: error: " in run(*of_it, *of_a_step).stderr
     first = run_json(*of_it)["groups"][0]["samples"]
     assert len(first) == 3 and run_json(*of_it, "--key", first[1]["key"])["groups"][0]["samples"][0] == first[1]
     if name == "ordered":  # by its cost model, for which there is no option
@@ -235,10 +185,10 @@ def test_a_run_is_what_its_program_makes(program: str, name: str, tmp_path: Path
     [
         (("alone", "--step", 0, "--ranks", 2), "gave a DataLoader of 1 ranks: hand it what it is given"),
         (("numbers", "--step", 0), "this DataLoader reads none"),
+        (("windows", "--step", 0), "orchdata show shows whole samples"),
         (("broken",), "called with dp=(0, 1): OSError: no such disk"),
         (("nothing",), "must give an od.DataLoader, got NoneType"),
         (("LEFT",), "must be a function that makes the DataLoader, got ShardDataset"),
-        (("ordered", "--step", 0, "--batch-size", 4), "leave out --batch-size"),
         (("ordered", "--recipe", "shard_factory:RECIPE"), "leave out --recipe"),
         (("ordered", "--filter", "tokens < 9"), "leave out --filter"),
         (("ordered", "left.tar"), "leave out PATHS"),
@@ -252,22 +202,15 @@ def test_a_program_that_makes_no_such_run_is_one_line(program: str, arguments: A
     assert result.stderr.splitlines()[-1].startswith("orchdata: error: ")
 
 
-def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = recipe_file(tmp_path, monkeypatch)
-    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
-    cap = int(od.ShardDataset(path, RECIPE).index().llm_tokens.max())
-    options = ("--batch-size", 20, "--no-shuffle", "--max-tokens", cap, "--ranks", 2)
-    loader = od.DataLoader(
-        od.ShardDataset(path, RECIPE), batch_size=20, balance=od.Balance(max_tokens=cap), dp=(0, 2), num_threads=0
-    )
-    (given,) = loader.steps()
-    printed = run_json(path, "--recipe", name, "--step", 0, *options)["groups"]
-    assert len(printed) == len(given) > 1
-    assert [[sample["key"] for sample in group["samples"]] for group in printed] == [
+def test_microbatches_of_a_step(program: str) -> None:
+    of_it = ("--loader", f"{program}:capped", "--step", 0, "--ranks", 2)
+    groups = run_json(*of_it)["groups"]
+    given = sys.modules[program].capped(dp=(0, 2)).step_at(0, 0)
+    assert len(groups) == len(given) > 1
+    assert [[sample["key"] for sample in group["samples"]] for group in groups] == [
         [key for _, key in batch.sample_ids] for batch in given
     ]
-    lines = run(path, "--recipe", name, "--step", 0, *options).stdout
-    assert f"microbatch 1 of {len(given)}" in " ".join(lines.split())
+    assert f"microbatch 1 of {len(given)}" in " ".join(run(*of_it).stdout.split())
 
 
 def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,21 +233,17 @@ def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(long, "--key", "long", "--full").stdout.count("ord") == 1000
 
 
-def test_what_fails_to_decode_is_not_shown_as_seen(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = recipe_file(tmp_path, monkeypatch)
+def test_what_fails_to_decode_is_not_shown_as_seen(program: str, tmp_path: Path) -> None:
     cut = {**TALK[0], "__key__": "cut", "jpg": jpeg(64, 48)[:-200]}
-    path = write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
-    order = ("--step", 0, "--batch-size", 3, "--no-shuffle")
-    (group,) = run_json(path, "--recipe", name, *order)["groups"]
-    loader = od.DataLoader(
-        od.ShardDataset(path, RECIPE), batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
-    )
-    (batch,) = loader.step_at(0, 0)
+    write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
+    of_it = ("--loader", f"{program}:failing", "--step", 0)
+    (group,) = run_json(*of_it)["groups"]
+    (batch,) = sys.modules[program].failing(dp=(0, 1)).step_at(0, 0)
     assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.sample_ids]
     (failed,) = [each for each in group["samples"] if each["error"] is not None]
     assert (failed["key"], failed["spans"]) == ("cut", [])
     assert "field 'jpg'" in failed["error"]
-    heading = " ".join(run(path, "--recipe", name, *order).stdout.split())
+    heading = " ".join(run(*of_it).stdout.split())
     counts = f"2 samples, {len(batch.llm.input_ids)} tokens, {batch.loss_tokens} trained, 1 that cannot be loaded"
     assert counts in heading
 
@@ -427,9 +366,7 @@ def test_media_are_written_as_the_model_gets_them(talk: str, tmp_path: Path, mon
     assert (rate, len(wave)) == (16_000, 8_000)
     original, _ = soundfile.read(io.BytesIO(audio(0.5)))
     assert np.abs(wave - original).max() < 1e-6
-    failed = run(talk, "--recipe", name, "--key", "broken", "--save", out)
-    assert failed.exit_code == 0
-    assert "not saved: " in failed.stderr
+    assert run_json(talk, "--recipe", name, "--key", "broken", "--save", out)["files"] == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
@@ -474,20 +411,12 @@ def test_any_extras_of_a_size_are_json() -> None:
     ("arguments", "reason"),
     [
         (("--key", "talk", "--step", 0), "not both"),
+        (("--step", 0), "--step goes with --loader"),
         (("--state", "x.json"), "goes with --step"),
         (("--shard", "talk.tar"), "goes with --key"),
-        (("--step", 0, "--shard", "talk.tar"), "goes with --key"),
         (("--epoch", 1), "--epoch goes with --step"),
-        (("--rank", 0), "--rank goes with --step"),
-        (("--key", "talk", "--no-shuffle"), "--shuffle goes with --step"),
-        (("--step", 0, "--epoch", 10**30), "epoch must be below"),
-        (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
-        (("--step", 0, "--multiple-of", 0), "multiple_of"),
         (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is left out by filter"),
         (("--key", "no-key"), "keys here look like 'talk', 'sound', 'plain'"),
-        (("--step", 9), "step 9 is outside the epoch"),
-        (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),
-        (("--step", 0, "--balance", "best"), "scope"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(talk: str, arguments: tuple[object, ...], reason: str) -> None:
@@ -522,3 +451,14 @@ def test_tokenizers_with_and_without_a_way_back() -> None:
     assert text.decode(ids) == "b a b"
     assert text.decode(np.array([7], np.int32)) is None
     assert od.TextPreprocessor().decode(np.array([104, 105, 256, 255], np.int32)) == "hi<256>\ufffd"
+
+
+def test_a_shard_that_has_changed_is_an_error_and_no_samples(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"x" * 2000} for n in range(3)])
+    dataset = od.ShardDataset(path, RECIPE)
+    shards = shards_of(dataset, dataset.index())
+    write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"y"} for n in range(3)])
+    with pytest.raises(od.StaleIndexError):
+        shown_rows(shards, [0])
+    (sample,) = shown_rows(shards, [0], keep_going=True)
+    assert sample["error"] is not None and sample["spans"] == []

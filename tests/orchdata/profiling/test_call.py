@@ -92,7 +92,7 @@ def test_over_all_ranks_the_call_has_one_stream(tmp_path: Path) -> None:
 
 def test_in_groups_the_call_has_a_stream_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = sharded(tmp_path, 2).profile(cost=LLM, ranks=(8,), batch_size=2, group_size=4)
-    monkeypatch.setattr("orchdata.profiling.report.call.recommended", lambda _: "grouped")
+    monkeypatch.setattr("orchdata.profiling.summary.recommended", lambda _: "grouped")
     assert "balance=od.Balance(scope='grouped', group_size=4)" in profile.call
     assert "shuffle=od.Shuffle(streams=2),  # streams: each group of ranks reads its own" in profile.call
 

@@ -14,7 +14,7 @@ from shard_factory import RECIPE
 import orchdata as od
 from benchmarks.indexed_shards import IndexedShards
 from orchdata.planning.plan import Plan
-from orchdata.profiling.report.summary import Finding, findings, recommended
+from orchdata.profiling.summary import Finding, findings, recommended
 from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.0001))

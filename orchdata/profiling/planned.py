@@ -6,8 +6,8 @@ PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +29,11 @@ CLEAR: Final = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """One step. Costs are in the unit of the cost model, see `orchdata.planning.price`.
+    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.price`.
 
     Attributes:
-        cost, bound: cost of the step, and a lower bound of it.
-        phase_costs, phase_bounds: phase -> the same for each phase.
-        totals: phase -> sum over ranks.
-        microbatches: microbatches of each rank.
-        samples, tokens: samples and LLM tokens of all ranks.
+        phase_costs, phase_bounds, totals: phase -> cost, bound, and sum over ranks.
+        microbatches: of each rank; samples and tokens are those of all ranks.
         filled: tokens of samples in microbatches of one length, and positions of these; None if lengths vary.
         rows: encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty
             if parts are not assigned separately.
@@ -56,11 +53,9 @@ class PlannedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSteps:
-    """Some steps, planned.
+    """Some steps, planned. Costs are over those of perfectly even steps.
 
-    Attributes:
-        balanced: phases of the cost model, which make up the step.
-        adds_up: the cost of a step is the sum of the costs of its phases: ranks wait for each other after each phase.
+    `balanced` phases make up the step; it `adds_up` if ranks wait for each other after each phase.
     """
 
     num_ranks: int
@@ -68,32 +63,27 @@ class PlannedSteps:
     adds_up: bool
     steps: tuple[PlannedStep, ...]
 
-    def joined(self, other: PlannedSteps) -> PlannedSteps:
-        """Return the steps of both."""
-        return replace(self, steps=self.steps + other.steps)
-
     @property
     def step(self) -> float:
-        """Cost of the steps over that of perfectly even ones."""
         return self._over_mean([step.cost for step in self.steps], *self.balanced)
 
     @property
     def costliest(self) -> float:
-        """Cost of the costliest step over that of a perfectly even one of mean work."""
         return self._over_mean([max(step.cost for step in self.steps)] * len(self.steps), *self.balanced)
 
     @property
     def step_bound(self) -> float:
-        """No assignment has a smaller `step`."""
         return self._over_mean([step.bound for step in self.steps], *self.balanced)
 
     def phase(self, name: str) -> float:
-        """Return `step` for one phase; 1 if no sample enters it."""
         return self._over_mean([step.phase_costs[name] for step in self.steps], name)
 
     def phase_bound(self, name: str) -> float:
-        """Return `step_bound` for one phase."""
         return self._over_mean([step.phase_bounds[name] for step in self.steps], name)
+
+    def _over_mean(self, costs: Sequence[int], *phases: str) -> float:
+        total = sum(step.totals[phase] for step in self.steps for phase in phases)
+        return sum(costs) * self.num_ranks / total if total else 1.0
 
     @property
     def waiting(self) -> float:
@@ -112,11 +102,7 @@ class PlannedSteps:
         return _standard_error(self._deviations())
 
     def difference_error(self, other: PlannedSteps, *, paired: bool) -> float | None:
-        """Return the standard error of the difference of `waiting`; None for less than two steps.
-
-        Args:
-            paired: both are of the same steps of an order.
-        """
+        """Return that of the difference of `waiting`. `paired`: both are of the same steps of an order."""
         mine, theirs = self._deviations(), other._deviations()
         if paired:
             return _standard_error(mine - theirs)
@@ -127,23 +113,12 @@ class PlannedSteps:
         """How each step changes `waiting`, a ratio of two sums, to the first order: float64 (num_steps,)."""
         costs = np.array([float(step.cost) for step in self.steps])
         totals = np.array([float(sum(step.totals[phase] for phase in self.balanced)) for step in self.steps])
-        deviations: NDArray[np.float64] = (costs * (1 - self.waiting) - totals / self.num_ranks) / max(
-            1.0, costs.mean()
-        )
-        return deviations
+        changes: NDArray[np.float64] = (costs * (1 - self.waiting) - totals / self.num_ranks) / max(1.0, costs.mean())
+        return changes
 
-    @property
-    def mean_microbatches(self) -> float:
-        """Micro-steps of a step."""
-        return sum(step.microbatches for step in self.steps) / len(self.steps)
-
-    @property
-    def mean_samples(self) -> float:
-        return sum(step.samples for step in self.steps) / len(self.steps)
-
-    @property
-    def mean_tokens(self) -> float:
-        return sum(step.tokens for step in self.steps) / len(self.steps)
+    def mean(self, name: str) -> float:
+        """Return the mean of `samples`, `tokens` or `microbatches` of a step."""
+        return float(sum(getattr(step, name) for step in self.steps) / len(self.steps))
 
     @property
     def fill(self) -> float | None:
@@ -160,37 +135,18 @@ class PlannedSteps:
         }
         return {phase: int(way[2]) / max(1, int(way.sum())) for phase, way in ways.items()}
 
-    def _over_mean(self, costs: Sequence[int], *phases: str) -> float:
-        total = sum(step.totals[phase] for step in self.steps for phase in phases)
-        return sum(costs) * self.num_ranks / total if total else 1.0
-
 
 def _standard_error(deviations: NDArray[np.float64]) -> float | None:
-    """Return the standard error of the mean, larger for few values: the value lies within `CLEAR` of it as often as
-    within `CLEAR` standard errors of a known deviation.
+    """Return the standard error of the mean, larger for few values by Student's t over the normal quantile.
 
-    The factor is Student's t over the normal quantile, by the approximation of Wallace (1959), "Bounds on normal
-    approximations to Student's and the chi-square distributions". It is 1.5 for 8 values and 1.04 for 64.
+    The factor, 1.5 for 8 values and 1.04 for 64, is the approximation of Wallace (1959), "Bounds on normal
+    approximations to Student's and the chi-square distributions".
     """
     if len(deviations) < 2:
         return None
     freedom = len(deviations) - 1
     student = np.sqrt(freedom * np.expm1((CLEAR * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
     return float(student / CLEAR * deviations.std(ddof=1) / np.sqrt(len(deviations)))
-
-
-def plan_steps(spec: PlanSpec, steps: Sequence[StepTask], priced: tuple[str, ...]) -> PlannedSteps:
-    """Plan these steps, and price them by `spec.balance.price`.
-
-    Args:
-        priced: phases that make up the step.
-    """
-    return PlannedSteps(
-        num_ranks=spec.num_ranks,
-        balanced=priced,
-        adds_up=spec.balance.price.meets_in_micro_steps,
-        steps=tuple(_planned(spec, task, priced) for task in steps),
-    )
 
 
 def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> PlannedStep:
@@ -286,20 +242,16 @@ def spread_steps(spec: PlanSpec, most: int) -> list[StepTask]:
 
 def plan_enough(
     specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int
-) -> tuple[dict[Key, PlannedSteps], list[StepTask]]:
+) -> dict[Key, PlannedSteps]:
     """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
-    every standard error is below `SMALL_ERROR`, or there are `most`. Return the plans, and their steps.
+    every standard error is below `SMALL_ERROR`, or there are `most`.
 
-    After each round the steps so far are spread over an epoch.
-
-    Args:
-        specs: they differ in balance and costs, not in order and size of steps.
-        priced: phases that make up the step.
+    After each round the steps so far are spread over an epoch. The specs differ in balance and costs, not in order and
+    size of steps. `priced` are the phases that make up the step.
     """
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)
     planned: dict[Key, PlannedSteps] = {}
-    taken: list[StepTask] = []
     rounds = 0
     while not known.all():
         count = min(first << rounds, len(steps))
@@ -308,29 +260,28 @@ def plan_enough(
         known[chosen] = True
         rounds += 1
         for key, spec in specs.items():
-            more = plan_steps(spec, new, priced)
-            planned[key] = planned[key].joined(more) if key in planned else more
-        taken += new
+            before = planned[key].steps if key in planned else ()
+            planned[key] = PlannedSteps(
+                num_ranks=spec.num_ranks,
+                balanced=priced,
+                adds_up=spec.balance.price.meets_in_micro_steps,
+                steps=(*before, *(_planned(spec, task, priced) for task in new)),
+            )
         errors = [each.waiting_error for each in planned.values()]
         if all(error is not None and error < SMALL_ERROR for error in errors):
             break
-    return planned, taken
-
-
-def with_known_steps(spec: PlanSpec) -> PlanSpec:
-    """Return the same spec for several settings: what is planned with it or its copies finds the samples of a step
-    once. The plans name no sources of a mixture.
-    """
-    return replace(spec, order=_KnownSteps(spec.order))
+    return planned
 
 
 @dataclass(frozen=True, eq=False)
-class _KnownSteps:
-    """An order that finds the samples of a step once, for all settings that are planned over the same steps."""
+class KnownSteps:
+    """An order that finds the samples of a step once, for all settings that are planned over the same steps.
+
+    The plans name no sources of a mixture.
+    """
 
     order: SampleOrder
-    _rows: dict[tuple[int, int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = field(default_factory=dict)
-    _streams: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -340,16 +291,15 @@ class _KnownSteps:
         return self.order.length(epoch)
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        key = (epoch, start, stop)
-        if key not in self._rows:
-            self._rows[key] = self.order.rows(*key)
-        return self._rows[key]
+        return self._of(epoch, start, stop)[0]  # type: ignore[no-any-return]
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        key = (epoch, start, stop)
-        if key not in self._streams:
-            self._streams[key] = self.order.drawn_from(*key)
-        return self._streams[key]
+        return self._of(epoch, start, stop)[1]  # type: ignore[no-any-return]
+
+    def _of(self, *step: int) -> Any:
+        if step not in self._known:
+            self._known[step] = self.order.rows(*step), self.order.drawn_from(*step)
+        return self._known[step]
 
 
 @dataclass(frozen=True)
@@ -362,36 +312,25 @@ class Draws:
     order: AnyOrder
     seed: int
     num_samples: int
-    _epochs: dict[int, _DrawnEpoch] = field(default_factory=dict, repr=False)
+    _epochs: dict[int, tuple[NDArray[Any], ...]] = field(default_factory=dict, repr=False)
 
     def length(self, epoch: int) -> int:
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        drawn = self._of_epoch(epoch)
-        picks = drawn.picks[start:stop]
-        return drawn.source[picks], drawn.row[picks]
+        picks, source, row, _ = self._of_epoch(epoch)
+        return source[picks[start:stop]], row[picks[start:stop]]
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        drawn = self._of_epoch(epoch)
-        return drawn.stream[drawn.picks[start:stop]]
+        picks, _, _, stream = self._of_epoch(epoch)
+        return np.asarray(stream[picks[start:stop]])
 
-    def _of_epoch(self, epoch: int) -> _DrawnEpoch:
-        """Every step of every setting asks for a part of the same draws: make them once."""
+    def _of_epoch(self, epoch: int) -> tuple[NDArray[Any], ...]:
+        """Return the positions that are drawn, and source, row and stream of each position of the order: made once."""
         if epoch not in self._epochs:
             total, streams = self.order.length(epoch), self.order.streams
             turn = np.arange(self.num_samples) % min(streams, total)
             sizes = (total - 1 - turn) // streams + 1
             picks = turn + streams * np.random.default_rng((self.seed, epoch)).integers(sizes)
-            source, row = self.order.rows(epoch, 0, total)
-            self._epochs[epoch] = _DrawnEpoch(picks, source, row, self.order.drawn_from(epoch, 0, total))
+            self._epochs[epoch] = picks, *self.order.rows(epoch, 0, total), self.order.drawn_from(epoch, 0, total)
         return self._epochs[epoch]
-
-
-class _DrawnEpoch(NamedTuple):
-    """Positions of the order that are drawn, int64 (num_samples,), and what the order has at each of its positions."""
-
-    picks: NDArray[np.int64]
-    source: NDArray[np.int32]
-    row: NDArray[np.int64]
-    stream: NDArray[np.int64]

@@ -1,25 +1,22 @@
 """What a profile says, in sentences: only from settings that were planned, with the error of each figure.
 
-Profile --settings of one number of ranks--> Finding, Finding, ... and the setting to take
+Profile --settings of one number of ranks--> Finding, Finding, ... and the DataLoader(...) call to take
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html.words import number, percent
-from orchdata.profiling.ranks.planned import CLEAR
-from orchdata.profiling.ranks.scales import MOST_REPEATS
-from orchdata.profiling.ranks.settings import SettingName
+from orchdata.loaders.html import number, percent
+from orchdata.profiling.figures import Figures
+from orchdata.profiling.planned import CLEAR
+from orchdata.profiling.scales import MOST_REPEATS, SettingName
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
-    from orchdata.profiling.ranks.advice import Change
-    from orchdata.profiling.ranks.scales import Scale
-    from orchdata.profiling.ranks.settings import Setting
 
 _LARGE_ERROR: Final = 0.02
 _WORTH: Final = 0.02
@@ -29,8 +26,7 @@ _LITTLE_LONGER: Final = 0.005
 """Share of waiting that is not worth a range."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """A sentence or two.
 
     Attributes:
@@ -50,30 +46,22 @@ class Finding:
 
 def findings(profile: Profile) -> list[Finding]:
     """Return what a profile says, the most important first."""
-    found = (
-        []
-        if profile.has_cost_model
-        else [
-            Finding(
-                text="No cost model was given, so all figures are positions, not time, and nothing is said about "
-                "waiting or speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
-            )
-        ]
-    )
-    if profile.main_scale.with_replacement:
-        found.append(
-            Finding(
-                text=f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such "
-                "step. Figures are of samples drawn with replacement, as from a larger data set of the same kind."
-            )
+    said = []
+    if not profile.has_cost_model:
+        said.append(
+            "No cost model was given, so all figures are positions, not time, and nothing is said about waiting or "
+            "speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
         )
-    found += _of_content(profile)
-    if profile.has_cost_model:
-        found = _of_waiting(profile) + found
-    return found
+    if profile.main_scale.with_replacement:
+        said.append(
+            f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such step. "
+            "Figures are of samples drawn with replacement, as from a larger data set of the same kind."
+        )
+    found = _of_waiting(profile) if profile.has_cost_model else []
+    return [*found, *map(Finding, said), *_of_content(profile)]
 
 
-def recommended(scale: Scale) -> SettingName:
+def recommended(scale: Figures) -> SettingName:
     """Return the simplest setting that no other clearly beats by enough.
 
     Balancing whole samples costs nothing, so it need not be clear that it helps: one rare step may hide it.
@@ -90,39 +78,32 @@ def recommended(scale: Scale) -> SettingName:
     return best
 
 
-def helps(scale: Scale, name: SettingName) -> bool:
+def helps(scale: Figures, name: SettingName) -> bool:
     """Whether ranks clearly wait less than without balancing, and by enough to matter."""
     setting, none = scale.settings[name], scale.settings["none"]
     return "none" in setting.better_than and none.waiting - setting.waiting >= _WORTH
 
 
-def _reads_fewer(scale: Scale) -> bool:
+def _reads_fewer(scale: Figures) -> bool:
     """Whether clearly fewer groups read a shard than over all ranks, and than with one stream."""
     grouped, everywhere = scale.scopes["grouped"], scale.scopes["global"]
     others = min(everywhere.groups_per_shard, grouped.groups_per_shard_of_one_stream)
-    return grouped.groups_per_shard <= 0.75 * others
+    return bool(grouped.groups_per_shard <= 0.75 * others)
 
 
-def step_words(scale: Scale) -> str:
+def step_words(scale: Figures) -> str:
     """Return the size of a step in words."""
+    none, ranks = scale.settings["none"], counted(scale.ranks, "rank")
     if scale.batch_size is not None:
-        return (
-            f"{counted(scale.ranks, 'rank')} x {counted(scale.batch_size, 'sample')} "
-            f"({number(scale.settings['none'].tokens)} LLM tokens a step)"
-        )
-    return (
-        f"{counted(scale.ranks, 'rank')} x {scale.batch_tokens:,} LLM tokens "
-        f"({number(scale.settings['none'].samples)} samples a step)"
-    )
+        return f"{ranks} x {counted(scale.batch_size, 'sample')} ({number(none.tokens)} LLM tokens a step)"
+    return f"{ranks} x {scale.batch_tokens:,} LLM tokens ({number(none.samples)} samples a step)"
 
 
 def left_out_words(profile: Profile) -> str:
     """Return which numbers of ranks were left out, and why."""
     ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
-    return (
-        f"Not planned: {ranks} ranks, whose step would have more than {MOST_REPEATS} times the data. Name them to plan "
-        "them."
-    )
+    much = f"more than {MOST_REPEATS} times the data"
+    return f"Not planned: {ranks} ranks, whose step would have {much}. Name them to plan them."
 
 
 def _of_waiting(profile: Profile) -> list[Finding]:
@@ -181,7 +162,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
     return found
 
 
-def _of_groups(scale: Scale, added: float) -> Finding:
+def _of_groups(scale: Figures, added: float) -> Finding:
     grouped, scope = scale.settings["grouped"], scale.scopes["grouped"]
     beaten = "grouped" in scale.settings["joint"].better_than
     compared = "more than over all ranks" if beaten else "no clear difference to all ranks"
@@ -195,7 +176,7 @@ def _of_groups(scale: Scale, added: float) -> Finding:
     )
 
 
-def _of_larger_batch(change: Change, scale: Scale, added: float) -> Finding:
+def _of_larger_batch(change: Figures, scale: Figures, added: float) -> Finding:
     low, high = _bounds(change, added)
     drawn = ""
     if change.with_replacement:
@@ -211,7 +192,7 @@ def _of_larger_batch(change: Change, scale: Scale, added: float) -> Finding:
     )
 
 
-def _of_no_help(profile: Profile, none: Setting) -> Finding:
+def _of_no_help(profile: Profile, none: Figures) -> Finding:
     if none.waiting_error is None:
         return Finding(text="A single step shows no error, so settings are not compared.")
     if none.waiting < _LITTLE:
@@ -253,7 +234,7 @@ def _of_content(profile: Profile) -> list[Finding]:
     return found
 
 
-def _where(setting: Setting) -> str:
+def _where(setting: Figures) -> str:
     """Say in which phase ranks wait most, if it is most of the waiting."""
     if len(setting.phases) < 2 or not setting.waiting:
         return ""
@@ -263,12 +244,12 @@ def _where(setting: Setting) -> str:
     return ", most of it in the LLM" if name == "llm" else f", most of it in the {name} encoder"
 
 
-def _finding(text: str, name: SettingName, setting: Setting, added: float) -> Finding:
+def _finding(text: str, name: SettingName, setting: Figures, added: float) -> Finding:
     low, high = _bounds(setting, added)
     return Finding(text=text.format(_share(setting, added)), setting=name, low=low, high=high)
 
 
-def _share(planned: Setting | Change, added: float) -> str:
+def _share(planned: Figures, added: float) -> str:
     """Return a share of waiting with three standard errors, or as a range where its error is large.
 
     Args:
@@ -286,12 +267,12 @@ def _share(planned: Setting | Change, added: float) -> str:
     return f"{share} ({'; '.join(about)})" if about else share
 
 
-def _margin(planned: Setting | Change) -> float:
+def _margin(planned: Figures) -> float:
     """Return three standard errors, in whole points, at least one."""
     return max(1, ceil(100 * CLEAR * (planned.waiting_error or 0.0))) / 100
 
 
-def _bounds(planned: Setting | Change, added: float) -> tuple[float, float]:
+def _bounds(planned: Figures, added: float) -> tuple[float, float]:
     rounded = round(planned.waiting, 2)
     low, high = max(0.0, rounded - _margin(planned)), min(1.0, rounded + _margin(planned))
     longer = 1 - (1 - high) / (1 + added * (1 - high))
@@ -334,3 +315,82 @@ def _of_unplanned(profile: Profile, *, is_named: bool) -> Finding:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"
+
+
+def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
+    """Return the arguments of the call for the ranks that the summary speaks of: Python source, and why it is so."""
+    scale = profile.main_scale
+    best = recommended(scale) if profile.has_cost_model else "joint"
+    arguments = [("dataset", "the data set of this profile")]
+    if scale.batch_size is not None:
+        step = f"{scale.global_batch_size:,} samples a step on {scale.ranks:,} ranks"
+        arguments.append((f"batch_size={scale.batch_size}", step))
+    else:
+        step = f"{scale.batch_tokens:,} LLM tokens for each of {scale.ranks:,} ranks"
+        arguments.append((f"global_batch_tokens={scale.global_batch_tokens}", step))
+
+    # The order.
+    streams = scale.streams if best == "grouped" else scale.global_streams
+    if streams == 1:
+        arguments.append(("shuffle=True", "one stream over all shards, as planned here"))
+    else:
+        each_its_own = best == "grouped" and streams == scale.groups
+        reason = "streams: each group of ranks reads its own" if each_its_own else "streams: as planned here"
+        arguments.append((f"shuffle=od.Shuffle(streams={streams})", reason))
+    if scale.global_batch_size is not None and scale.global_batch_size > profile.samples:
+        few = f"{profile.samples:,} samples are fewer than a step: take a smaller batch, or fewer ranks"
+        arguments.append(("drop_last=False", few))
+    else:
+        arguments.append(("drop_last=True", "steps of one size, as planned"))
+
+    # The layout, with the padding of each.
+    options = ["padded=True"] if profile.layout == "padded" and profile.is_of_processor else []
+    options += [] if profile.multiple_of == 1 else [f"multiple_of={profile.multiple_of}"]
+    options += [] if profile.length is None else [f"length={profile.length}"]
+    chosen = "one length" if profile.length is not None else profile.layout
+    reason = "padding of the LLM: " + ", ".join(
+        f"{its.layout} {100 * its.padding:.0f} %{' (this)' if its.layout == chosen else ''}" for its in profile.layouts
+    )
+    name = "od.Padded" if profile.layout == "padded" else "od.Packed"
+    if profile.is_of_processor:
+        name, options = "od.hf.Inputs", ["model.config", *options]
+        names = "the recipe is of a Hugging Face processor, and its model takes batches with its own names"
+        reason = f"{names}; {reason}"
+    arguments.append((f"collate_fn={name}({', '.join(options)})", reason))
+
+    # The balance.
+    own: dict[str, object] = {}
+    reason = "the default; give a cost model to compare settings"
+    if best == "none":
+        own, reason = {"scope": "none"}, "no setting clearly shortens the wait"
+    elif best == "per_phase":
+        own = {"assignment": "per_phase"}
+        reason = "each phase by itself waits clearly less; use od.exchange in the model"
+    elif best == "grouped":
+        own = {"scope": "grouped", "group_size": scale.group_size}
+        read = f"{scale.scopes['grouped'].groups_per_shard:.1f} groups read a shard"
+        reason = f"in groups ranks wait no longer, and {read}"
+    elif profile.has_cost_model:
+        no_better = "no setting clearly shortens the wait, and this one costs nothing"
+        no_better = "no simpler setting waits less" if helps(scale, "joint") else no_better
+        reason = f"whole samples over all ranks: {no_better}"
+    given = ", ".join(f"{name}={value!r}" for name, value in (own | dict(profile.balance)).items())
+    arguments.append((f"balance=od.Balance({given})", reason))
+    if profile.has_cost_model:
+        arguments.append(("cost=cost", "the cost model of this profile"))
+
+    # Samples that cannot be used.
+    if profile.bad > DEFAULT_SHARE * profile.samples:
+        listed = f"{profile.bad:,} samples cannot be used: `orchdata verify PATHS --out bad.jsonl` lists them"
+        arguments.append(('quarantine="bad.jsonl"', listed))
+    elif profile.bad or profile.failed_shards:
+        reason = "samples that cannot be used are left out, up to 1 %; see od.ErrorPolicy"
+        arguments.append(('on_error="skip"', reason))
+    arguments.append((f"seed={profile.seed}", "any number; the order depends on it"))
+    return arguments
+
+
+def call_of(profile: Profile) -> str:
+    """Return the call as Python source, with reasons as comments."""
+    lines = [f"    {source},  # {reason}" for source, reason in arguments_of_call(profile)]
+    return "\n".join(["loader = od.DataLoader(", *lines, ")"])

@@ -13,26 +13,16 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.loaders.html.drawing import axes_of
-from orchdata.profiling.ranks.settings import SETTINGS, SettingName
+from orchdata.loaders.html import axes_of
+from orchdata.profiling.figures import Figures
+from orchdata.profiling.scales import SETTINGS, SettingName
+from orchdata.profiling.tables import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from orchdata.profiling.content import JointShares
-    from orchdata.profiling.ranks.scales import Scale
-
 WIDTH: Final = 340
-LABELS: Final[Mapping[SettingName, str]] = {
-    "none": "none",
-    "llm": "LLM tokens alone",
-    "joint": "whole samples",
-    "per_phase": "per phase",
-    "grouped": "in groups",
-    "grid": "in a grid",
-    "tokens": "steps in tokens",
-}
 _MARKS: Final = "oXsD^vP"
 # Colours that stand for those of the style sheet until the drawing is text.
 _STANDS_FOR: Final = {"#010101": "--ink", "#010102": "--muted", "#010103": "--line", "#010104": "--paper"} | {
@@ -48,27 +38,18 @@ def _drawing(name: str, height: int) -> Iterator[tuple[Figure, Axes, _Drawn]]:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    ink, muted, line = _OF["--ink"], _OF["--muted"], _OF["--line"]
+    inked = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,
         "text.parse_math": False,
         "font.family": "sans-serif",
         "font.size": 11.5,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": muted,
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "xtick.labelcolor": ink,
-        "ytick.labelcolor": ink,
-        "grid.color": line,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "axes.unicode_minus": False,
+        **dict.fromkeys(inked, _OF["--ink"]),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _OF["--muted"]),
+        "grid.color": _OF["--line"],
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.unicode_minus"), False),
+        **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
     }
     drawn = _Drawn(name)
     with mpl.rc_context(style):
@@ -126,7 +107,8 @@ def draw_lengths(
             (patch,) = axes.bar(2**bit * 1.5, count, width=2**bit * 0.9, color=_OF[f"--s{series}"])
             drawn.titled(patch, f"{2**bit:,} to {2 ** (bit + 1) - 1:,} {unit}: {count:,} samples")
         axes.set_xscale("log", base=2)
-        _plain_axis(axes)
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(_short)
         top = max(bins, default=1)
         marks = [("median", percentiles.get("p50"), "--"), ("99 %", percentiles.get("p99"), ":")]
         marks += [("cap", cap, "-")]
@@ -142,7 +124,7 @@ def draw_lengths(
     return drawn.svg
 
 
-def draw_shares(name: str, joint: JointShares) -> str:
+def draw_shares(name: str, joint: Figures) -> str:
     """Draw how many samples have which shares of their tokens in one or two modalities."""
     with _drawing(name, 300 if len(joint.modalities) == 2 else 190) as (_, axes, drawn):
         bins = len(joint.samples)
@@ -176,15 +158,15 @@ def draw_shares(name: str, joint: JointShares) -> str:
     return drawn.svg
 
 
-def draw_waiting(name: str, scales: Sequence[Scale], settings: Sequence[SettingName]) -> str:
+def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[SettingName]) -> str:
     """Draw the cost of a step over a perfectly even one, against the number of ranks, for each setting."""
     with _drawing(name, 330) as (_, axes, drawn):
-        plot_waiting(axes, scales, settings, drawn)
+        _plot_waiting(axes, scales, settings, drawn)
     return drawn.svg
 
 
-def plot_waiting(
-    axes: Axes, scales: Sequence[Scale], settings: Sequence[SettingName], drawn: _Drawn | None = None
+def _plot_waiting(
+    axes: Axes, scales: Sequence[Figures], settings: Sequence[SettingName], drawn: _Drawn | None = None
 ) -> None:
     """Draw into axes: one line for each setting, hollow where samples were drawn with replacement."""
     for number, setting in enumerate(settings):
@@ -211,28 +193,16 @@ def plot_waiting(
     _legend(axes, 2)
 
 
-def plot_profile(scales: Sequence[Scale], axes: Axes | None) -> Axes:
+def plot_profile(scales: Sequence[Figures], axes: Axes | None) -> Axes:
     """Draw the settings of all numbers of ranks into axes; None for those of a new figure."""
     axes = axes_of(axes)
-    plot_waiting(axes, scales, [name for name in SETTINGS if any(name in scale.settings for scale in scales)])
+    _plot_waiting(axes, scales, [name for name in SETTINGS if any(name in scale.settings for scale in scales)])
     return axes
 
 
 def _legend(axes: Axes, columns: int) -> None:
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        frameon=False,
-        borderpad=0,
-        handlelength=1.6,
-        fontsize=11,
-    )
-
-
-def _plain_axis(axes: Axes) -> None:
-    axes.minorticks_off()
-    axes.xaxis.set_major_formatter(_short)
+    look = {"frameon": False, "borderpad": 0, "handlelength": 1.6, "fontsize": 11}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **look)
 
 
 def _count_axis(axes: Axes) -> None:

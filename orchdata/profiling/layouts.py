@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -16,30 +16,11 @@ from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.profiling.ranks.planned import spread_steps
+from orchdata.profiling.figures import Figures
+from orchdata.profiling.planned import spread_steps
 
 _STEPS: Final = 8
 _ROUND: Final = 1024
-
-_LayoutName = Literal["padded", "packed", "one length"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutPadding:
-    """One layout of LLM microbatches.
-
-    Attributes:
-        length: tokens of each microbatch, if they have one length.
-        padding: share of the positions of all ranks that hold no token of a sample, over `steps` planned steps; those
-            of dummies count as such.
-        microbatches: microbatches of each rank in a step, mean.
-    """
-
-    layout: _LayoutName
-    length: int | None
-    padding: float
-    microbatches: float
-    steps: int
 
 
 def padding_of_layouts(
@@ -53,24 +34,19 @@ def padding_of_layouts(
     length: int | None,
     longest: int,
     tokens_per_rank: float,
-) -> tuple[LayoutPadding, ...]:
+) -> tuple[Figures, ...]:
     """Plan a few steps in each layout, over all ranks, under the same caps.
 
     Args:
-        cost: the model's cost, as in training; with None every phase costs its positions.
-        spec_of: returns the steps of a run with such costs and balance.
-        multiple_of: LLM sequences are padded to a multiple of this.
         dummies: modality -> LLM tokens of its dummy; None if batches have no dummies.
         length: of microbatches of one length; None for the shortest that holds the longest sample and the mean of a
             rank's tokens.
-        longest: LLM tokens of the longest sample.
-        tokens_per_rank: LLM tokens of a step for each rank, mean.
     """
     if length is None:
         length = -(-max(longest, int(tokens_per_rank)) // _ROUND) * _ROUND
     caps = {phase: cap for phase, cap in balance.caps.items() if phase != "llm"}
     one_length = replace(balance, max_tokens={**caps, "llm": length})
-    tried: tuple[tuple[_LayoutName, Layout, Balance], ...] = (
+    tried: tuple[tuple[str, Layout, Balance], ...] = (
         ("padded", Padded(multiple_of=multiple_of), balance),
         ("packed", Packed(multiple_of=multiple_of), balance),
         ("one length", Packed(multiple_of=multiple_of, length=length), one_length),
@@ -83,8 +59,8 @@ def padding_of_layouts(
 
 
 def _padding(
-    name: _LayoutName, layout: Layout, costs: IndexCosts, spec: PlanSpec, dummies: Mapping[str, int] | None
-) -> LayoutPadding:
+    name: str, layout: Layout, costs: IndexCosts, spec: PlanSpec, dummies: Mapping[str, int] | None
+) -> Figures:
     steps = spread_steps(spec, _STEPS)
     used = held = microbatches = 0
     for step in steps:
@@ -92,7 +68,7 @@ def _padding(
         used += int(costs.index.tokens_of(plan.row).sum())
         held += _positions(plan, layout, costs, dummies) if plan.filled is None else plan.filled[1]
         microbatches += plan.num_microbatches
-    return LayoutPadding(
+    return Figures(
         layout=name,
         length=fixed_length(layout),
         padding=1 - used / held if held else 0.0,

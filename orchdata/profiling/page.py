@@ -1,0 +1,473 @@
+"""The report: a profile, and some samples, as one page of HTML without a script, which loads nothing; and the view of a
+notebook.
+
+Profile --sentences, tables, drawings--+
+ShardDataset | Mixture --samples-------+--> HTML --> a file, whole or not at all
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import unchosen_rows
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.html import bar, check_plots, number, paragraph, plain, shown, view
+from orchdata.loaders.html import table as html_table
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.remote.urls import identity
+from orchdata.loaders.storage.shared.access import Access
+from orchdata.profiling import tables
+from orchdata.profiling.plots import draw_lengths, draw_shares, draw_waiting
+from orchdata.profiling.scales import SETTINGS
+from orchdata.profiling.summary import (
+    Finding,
+    arguments_of_call,
+    call_of,
+    findings,
+    left_out_words,
+    step_words,
+    stored_words,
+)
+from orchdata.profiling.tables import CODE, DATA, SHARE, TEXT
+from orchdata.showing.samples import Shown
+from orchdata.showing.views import sample_html, with_pictures
+
+if TYPE_CHECKING:
+    from orchdata.profiling.profile import Profile
+
+POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_MOST_ROWS_OF_SOURCES: Final = 1000
+_MOST_DRAWN: Final = 10
+_MOST_REASONS: Final = 10
+_BYTES: Final = (
+    "LLM tokens of text are UTF-8 bytes here, because the recipe has no tokenizer: give it that of your model."
+)
+_HEADERS: Final = "The index reads headers and texts: `orchdata verify` decodes every sample, and may find more."
+_WORDS: Final = (
+    ("shard", "a file with samples: a tar, a Parquet file, a list of records"),
+    ("part", "one text, picture or recording of a sample"),
+    ("LLM token", "what the language model reads: text, and what encoders give for pictures and sound"),
+    ("phase", "a part of the model that all ranks run together: an encoder, or the LLM"),
+    ("position", "what a phase computes: a patch of a picture, a frame of sound, an LLM token"),
+    ("rank", "one of the data-parallel training processes, often a GPU"),
+    ("micro-step", "one forward and backward of all ranks; a step may have several"),
+    ("in groups, in a grid", "samples move inside groups of ranks alone, or inside groups and across them in turn"),
+    ("steps in tokens", "steps of equally many LLM tokens, in place of equally many samples"),
+    ("points", "a difference of two shares: from 9 % to 12 % are 3 points"),
+)
+
+
+def profile_view(profile: Profile) -> str:
+    """Return the view of a notebook. It names no sample: `Profile.write_html` writes a page of all figures."""
+    scale, unit, waits = profile.main_scale, "in positions, not time", "less positions than the fullest rank"
+    if profile.has_cost_model:
+        unit, waits = "by your cost model", "ranks wait"
+    rows = [(tables.LABELS[name], its.waiting, its.costliest) for name, its in scale.settings.items()]
+    waiting = tables.made({"balanced": TEXT, waits: SHARE, "costliest step over an even one": "{:.2f}"}, rows)
+    return view(
+        f"Profile of {counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}",
+        f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in profile.summary)}</ul>",
+        _table(tables.modalities(profile).drop_columns(["samples", "parts"])),
+        paragraph(f"At {step_words(scale)}, {unit}:") + _table(waiting),
+    )
+
+
+def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0, whole: float = 1.0) -> str:
+    """Return a table as HTML.
+
+    Args:
+        series: row and column of a share -> colour of its bar.
+        whole: share of a full bar.
+    """
+    forms = tables.formats(table)
+    texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
+    rows = []
+    for row, values in enumerate(zip(*table.to_pydict().values(), strict=True)):
+        cells = []
+        for column, (value, form) in enumerate(zip(values, forms, strict=True)):
+            text = escape(tables.written(value, form))
+            if form == SHARE:
+                text = bar(value / whole, text, series(row, column))
+            elif value is not None and form in (DATA, CODE):
+                text = f"<bdi>{text}</bdi>" if form == DATA else f"<code>{text}</code>"
+            cells.append(text)
+        rows.append(cells)
+    return html_table(table.column_names, rows, numbers_from=texts[-1] + 1)
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _folded(summary: str, content: str) -> str:
+    """Return HTML that a click opens; print shows it."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _figure(drawing: str, caption: str, below: str = "") -> str:
+    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption>{below}</figure>"
+
+
+def page_of(profile: Profile, samples: Sequence[Shown], *, named: bool) -> str:
+    """Return the page.
+
+    Args:
+        samples: samples to show.
+        named: keys, texts, pictures and error texts of samples may be on the page.
+    """
+    urls = [sample.shard for sample in profile.largest] + [shard.name for shard in profile.content.shards]
+    names = ShardNames([*urls, *(each.shard for each in profile.failures), *(each["shard"] for each in samples)])
+    # Each modality has the colour of its phase; the LLM has that of text.
+    others = dict.fromkeys(name for name in (*profile.modalities, *profile.phases) if name not in ("text", "llm"))
+    colours = {"text": 0, "llm": 0} | {name: 1 + place % 6 for place, name in enumerate(others)}
+    holds = "This page holds no text, picture, key or error text of a sample."
+    if named:
+        holds = (
+            f"This page holds data: keys of samples, reasons of failures, and {counted(len(samples), 'sample')}. Mind "
+            "who gets it."
+        )
+    about = (
+        f"{counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}, "
+        f"{counted(profile.loss_tokens, 'loss token')}, {number(profile.bytes)} bytes. Sizes of media and tokens "
+        "are those of the recipe that was given."
+    )
+    items = "".join(f"<li>{_finding(finding, names, named=named)}</li>" for finding in findings(profile))
+    call = tables.made({"argument": CODE, "reason": TEXT}, arguments_of_call(profile))
+    of_a_step = paragraph(f"For {step_words(profile.main_scale)}:")
+    drawn = "".join(sample_html(sample, names, names.in_text) for sample in samples)
+    shown_as = paragraph("Drawn at random, in the order of the data. Text that is trained is underlined.")
+    unread = tables.unread(profile)
+    parts = [
+        "<h1>What this data set costs to train on</h1>",
+        f'<p class="note">{escape(holds)}</p>',
+        paragraph(about),
+        paragraph(_BYTES) if profile.text_is_bytes else "",
+        f'<ul class="summary">{items}</ul>',
+        _section("The call that follows", of_a_step, f"<pre>{escape(call_of(profile))}</pre>", _table(call)),
+        _content(profile, colours),
+        _lengths(profile, colours),
+        _scales(profile, colours),
+        _section(
+            "How much of a batch is padding",
+            paragraph(f"LLM microbatches at {step_words(profile.main_scale)}, balanced over all ranks."),
+            _table(tables.layouts(profile)),
+        ),
+        _largest(profile, names, named=named),
+        _unlike(profile, names, colours),
+        _failures(profile, names, named=named),
+        _section(
+            "Fields that are not read",
+            _table(unread) if unread.num_rows else paragraph("None, as far as the index says."),
+        ),
+        _section(counted(len(samples), "sample"), shown_as, f'<div class="samples">{drawn}</div>') if samples else "",
+        _section("Words", _table(tables.made({"word": TEXT, "meaning": TEXT}, _WORDS))),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>orchdata report</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+class ShardNames:
+    """Names of shards relative to their common folder, without queries and user names of their URLs."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        names = [identity(url) for url in urls] or [""]
+        start = os.path.commonprefix(names)  # noqa: RUF071 - names are cut after their last common slash
+        self._folder = start[: start.rfind("/") + 1]
+
+    def in_text(self, text: str) -> str:
+        """Return a message in which shards, too, are named relative to their common folder."""
+        return text.replace(self._folder, "") if len(self._folder) > 1 else text
+
+    def __call__(self, url: str) -> str:
+        name = identity(url)
+        return name[len(self._folder) :] if len(name) > len(self._folder) else name.rsplit("/", 1)[-1]
+
+
+def _finding(finding: Finding, names: ShardNames, *, named: bool) -> str:
+    text = escape(finding.text)
+    if not finding.shard:
+        return text
+    key = f"{shown(finding.key, 120)} of " if named else "in "
+    return f"{text} It is {key}{shown(names(finding.shard), 120)}."
+
+
+def _content(profile: Profile, colours: Mapping[str, int]) -> str:
+    joint, rows = profile.content.joint, list(profile.modalities)
+    caption = f"Share of a sample's LLM tokens in {joint.modalities[0]}"
+    if len(joint.modalities) == 2:
+        caption += f" (first) and in {joint.modalities[1]} (second). A larger square is more samples"
+    as_table = _folded("as a table", _table(tables.joint_shares(joint)))
+    return _section(
+        f"What samples are made of{stored_words(profile)}",
+        _table(tables.modalities(profile), lambda row, _: colours[rows[row]]),
+        _table(tables.combinations(profile)),
+        f'<div class="plots">{_figure(draw_shares("shares", joint), caption + ".", as_table)}</div>',
+    )
+
+
+def _lengths(profile: Profile, colours: Mapping[str, int]) -> str:
+    caps = {} if profile.caps is None else profile.caps.max_tokens
+    of_modalities = "LLM tokens that it gives a sample, over samples that have it."
+    of_phases = "positions that it computes of a sample."
+    parts = [
+        (f"tokens{place}", name, its.lengths, None, "LLM tokens", f"{name}: {of_modalities}")
+        for place, (name, its) in enumerate(profile.modalities.items())
+    ]
+    parts += [
+        (f"positions{place}", name, its, caps.get(name), "positions", f"Phase {name}: {of_phases}")
+        for place, (name, its) in enumerate(profile.phases.items())
+    ]
+    drawn = []
+    for ids, name, its, cap, unit, caption in parts:
+        if its.samples:
+            svg = draw_lengths(ids, its.bins, its.percentiles, cap, unit, colours[name])
+            below = _folded("as a table", "".join(map(_table, tables.bins_of(its, unit))))
+            drawn.append(_figure(svg, caption, below))
+    return _section(f"How long samples are{stored_words(profile)}", f'<div class="plots">{"".join(drawn)}</div>')
+
+
+def _scales(profile: Profile, colours: Mapping[str, int]) -> str:
+    scales = profile.scales
+    settings = [name for name in SETTINGS if any(name in scale.settings for scale in scales)]
+    drawn = any(scale.with_replacement for scale in scales)
+    unit = "by your cost model" if profile.has_cost_model else "in positions, not time"
+    caption = (
+        f"Cost of a step over a perfectly even one, {unit}, against the number of ranks. Bars show one standard error "
+        "over steps."
+    )
+    if drawn:
+        caption += " Hollow: the data set has fewer samples than a step, so they were drawn with replacement."
+    of_rows = [settings.index(name) for scale in scales for name in scale.settings]
+    parts = [
+        f'<div class="plots">{_figure(draw_waiting("waiting", scales, settings), caption)}</div>',
+        _table(tables.settings(profile), lambda row, _: of_rows[row]),
+    ]
+    in_phases = tables.waiting_in_phases(profile.main_scale)
+    if in_phases is not None:
+        of_columns = [colours.get(title.removeprefix("in "), 0) for title in in_phases.column_names]
+        parts.append(f"<h3>In which phases, at {escape(step_words(profile.main_scale))}</h3>")
+        parts.append(_table(in_phases, lambda _, column: of_columns[column]))
+    if grouped := [scale for scale in scales if scale.groups > 1]:
+        streams = ", ".join(f"od.Shuffle(streams={scale.streams}) at {scale.ranks:,} ranks" for scale in grouped)
+        parts.append("<h3>How many groups of ranks read from a shard</h3>" + _table(tables.groups(scales)))
+        parts.append(f'<p class="note">{escape(f"Groups a shard: with {streams}.")}</p>')
+    parts += [paragraph("r: samples were drawn with replacement.")] if drawn else []
+    parts += [paragraph(left_out_words(profile))] if profile.ranks_left_out else []
+    return _section("What ranks wait for" if profile.has_cost_model else "How uneven ranks are", *parts)
+
+
+def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
+    scale = profile.main_scale
+    text = (
+        f"Step at least: where one rank has the whole sample, a step of {scale.samples / scale.ranks:.3g} samples a "
+        "rank costs at least so many times an even one, on any number of ranks. The last columns are positions."
+    )
+    return _section("The largest samples", paragraph(text), _table(tables.largest(profile, names, named=named)))
+
+
+def _unlike(profile: Profile, names: ShardNames, colours: Mapping[str, int]) -> str:
+    content, modalities = profile.content, list(profile.modalities)
+    of_columns = [0, *(colours[name] for name in modalities), 0, 0]
+    parts: list[str] = []
+    if profile.sources:
+        # The largest sources are drawn; if there are more, a folded table has the figures of all.
+        sources = list(profile.sources)
+        if len(sources) <= _MOST_DRAWN:
+            parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile))]
+        else:
+            drawn = sorted(sources, key=lambda name: -profile.sources[name].tokens)[:_MOST_DRAWN]
+            most = profile.sources[drawn[0]].share or 1.0
+            listed = sources[:_MOST_ROWS_OF_SOURCES]
+            more = len(sources) - len(listed)
+            rest = paragraph(f"and {more:,} more sources") if more else ""
+            parts = [
+                f"<h3>What the {_MOST_DRAWN} largest of {len(sources):,} sources give in an epoch</h3>",
+                _table(tables.sources(profile, drawn), whole=most),
+                '<p class="note">A full bar is the share of the largest source.</p>',
+                _folded(f"{len(listed):,} sources as a table", _table(tables.sources(profile, listed)) + rest),
+            ]
+        differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
+        parts.append("<h3>Sources that differ most from the whole</h3>")
+        parts.append(_table(tables.unlike(differ, "source", str, modalities), lambda _, column: of_columns[column]))
+    if content.shards:
+        parts.append("<h3>Shards that differ most from the whole</h3>")
+        table = tables.unlike(content.shards, "shard", names, modalities)
+        parts.append(_table(table, lambda _, column: of_columns[column]))
+    else:
+        parts.append(paragraph("No shard of at least 20 samples differs much from the whole."))
+    return _section(f"Sources and shards that differ{stored_words(profile)}", *parts)
+
+
+def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
+    if not profile.bad_by_reason:
+        return _section("Failures", paragraph(f"No sample failed while it was indexed. {_HEADERS}"))
+    counts = profile.bad_by_reason
+    if not named:
+        # Reasons up to what they quote of a sample, or of an exception that quotes it.
+        short: Counter[str] = Counter()
+        for reason, count in counts.items():
+            short[re.split(r"[:('\"`]", reason, maxsplit=1)[0].strip() or "another reason"] += count
+        counts = dict(short.most_common())
+    rows = [(count, plain(names.in_text(reason))) for reason, count in list(counts.items())[:_MOST_REASONS]]
+    parts = [paragraph(_HEADERS), _table(tables.made({"samples": "{:,}", "reason": DATA}, rows))]
+    if (more := len(counts) - _MOST_REASONS) > 0:
+        parts.append(paragraph(f"and {more:,} more reasons"))
+    if named:
+        examples = [
+            (
+                plain(names(each.shard), 120),
+                plain(each.key, 120),
+                plain(each.field, 60),
+                plain(names.in_text(each.reason)),
+            )
+            for each in profile.failures
+        ]
+        table = tables.made(dict.fromkeys(("shard", "key", "field", "reason"), DATA), examples)
+        parts += ["<h3>Examples</h3>", _table(table)]
+    return _section("Failures", *parts)
+
+
+def check_report(path: str | Path) -> None:
+    """Raise before a profile is made if no report could be written.
+
+    Raises:
+        ValueError: the folder is missing or takes no file, or the path is a folder's.
+        OSError: the path cannot be one.
+        PackageError: matplotlib is missing.
+    """
+    check_plots()
+    target = Path(path).resolve()
+    if target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise ValueError(f"the report cannot be written to {target}: give a file in a folder that you may write into")
+
+
+def write_report(
+    profile: Profile, path: str | Path, dataset: ShardDataset | Mixture | None, index: Index | None, samples: int
+) -> None:
+    """Write the page with some usable samples of a data set, drawn at random, whole or not at all. Raises StorageError.
+
+    Args:
+        dataset, index: where samples are read; None for a page without samples.
+        samples: 0 for a page that names no sample.
+    """
+    check_report(path)
+    drawn: list[Shown] = []
+    if dataset is not None and index is not None and samples:
+        unused = np.union1d(unchosen_rows(dataset, index), index.bad_rows())
+        usable = np.delete(np.arange(index.num_rows), unused)
+        count = min(samples, len(usable))
+        places = np.random.default_rng(profile.seed).choice(len(usable), size=count, replace=False, shuffle=False)
+        drawn = with_pictures(dataset, index, sorted(usable[places].tolist()))
+    page = page_of(profile, drawn, named=samples > 0)
+    # A file that exists keeps its permissions, and a link its target.
+    target = Path(path).resolve()
+    access = None
+    if target.is_file():
+        status = target.stat()
+        access = Access(stat.S_IMODE(status.st_mode), status.st_gid)
+    # Strings of the data have no lone surrogate left, which UTF-8 lacks; another name may have one.
+    write_whole(target, page.encode("utf-8", "backslashreplace"), access)
+
+
+LIGHT: Final = {
+    "--paper": "#ffffff",
+    "--ink": "#1a1a1a",
+    "--muted": "#555555",
+    "--line": "#c8c8c8",
+    "--soft": "#f2f4f7",
+    "--s0": "#005a9c",
+    "--s1": "#b34700",
+    "--s2": "#00704d",
+    "--s3": "#9b3b77",
+    "--s4": "#6b5b00",
+    "--s5": "#404040",
+    "--s6": "#6a35b8",
+}
+DARK: Final = {
+    "--paper": "#14171c",
+    "--ink": "#ececec",
+    "--muted": "#b4b9c2",
+    "--line": "#4a505a",
+    "--soft": "#20252d",
+    "--s0": "#7cc4ff",
+    "--s1": "#ffa061",
+    "--s2": "#4fd6a6",
+    "--s3": "#f29ccc",
+    "--s4": "#e6d36b",
+    "--s5": "#d0d0d0",
+    "--s6": "#c5a3ff",
+}
+
+
+def _set(colours: dict[str, str]) -> str:
+    return "".join(f"{name}:{value};" for name, value in colours.items())
+
+
+STYLE: Final = f"""
+:root{{color-scheme:light dark;{_set(LIGHT)}}}
+@media (prefers-color-scheme:dark){{:root{{{_set(DARK)}}}}}
+@media print{{:root{{color-scheme:light;{_set(LIGHT)}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0 auto;max-width:1180px;padding:16px;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}}
+bdi,code,pre,.sample p{{overflow-wrap:anywhere}}
+h1{{font-size:24px;margin:8px 0}}
+h2{{font-size:19px;margin:32px 0 8px;border-top:1px solid var(--line);padding-top:16px}}
+h3{{font-size:15px;margin:16px 0 4px}}
+p{{max-width:75ch;margin:8px 0}}
+.note,figcaption,summary{{color:var(--muted);font-size:13px}}
+.summary li{{margin:6px 0;max-width:75ch}} .summary{{padding-left:20px;font-size:16px}}
+.plots{{display:flex;flex-wrap:wrap;gap:16px}}
+figure{{margin:8px 0;flex:0 1 340px;max-width:340px}} figure svg{{display:block;max-width:100%}}
+table{{border-collapse:collapse;width:100%;font-size:13px;margin:8px 0}}
+th,td{{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px solid var(--line)}}
+th{{color:var(--muted);font-weight:600}}
+th.n,td.n{{text-align:right;font-variant-numeric:tabular-nums}}
+.bar{{display:inline-block;width:90px;height:10px;background:var(--soft);border:1px solid var(--line);
+vertical-align:middle;print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+td:has(>.bar){{white-space:nowrap}} td:has(>bdi){{min-width:9em}}
+.bar>span{{display:block;height:100%}}
+pre{{background:var(--soft);padding:12px;white-space:pre-wrap;font:13px/1.5 ui-monospace,monospace}}
+.samples{{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:16px}}
+.sample{{border:1px solid var(--line);padding:12px;min-width:0}} .sample p{{white-space:pre-wrap;font-size:13px}}
+.trained{{background:var(--soft);border-bottom:2px solid var(--s0)}}
+.picture{{line-height:0}} .picture img{{max-width:100%;height:auto}}
+@media (max-width:1000px){{.bar{{width:48px}}}}
+@media (max-width:640px){{
+thead{{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}}
+tr{{display:block;border-bottom:1px solid var(--line);padding:6px 0}}
+td,td.n{{display:flex;align-items:center;justify-content:space-between;gap:12px;border:0;padding:2px 0;
+text-align:right}}
+td::before{{content:attr(data-of);color:var(--muted);text-align:left;flex:0 0 40%}}
+.samples{{grid-template-columns:minmax(0,1fr)}}
+}}
+@media print{{
+body{{padding:0;max-width:none}}
+h1,h2,h3,h2+p,thead{{break-after:avoid}} h2{{margin-top:20px;padding-top:10px}}
+figure>svg,tr,h2+p,.sample,.summary li{{break-inside:avoid}}
+.plots{{display:block;orphans:1;widows:1}} figure{{display:inline-block;width:340px;vertical-align:top}}
+figure:only-child{{display:block}}
+th,td{{padding:2px 6px}}
+.plots table{{font-size:11px;line-height:1.2;margin:4px 0}} .plots th,.plots td{{padding:0 6px}}
+details::details-content{{content-visibility:visible;block-size:auto}}
+.samples{{grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}} .sample{{padding:8px}}
+.picture img{{max-height:200px}}
+}}
+"""
