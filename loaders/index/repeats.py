@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from orchdata.loaders.storage.remote.files import PLAIN_FILES
+from orchdata.loaders.storage.files import PLAIN_FILES
 
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:

@@ -18,6 +18,7 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import (
     ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -27,7 +28,6 @@ from orchdata.loaders.storage.paths import (
     media_root_of,
     suffix_of,
 )
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.storage import Storage
 
 

@@ -20,9 +20,9 @@ from orchdata.loaders.shards.own.shard import Container, identity_of
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.remote.file import in_order
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 

@@ -39,7 +39,7 @@ from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask

@@ -24,9 +24,9 @@ from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loaders.storage.node.copies import Added, Copies, name_of
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.notices import warn_once

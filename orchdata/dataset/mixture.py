@@ -17,7 +17,7 @@ from orchdata.dataset.views.seen import Seen, mixture_view
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.own.shard import Container
-from orchdata.loaders.storage.remote.files import Files, joined_files
+from orchdata.loaders.storage.files import Files, joined_files
 from orchdata.order.merge import By, Stage, Stop
 
 Weights = Mapping[str, float]

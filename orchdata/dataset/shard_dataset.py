@@ -52,8 +52,8 @@ from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import Matching, needs_listing
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.ranks.first_comer import done_by_first

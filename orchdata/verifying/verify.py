@@ -34,7 +34,7 @@ from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance

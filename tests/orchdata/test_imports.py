@@ -147,6 +147,16 @@ def test_every_unit_has_its_layer() -> None:
     assert units - empty == set(LAYER_OF)
 
 
+def test_no_two_folders_of_a_room_import_each_other() -> None:
+    uses = set()
+    for module, path in MODULES.items():
+        for used in _imports(path) & set(MODULES):
+            mine, other = ([*MODULES[name].relative_to(REPOSITORY).parts[:-1]] for name in (module, used))
+            if mine[:2] == other[:2] and mine[2:3] and other[2:3] and mine[2] != other[2]:
+                uses.add((*mine[:2], mine[2], other[2]))
+    assert not [each for each in uses if (*each[:2], each[3], each[2]) in uses]
+
+
 def test_no_public_name_is_that_of_a_unit() -> None:
     # Importing orchdata.name.file would replace the function or class with the subpackage.
     import orchdata

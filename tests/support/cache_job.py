@@ -8,8 +8,8 @@ import sys
 from orchdata.caching.filler import Filler, Place
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node.cache import Cache
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.order.order import Order, Shuffle
 
 

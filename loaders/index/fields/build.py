@@ -33,8 +33,8 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.shared.access import Access, Accesses
 
 _TICK_SECONDS = 0.5

@@ -18,7 +18,7 @@ from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 
 _LOOKED_AT: Final = 32
 """Records of a data set that are read to see their keys."""

@@ -29,7 +29,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
 MOST_SHARDS: Final = 32

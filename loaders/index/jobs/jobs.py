@@ -25,7 +25,7 @@ from orchdata.loaders.index.measuring.chunk import Progress, Result
 from orchdata.loaders.index.measuring.reading import Chunk
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.files import Files
 
 _POLL_SECONDS: Final = 0.1
 _MOST_ATTEMPTS: Final = 10

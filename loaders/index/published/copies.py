@@ -19,8 +19,8 @@ from orchdata.loaders.index.published.folder import PublishedFolder, opened_fold
 from orchdata.loaders.index.published.manifest import Manifest
 from orchdata.loaders.storage.atomic import remove, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.clients.client import Buffer
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.shared.access import Access, access_of
 from orchdata.loaders.storage.shared.files import opened, status_of
 

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 
 from orchdata.loaders.errors import StaleIndexError, StorageError
 from orchdata.loaders.storage.atomic import create_temporary, remove, write_at, write_whole
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.clients.client import Buffer
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.objects import Ahead, ObjectRange, Objects
 from orchdata.loaders.storage.remote.urls import HTTP, is_remote, parsed, scheme_of
 from orchdata.loaders.storage.retries import tried

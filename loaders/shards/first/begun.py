@@ -16,8 +16,8 @@ from orchdata.loaders.shards.first.beginning import Beginning, first_samples
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import is_compressed
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.storage import Storage
 
 _FIRST_BYTES: Final = 4 << 20

@@ -23,8 +23,8 @@ from orchdata.loaders.shards.jsonl.media_files import (
     shown_name,
 )
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.clients.client import Listed
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.listing import is_unlisted
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, ObjectRange
 from orchdata.loaders.storage.remote.stamps import stamp_of_version, stamped

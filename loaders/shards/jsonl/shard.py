@@ -29,7 +29,7 @@ from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, sc
 from orchdata.loaders.shards.shard import beginning_of, facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.loaders.storage.remote.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.stamps import STAMP_BITS
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.conversation import parse_json

@@ -14,9 +14,9 @@ from orchdata.loaders.index.published.manifest import IndexStore
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.own.shard import Container, checked_containers
 from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import expand_paths, is_folder
 from orchdata.loaders.storage.remote.clients.of_fsspec import is_filesystem
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import identity, is_remote, parsed, scheme_of
 
 

@@ -19,8 +19,8 @@ from orchdata.loaders.shards.open import by_identity, open_indexed
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ParquetShard
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES
-from orchdata.loaders.storage.remote.files import Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first

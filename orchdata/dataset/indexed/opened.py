@@ -17,7 +17,7 @@ from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.files import Files
 
 
 class Rows:

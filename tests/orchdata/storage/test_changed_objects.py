@@ -135,8 +135,8 @@ def test_pieces_of_one_read_are_of_one_object(
     s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second piece waits until the object was replaced: If-Match refuses it."""
+    from orchdata.loaders.storage.files import Files
     from orchdata.loaders.storage.remote import objects
-    from orchdata.loaders.storage.remote.files import Files
 
     monkeypatch.setattr(objects, "PIECE_BYTES", 1000)
     bucket, proxy = new_bucket(), proxied(s3_server)
@@ -155,7 +155,7 @@ def test_a_shard_that_changes_while_it_is_indexed_is_indexed_again(
     s3_server: S3Server, local: Epochs, new_bucket: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listing is of the object before: its bytes are refused, and it is looked at again. It is no bad shard."""
-    from orchdata.loaders.storage.remote.files import Files
+    from orchdata.loaders.storage.files import Files
 
     bucket = new_bucket()
     dataset = remote(local.to_s3(s3_server, bucket), s3_server.options)

@@ -90,7 +90,7 @@ def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3
         import obstore
         from servers.stores import store_at
         from orchdata.loaders.storage.remote import requests
-        from orchdata.loaders.storage.remote.files import Files
+        from orchdata.loaders.storage.files import Files
 
         requests.FORKED_SECONDS = 0.5
         url, options = sys.argv[1], json.loads(sys.argv[2])
@@ -113,7 +113,7 @@ def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3
 def test_a_child_of_a_process_that_used_nothing_works(s3_server: S3Server, bucket: str) -> None:
     program = """
         import json, os
-        from orchdata.loaders.storage.remote.files import Files
+        from orchdata.loaders.storage.files import Files
 
         url, options = sys.argv[1], json.loads(sys.argv[2])
         pid = os.fork()

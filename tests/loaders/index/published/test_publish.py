@@ -25,7 +25,7 @@ from orchdata.loaders.index.published.folder import PublishedFolder, opened_fold
 from orchdata.loaders.index.published.manifest import IndexStore, Manifest, generations, read_manifest
 from orchdata.loaders.index.published.parts import Parts, PublishedMeanwhile
 from orchdata.loaders.index.published.publish import publish
-from orchdata.loaders.storage.remote.files import Files
+from orchdata.loaders.storage.files import Files
 
 FORK = multiprocessing.get_context("fork")
 SHARDS = 4
