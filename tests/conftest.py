@@ -54,7 +54,6 @@ BEGUN_FIRST = (
     "orchdata/engines/test_hanging.py",
     "orchdata/hf/test_trainer.py",
     "orchdata/hf/test_families.py",
-    "orchdata/hf/test_traced_cost.py",
     "orchdata/test_per_phase_job.py",
     "orchdata/post_balancing/test_post_balance.py",
     "orchdata/test_parity.py",

@@ -29,6 +29,8 @@ GATED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 NOT_GATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
 # Without head_dim in the config, heads together are not as wide as the residual stream.
 HEADED = ("gemma", "gpt_oss", "qwen3")
+# Attention with a gate, or other layers than their keys say: refused.
+NOT_AS_USUAL = ("afmoe", "beam", "hunyuan_v1_moe")
 SILU = ("silu", "swish", "swiglu")
 # Towers with a GELU that their config.json may leave out.
 GELU_TOWERS = ("clip", "idefics3", "intern", "qwen2_vl", "siglip", "smolvlm", "vit")
@@ -177,6 +179,8 @@ def _decoder(part: Part) -> Sizes:
 
 
 def _llm(part: Part) -> Sizes:
+    if part.kind in NOT_AS_USUAL:
+        raise part.refuse("layers that its keys do not describe")
     layers = part.size("layers", "num_hidden_layers", "n_layer", "num_layers")
     sizes = {
         "layers": layers,

@@ -148,5 +148,4 @@ KINDS: Final = (
     Kind(folder="shards", content="decompressed shards", suffixes=(".tar",), companions=(SUM_SUFFIX,)),
     Kind(folder="copies", content="copies of shards of object storage", suffixes=(".copy",), companions=(SUM_SUFFIX,)),
     Kind(folder="packing", content="which models keep packed samples apart", suffixes=(".json",)),
-    Kind(folder="forwards", content="which samples models take", suffixes=(".json",)),
 )

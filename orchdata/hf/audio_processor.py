@@ -122,11 +122,6 @@ class HFAudio(Clips):
                 axes[each.name] = each.axis, tuple(lengths)
         return axes
 
-    @property
-    def pads_with_zeros(self) -> bool:
-        """Return whether the processor pads the shorter of two clips of a sample with zeros, as batches here do."""
-        return _pads_with_zeros(self)
-
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         frames, rate = self.checked_header(header, limits)
         return self._size(-(-frames * self.sample_rate // rate))
@@ -270,28 +265,6 @@ def _measured(modality: HFAudio, num_samples: int) -> _Measured:
     extras = {each.name: rows.copy() for each, rows in shaped.items() if not each.is_array}
     mark = modality.slot.mark
     return _Measured(num_rows, runs(text, mark) if mark else (), is_cut, extras)
-
-
-@lru_cache(maxsize=8)
-def _pads_with_zeros(modality: HFAudio) -> bool:
-    """True too where its processor cannot be asked for two clips at once."""
-    processor, kwargs = rebuilt(modality.processor)
-    random = np.random.default_rng(0)
-    clips = [
-        random.normal(scale=0.1, size=int(seconds * modality.sample_rate)).astype(np.float32) for seconds in (1, 2)
-    ]
-    try:
-        together = {name: as_array(value) for name, value in processor._process_audio(clips, **kwargs)[0].items()}
-        alone, _ = processed(processor, kwargs, clips[0])
-    except Exception:  # noqa: BLE001 - a processor may raise anything for clips of two lengths
-        return True
-    for each in modality.shapes:
-        if each.is_array and each.per == "row" and each.axis and each.name in together:
-            shorter = np.moveaxis(together[each.name][0], each.axis - 1, 0)
-            # Its last frame: the first ones of the padding may still hear the end of the clip.
-            if len(shorter) > alone[each.name].shape[each.axis] and np.any(shorter[-1]):
-                return False
-    return True
 
 
 def _joined(pieces: Sequence[str | int], token: str) -> str:

@@ -64,6 +64,13 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_audio": Family(part_features=(), expects_runs=True),
     "whisper": Family(packs=False, part_features=(), decoder=True),
 }
+READ_PADDING: Final = {
+    "granite_speech": "audio",
+    "granite_speech_plus": "audio",
+    "phi4_multimodal": "audio",
+    "prophetnet": "text",
+}
+"""Models whose samples change each other also in padded rows -> what they read the padding of."""
 TOWERS: Final = {"image": "get_image_features", "video": "get_video_features"}
 """Modality -> the method that encodes it."""
 

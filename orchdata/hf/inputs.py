@@ -9,6 +9,7 @@ attention their bounds are given too. Padded, each sample is a row, with a mask.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from dataclasses import dataclass, field
@@ -16,15 +17,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
-from orchdata.hf.families import FAMILIES, TOWERS, Family, family_of, model_class, takes, thinker
+from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.masks import packed_masks
-from orchdata.hf.packing.rope import SwitchingRope, switching_rope
-from orchdata.hf.packing.verdict import Arguments, Verdict, attention_of, verdict_of
-from orchdata.hf.probe import loss_follows
+from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
+from orchdata.hf.tiny import undisturbed
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
 
@@ -60,8 +60,7 @@ class Inputs:
         empty: as there.
         probe: try on a tiny random model of this configuration whether it keeps packed samples apart (`verdict`): 5
             seconds at most, and milliseconds once the verdict is in the cache folder. With False nothing is tried:
-            batches are padded, unless `padded=False` says that the model keeps samples apart. A loader tries each kind
-            of sample that its recipe allows, too, before its first step.
+            batches are padded, unless `padded=False` says that the model keeps samples apart.
 
     Attributes:
         layout: of the batches.
@@ -180,7 +179,10 @@ class Inputs:
 
     @cached_property
     def scales_loss(self) -> bool:
-        return not self.family.decoder and loss_follows(self.config)
+        try:
+            return not self.family.decoder and _loss_follows(self.config)
+        except Exception:  # noqa: BLE001 - of a class that is built otherwise, which has no labels then
+            return False
 
     @cached_property
     def _takes(self) -> frozenset[str]:
@@ -204,8 +206,8 @@ class Inputs:
         return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; and if its
-        forward fails on a kind of sample that the recipe allows, as `forward.check` tries it.
+        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; and of those
+        that are known to read the padding of other samples.
         """
         kind = self.config.model_type
         for name in encoders:
@@ -245,10 +247,13 @@ class Inputs:
             )
         if self.probe and self._rope is not None and balance.max_samples != 1:
             warn_once(f"rope of {kind}", f"{self._rope.warning(kind)}. A microbatch with such a mixture is an error")
-        if self.probe:
-            from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
-
-            check_forward(self, recipe, tuple(encoders), is_one_by_one=balance.max_samples == 1)
+        read = READ_PADDING.get(kind, "")
+        if self.probe and read in ("text", *encoders):
+            raise ValueError(
+                f"{kind} reads the padding of {read}, so that samples of a batch change each other: leave it out of "
+                f"the recipe ({read}=None), or give each rank one sample a step, of one part of {read} at most, by "
+                "batch_size=1, od.Balance(max_samples=1) and od.hf.Inputs(config, probe=False)"
+            )
 
     def _check_pace(self, name: str, modality: Any) -> None:
         """Raise ValueError if positions in time of videos are not those that the model computes."""
@@ -362,6 +367,44 @@ def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
         Inputs(config, padded=False, probe=False).arguments,
         Inputs(config, padded=True, probe=False).arguments,
     )
+
+
+class _OfBase(nn.Module):
+    """A base model that gives hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.last_hidden_state = hidden
+
+    def forward(self, *_: Any, **__: Any) -> _OfBase:
+        return self
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, at: int) -> Tensor:
+        return (self.last_hidden_state,)[at]
+
+
+def _loss_follows(config: Any) -> bool:
+    """Whether the loss of the configuration's class is the summed cross entropy of the next token, divided by the
+    `num_items_in_batch` that its forward is given: tried by that forward, around a base model of fixed hidden states.
+    """
+    from transformers import PreTrainedModel
+
+    kind, vocab = model_class(config), config.get_text_config().vocab_size
+    with undisturbed(), torch.no_grad():
+        model, own = object.__new__(kind), copy.deepcopy(config)
+        own._attn_implementation = "eager"  # none is computed, and others may not be installed here
+        PreTrainedModel.__init__(model, own)
+        model.model, model.lm_head, model.vocab_size = _OfBase(torch.randn(1, 5, 4)), nn.Linear(4, vocab), vocab
+        ids = torch.randint(0, vocab, (1, 5))
+        labels = torch.where(torch.arange(5) < 2, IGNORE, ids)
+        given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}
+        runs = {items: model(**given, num_items_in_batch=items, use_cache=False) for items in (0.5, 4)}
+    logits = runs[4].logits[0, 1:-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, labels[0, 2:], reduction="sum")
+    return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
 
 
 def _by_part(media: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:

@@ -1,59 +1,67 @@
 """A Hugging Face config or model -> the CostModel of its training.
 
-    config --rule of its family, or trace--> operations of each phase
-    requires_grad, or names  --------------> which passes each has: forward, gradients of inputs, gradients of weights
+    config --rule of its family--------> operations of each phase
+    requires_grad, or names  ----------> which passes each has: forward, gradients of inputs, gradients of weights
 
 Gradients are needed wherever something trains, and in all that lies between it and the loss. So a frozen tower is
 forward only, and a frozen LLM after a trained projector is differentiated through.
-
-Families whose rules are held equal to what torch counts are read from the config alone. Of any other the model that
-transformers builds is run without its numbers (`orchdata.hf.tracing`), and what it multiplies is counted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from orchdata.balancers import CostModel, PhaseCost, TransformerCost
-from orchdata.balancers.costs.families import model_keys, phase_keys, phases_of
-from orchdata.hf.tracing.training import BACKBONE, CONNECTOR, FROZEN, Training, names_in, read, said
+from orchdata.balancers.costs.families import PARTS, model_keys, phase_keys, phases_of
 
-# Families whose rules tests hold equal to what torch counts: of the LLM, of the whole model with its connector, and of
-# the towers that such a model may have.
-_RULED: Final = {
-    "llm": frozenset(
-        "gemma gemma2 gemma3_text glm4_moe gpt_oss llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text "
-        "qwen2_5_vl_text qwen3_vl_text qwen2_5_omni_text whisper".split()
-    ),
-    "whole": frozenset(
-        "gemma3 idefics3 internvl internvl_chat llava llava_next llava_onevision paligemma qwen2_vl qwen2_5_vl "
-        "qwen3_vl qwen2_5_omni qwen2_5_omni_thinker qwen2_audio smolvlm whisper".split()
-    ),
-    "tower": frozenset(
-        "clip_vision_model siglip_vision_model intern_vit_6b internvl_vision idefics3 idefics3_vision smolvlm "
-        "smolvlm_vision qwen2_vl qwen2_vl_vision qwen2_5_vl qwen2_5_vl_vision qwen3_vl qwen3_vl_vision "
-        "qwen2_5_omni_vision_encoder qwen2_5_omni_audio_encoder qwen2_audio_encoder whisper".split()
-    ),
+if TYPE_CHECKING:
+    from torch import nn
+
+BACKBONE: Final = "llm"
+CONNECTOR: Final = "connector"
+# Models whose towers and connectors have rules that tests hold equal to what torch counts, and these towers.
+_WHOLE: Final = frozenset(
+    "gemma3 idefics3 internvl internvl_chat llava llava_next llava_onevision paligemma qwen2_vl qwen2_5_vl qwen3_vl "
+    "qwen2_5_omni qwen2_5_omni_thinker qwen2_audio smolvlm whisper".split()
+)
+_TOWERS: Final = frozenset(
+    "clip_vision_model siglip_vision_model intern_vit_6b internvl_vision idefics3 idefics3_vision smolvlm "
+    "smolvlm_vision qwen2_vl qwen2_vl_vision qwen2_5_vl qwen2_5_vl_vision qwen3_vl qwen3_vl_vision "
+    "qwen2_5_omni_vision_encoder qwen2_5_omni_audio_encoder qwen2_audio_encoder whisper".split()
+)
+# In the names of PEFT's parameters.
+_ADAPTER: Final = "lora_"
+# What wrappers and PEFT add to the names of parameters.
+_ADDED: Final = re.compile(r"\b(module|_orig_mod|base_model\.model|base_layer)\.|\.lora_\w+\..*$")
+# Where parameters of a model lie, by names on their way; the first that matches. What matches none is the LLM's.
+_COMPONENTS: Final = {
+    "": r"\b(talker|token2wav)\b",
+    CONNECTOR: r"\b(multi_modal_projector|mm_projector|connector|aligner|mlp1|(deepstack_)?merger(_list)?"
+    r"|audio_tower\.(proj|proj1|proj2))\b",
+    "image": r"\b(visual|vision_(tower|model|encoder)|image_(tower|encoder))\b",
+    "audio": r"\b(audio_(tower|model|encoder)|encoder)\b",
 }
-# What may be said of a phase that is traced; all else are sizes, which are its config's.
-_PASSES: Final = frozenset(("trainable", "input_gradients", "connector_trainable", "recompute", "flash", "causal"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """The phases of a model, and how each is priced.
+class Training:
+    """How much of a tower, connector or LLM is trained.
 
     Attributes:
-        phases: in the order in which CostModel has them.
-        traced: of these, what a trace found.
-        parameters: name of a parameter -> where it lies, as traced.
+        share: trained share of its weights, without adapters.
+        gradients: whether anything in it is trained, so that gradients reach it.
+        adapters: operations a position in low-rank adapters next to the weights.
     """
 
-    phases: tuple[str, ...]
-    traced: Mapping[str, Any] = field(default_factory=dict)
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    share: float = 1.0
+    gradients: bool = True
+    adapters: float = 0.0
+
+
+_FROZEN, _ADAPTED = Training(0.0, False), Training(0.0, True)
 
 
 def cost(
@@ -71,9 +79,8 @@ def cost(
     before merging, of all tiles together; positions of the encoder in Whisper, Qwen2-Audio (of the whole window of 30
     s, however short the clip) and Qwen2.5-Omni; elsewhere frames of the features of a clip.
 
-    Families without a rule are traced: the model is built without memory and run without its numbers, at several
-    lengths, in a few seconds, once a process. It takes a config that transformers has a model for. The same config
-    costs the same on every machine that has the same transformers; random state is left as it is.
+    A text model without a rule is read by the usual keys of configs, if these say all that counts. The towers of a
+    model without rules are yours to give.
 
     Args:
         model: a config, of which all is trained that is not named below; or a model, of which all is read: its
@@ -83,15 +90,16 @@ def cost(
         video_patches: patches of a temporal patch of videos, as most have: adds the phase "video", of the image tower,
             which attends within each temporal patch alone, as those of Qwen-VL.
         phases: as `CostModel.from_config`: attributes of a phase's TransformerCost, as in `llm={"recompute": "full"}`,
-            or its whole cost, for a phase that cannot be traced; None leaves it out. Of a phase that is traced:
-            trainable, input_gradients, connector_trainable, recompute, flash and causal; with sizes it is read by the
-            usual keys.
+            or its whole cost, for a phase without a rule; None leaves it out.
 
     Raises:
-        ValueError: a config that lacks a size, contradicts itself or whose model cannot be traced, a phase it does not
-            have, names for a model, or a model whose parameters are not found where others have theirs.
+        ValueError: a config that lacks a size or a rule, or contradicts itself, a phase it does not have, names for a
+            model, or a model whose parameters are not found where others have theirs.
     """
-    given = {"frozen": names_in(frozen), "lora": names_in(lora)}
+    given = {
+        name: (words,) if isinstance(words, str) else tuple(words)
+        for name, words in (("frozen", frozen), ("lora", lora))
+    }
     if hasattr(model, "named_parameters"):
         if named := [name for name, words in given.items() if words]:
             raise ValueError(
@@ -100,14 +108,12 @@ def cost(
         model = model if hasattr(model, "config") else getattr(model, "module", model)
         if not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} has no config: give the model of transformers inside of it")
-        config = _thinker(model.config)
-        described = _described(config, phases)
-        training = read(model, _components_of(config, described.phases), described.parameters)
+        config = getattr(model.config, "thinker_config", None) or model.config  # of an omni model
+        training = _read(model, _components_of(config))
     else:
-        config = _thinker(model)
-        described = _described(config, phases)
-        training = said(_components_of(config, described.phases), **given)
-    cost = CostModel(**_priced(config, described, training, phases))
+        config = getattr(model, "thinker_config", None) or model
+        training = _said(_components_of(config), **given)
+    cost = CostModel(**_priced(config, training, phases))
     return cost if video_patches is None else _with_video(cost, video_patches)
 
 
@@ -122,103 +128,46 @@ def _with_video(model: CostModel, patches: int) -> CostModel:
     return CostModel(**costs, video=video)
 
 
-def _thinker(config: Any) -> Any:
-    """Return the thinker of an omni model's configuration."""
-    return getattr(config, "thinker_config", None) or config
+def _phases(config: Any) -> tuple[str, ...]:
+    """Return the phases of a config. Raises ValueError for parts of it that are none."""
+    keys, known = model_keys(config), {name for names in PARTS.values() for name in names}
+    parts = {name for name, value in keys.items() if isinstance(value, Mapping) and value.get("model_type")}
+    phases = phases_of(config)
+    if BACKBONE not in phases or (parts and parts - known):
+        what = ", ".join(sorted(parts - known)) or "no text model"
+        raise ValueError(
+            f"od.hf.cost does not read a {keys.get('model_type')} config, which has {what}: {_by_hand(keys)}"
+        )
+    return phases
 
 
-def _described(config: Any, given: Mapping[str, Any]) -> _Described:
-    """Return the phases of a config. A phase without a rule is traced, unless the user gives its cost or its sizes."""
-    by_keys = phases_of(config)
-    kind = model_keys(config).get("model_type")
-    # Of a model that is known as a whole: another may have towers that its keys do not show.
-    is_ruled = kind in _RULED["whole"] | _RULED["llm"] and all(_is_ruled(config, phase) for phase in by_keys)
-    config = None if is_ruled else _object_of(config)
-    if config is None:
-        return _Described(by_keys)
-    from orchdata.hf.tracing.phases import has_media, traced
-
-    media = has_media(config)
-    phases = tuple(
-        phase
-        for phase in ("image", "audio", BACKBONE)
-        if phase == BACKBONE or phase in media or (phase in by_keys and _is_ruled(config, phase))
-    )
-    wanted = frozenset(phase for phase in phases if not _is_ruled(config, phase) and _is_open(given.get(phase, {})))
-    if not wanted:
-        return _Described(phases)
-    try:
-        by_phase = traced(config, wanted)
-    except Exception as error:  # noqa: BLE001 - a config may make its model raise anything
-        by_phase = dict.fromkeys(wanted, error)
-    parameters: dict[str, str] = {}
-    for phase, each in by_phase.items():
-        words = {"tower": phase, "connector": f"{phase} {CONNECTOR}", "llm": BACKBONE}
-        parameters |= {name: words[component] for name, component in getattr(each, "components", {}).items()}
-    return _Described(phases, {phase: by_phase[phase] for phase in wanted}, parameters)
-
-
-def _is_open(given: Any) -> bool:
-    """Return whether the cost of a phase must be computed: neither the cost nor sizes are given."""
-    return isinstance(given, Mapping) and set(given) <= _PASSES
-
-
-def _object_of(config: Any) -> Any:
-    """The config as transformers has it; None where it knows no model for it."""
-    try:
-        from transformers import AutoConfig
-
-        from orchdata.hf.families import model_class
-
-        if isinstance(config, Mapping):
-            config = AutoConfig.for_model(**config)
-        model_class(config)
-    except Exception:  # noqa: BLE001 - a config of another kind or version may raise anything
-        return None
-    return config
-
-
-def _is_ruled(config: Any, phase: str) -> bool:
-    """Return whether a phase has a rule, which tests compare with what torch counts."""
-    keys = model_keys(config)
-    kind = (phase_keys(keys, phase) or {}).get("model_type")
-    if phase == BACKBONE:
-        return kind in _RULED["llm"]
-    return keys.get("model_type") in _RULED["whole"] and kind in _RULED["tower"]
-
-
-def _components_of(config: Any, phases: Iterable[str]) -> tuple[str, ...]:
+def _components_of(config: Any) -> tuple[str, ...]:
     """The phases of a config, and the connectors of its towers: "image connector"."""
-    phases = tuple(phases)
+    phases = _phases(config)
     # A decoder attends to its encoder, without anything between.
     towers = () if model_keys(config).get("decoder_layers") else [phase for phase in phases if phase != BACKBONE]
     return (*phases, *(f"{tower} {CONNECTOR}" for tower in towers))
 
 
-def _priced(
-    config: Any, described: _Described, training: Mapping[str, Training], phases: Mapping[str, Any]
-) -> dict[str, Any]:
+def _priced(config: Any, training: Mapping[str, Training], given: Mapping[str, Any]) -> dict[str, Any]:
     """Phase -> its cost, of all phases."""
-    if unknown := sorted(set(phases) - set(described.phases)):
-        has = ", ".join(described.phases) or "none"
-        raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {has}")
+    phases = _phases(config)
+    if unknown := sorted(set(given) - set(phases)):
+        raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {', '.join(phases)}")
     priced: dict[str, Any] = {}
     before = any(trained.gradients for component, trained in training.items() if component != BACKBONE)
-    for phase in described.phases:
-        given, trained = phases.get(phase, {}), training[phase]
-        if not isinstance(given, Mapping):
-            priced[phase] = given
+    for phase in phases:
+        sizes, trained = given.get(phase, {}), training[phase]
+        if not isinstance(sizes, Mapping):
+            priced[phase] = sizes
             continue
         passes = {"trainable": trained.share, "input_gradients": trained.gradients}
         if phase == BACKBONE:
             passes |= {"input_gradients": trained.gradients or before, "cross_gradients": before}
         else:
-            passes["connector_trainable"] = training.get(f"{phase} {CONNECTOR}", FROZEN).share
-        _check_known(phase, given)
-        if phase in described.traced:
-            cost = _of_trace(config, phase, described.traced[phase], {**passes, **given})
-        else:
-            cost = _by_rule(config, phase, {**passes, **given})
+            passes["connector_trainable"] = training.get(f"{phase} {CONNECTOR}", _FROZEN).share
+        _check_known(phase, sizes)
+        cost = _by_rule(config, phase, {**passes, **sizes})
         priced[phase] = cost + PhaseCost(trained.adapters) if trained.adapters else cost
     return priced
 
@@ -233,6 +182,13 @@ def _check_known(phase: str, given: Mapping[str, Any]) -> None:
 
 
 def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
+    keys = model_keys(config)
+    kind = (phase_keys(keys, phase) or {}).get("model_type")
+    if phase != BACKBONE and not (keys.get("model_type") in _WHOLE and kind in _TOWERS):
+        raise ValueError(
+            f"od.hf.cost has no rule for the {phase} phase of {keys.get('model_type')}. Give its cost, "
+            f"{phase}=od.PhaseCost(...), leave it out, {phase}=None, or {_by_hand(keys)}"
+        )
     try:
         whole = TransformerCost.from_config(config, phase, **given)
     except ValueError as error:
@@ -243,23 +199,8 @@ def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
     return _used(config, phase, whole)
 
 
-def _of_trace(config: Any, phase: str, traced_phase: Any, given: Mapping[str, Any]) -> PhaseCost:
-    if isinstance(traced_phase, Exception):
-        kind = model_keys(config).get("model_type")
-        raise ValueError(
-            f"od.hf.cost has no rule for the {phase} phase of {kind}, and cannot trace it: "
-            f"{type(traced_phase).__name__}: {str(traced_phase)[:300]}. Give its cost, {phase}=od.PhaseCost(...), "
-            f"leave it out, {phase}=None, or write the whole by hand: cost={_by_hand(config)}"
-        ) from traced_phase
-    options = {name: value for name, value in given.items() if name not in ("input_gradients", "cross_gradients")}
-    gradients = bool(given["trainable"] or given["input_gradients"])
-    cost: PhaseCost = traced_phase.cost(**options, gradients=gradients)
-    return cost
-
-
-def _by_hand(config: Any) -> str:
+def _by_hand(keys: Mapping[str, Any]) -> str:
     """A cost model to begin with, as it can be copied: of the sizes that the config has."""
-    keys = model_keys(config)
     lines = []
     for phase in ("image", "audio", BACKBONE):
         part = phase_keys(keys, phase)
@@ -272,7 +213,7 @@ def _by_hand(config: Any) -> str:
         }
         more = f", vocab={_size(part, 'vocab_size', default=32_000)}, causal=True" if phase == BACKBONE else ""
         lines.append(f"{phase}=od.TransformerCost({', '.join(f'{name}={size}' for name, size in sizes.items())}{more})")
-    return f"od.CostModel({', '.join(lines)})"
+    return f"write the whole by hand: cost=od.CostModel({', '.join(lines)})"
 
 
 def _size(keys: Mapping[str, Any] | None, *names: str, default: int) -> int:
@@ -307,3 +248,75 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
     ):
         cost += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
     return cost
+
+
+def _said(components: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
+    """Return the training of each component, from the names in `frozen` and `lora`.
+
+    Raises ValueError for a name that is none of the components, or that is in both.
+    """
+    allowed = {"frozen": list(dict.fromkeys(map(_word, components)))}
+    allowed["lora"] = [word for word in allowed["frozen"] if word != CONNECTOR]
+    for option, names in (("frozen", frozen), ("lora", lora)):
+        if unknown := sorted(set(names) - set(allowed[option])):
+            raise ValueError(f"{option} has {unknown[0]!r}, it may name {', '.join(allowed[option]) or 'nothing'}")
+    if both := sorted(set(frozen) & set(lora)):
+        raise ValueError(
+            f"{both[0]!r} is in frozen and in lora: weights that have adapters are frozen, name it in lora only"
+        )
+    return {
+        component: _FROZEN if _word(component) in frozen else _ADAPTED if _word(component) in lora else Training()
+        for component in components
+    }
+
+
+def _word(component: str) -> str:
+    """Return the name of a component in `frozen`, which has one name for all connectors."""
+    return CONNECTOR if component.endswith(CONNECTOR) else component
+
+
+def _read(model: nn.Module, components: tuple[str, ...]) -> dict[str, Training]:
+    """Return the training of each component, from `requires_grad` of a model's parameters."""
+    from torch import nn
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    # An embedding multiplies nothing, except if it is the output's weight too.
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    looked_up -= {id(getattr(head, "weight", None))}
+    by_component: dict[str, list[tuple[str, nn.Parameter]]] = {component: [] for component in components}
+    for name, parameter in model.named_parameters():
+        for component in _named(_ADDED.sub("", name), components):
+            by_component[component].append((name, parameter))
+    if missing := [
+        component for component in components if not by_component[component] and _word(component) != CONNECTOR
+    ]:
+        raise ValueError(
+            f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
+            " and what of it is frozen"
+        )
+    return {component: _trained(parameters, looked_up, component) for component, parameters in by_component.items()}
+
+
+def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], component: str) -> Training:
+    weights = [
+        (each.numel(), each.requires_grad)
+        for name, each in parameters
+        if each.dim() > 1 and id(each) not in looked_up and _ADAPTER not in name
+    ]
+    total = sum(count for count, _ in weights)
+    adapters = [each for name, each in parameters if _ADAPTER in name and _word(component) != CONNECTOR]
+    return Training(
+        share=sum(count for count, trained in weights if trained) / total if total else 0.0,
+        gradients=any(each.requires_grad for _, each in parameters),
+        adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
+    )
+
+
+def _named(name: str, components: tuple[str, ...]) -> list[str]:
+    """Return the components that a parameter of a name is in."""
+    named = next((component for component, pattern in _COMPONENTS.items() if re.search(pattern, name)), BACKBONE)
+    if named != CONNECTOR:
+        return [named] if named in components else []
+    connectors = [component for component in components if _word(component) == CONNECTOR]
+    inside = [component for component in connectors if re.search(_COMPONENTS[component.split()[0]], name)]
+    return inside or connectors

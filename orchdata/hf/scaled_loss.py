@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orchdata.batch.batch import Batch
-from orchdata.hf.forward.token_losses import summed_loss
+from orchdata.batch.tensors import IGNORE
 from orchdata.hf.inputs import Inputs, as_rows
 
 
@@ -29,5 +30,23 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
     if not isinstance(batch.inputs, Inputs):
         raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
     labels, weights = as_rows(batch.llm.labels), batch.loss_weights
-    rows = None if weights is None else weights.view(labels.shape)
-    return summed_loss(outputs, labels, rows, of_decoder=batch.inputs.family.decoder) * batch.loss_scale
+    wanted, logits = labels[:, 1:], getattr(outputs, "logits", None)
+    # Of an encoder-decoder, a dummy has logits of one position for labels of one.
+    whole = 1 if batch.inputs.family.decoder else labels.shape[1]
+    if logits is not None and logits.shape[1] == whole:
+        logits = logits[:, : wanted.shape[1]]  # the logits of the last position predict no label
+    if logits is None or logits.shape[:-1] != wanted.shape:
+        shape = "none" if logits is None else f"{tuple(logits.shape)}"
+        raise ValueError(
+            f"the loss needs logits of every position of the batch {tuple(labels.shape)}, the outputs have {shape}: "
+            "leave logits_to_keep out, and let the model return them"
+        )
+    if torch.finfo(logits.dtype).bits < 32:
+        logits = logits.float()
+    reduction = "sum" if weights is None else "none"
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction=reduction
+    )
+    if weights is not None:
+        losses = (losses * weights.view(labels.shape)[:, 1:].flatten()).sum()
+    return losses * batch.loss_scale

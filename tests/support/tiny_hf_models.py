@@ -43,7 +43,6 @@ WHISPER = {
     "max_source_positions": 1500,
 }
 GRID = (16, 24)
-POOLED = (12, 24)  # in squares of 3 x 3
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ class Family:
             return transformers.Qwen2_5OmniThinkerForConditionalGeneration._from_config(config)
         if config.model_type == "qwen2_audio":
             return transformers.Qwen2AudioForConditionalGeneration._from_config(config)
-        if config.model_type == "qwen3_asr":
-            return transformers.Qwen3ASRForConditionalGeneration._from_config(config)
         kind = transformers.AutoModelForImageTextToText if self.parts else transformers.AutoModelForCausalLM
         return kind.from_config(config)
 
@@ -107,22 +104,6 @@ def grid(patch_values: int) -> tuple[int, Callable[[Any], Any]]:
         return _joined(model.get_image_features(pixel_values=pixels, image_grid_thw=grid_thw))
 
     return positions, run
-
-
-def gemma4_rows(model: Any) -> Any:
-    values, (high, wide) = 3 * 16 * 16, POOLED
-    places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1).view(1, -1, 2)
-    return _joined(model.get_image_features(torch.rand(1, high * wide, values), image_position_ids=places))
-
-
-def paddle_grid(model: Any) -> Any:
-    pixels, grid_thw = torch.rand(GRID[0] * GRID[1], 3, 14, 14), torch.tensor([[1, *GRID]])
-    return _joined(model.get_image_features(pixel_values=pixels, image_grid_thw=grid_thw))
-
-
-def asr_audio(model: Any) -> Any:
-    features, mask = torch.rand(1, 16, 1200), torch.ones(1, 1200, dtype=torch.long)
-    return _joined(model.get_audio_features(input_features=features, input_features_mask=mask))
 
 
 def qwen2_audio(model: Any) -> Any:
@@ -201,64 +182,6 @@ FAMILIES = {
             "text_config": {**TEXT, **ROTARY},
         },
         {"image": grid(1176), "audio": (400, omni_audio)},
-    ),
-}
-
-# Families without a rule: traced. Tokens of media are those of no text.
-_TOKENS = {f"{name}_token_id": 100 + at for at, name in enumerate(("image", "video", "audio", "vision_start"))}
-_GLM = {"rope_parameters": {**ROTARY["rope_parameters"], "partial_rotary_factor": 1.0}}
-TRACED = {
-    "GLM-4V": Family(
-        {
-            "model_type": "glm4v",
-            "vision_config": {**QWEN_TOWER, "patch_size": 14, "image_size": 336},
-            "text_config": {**TEXT, **_GLM},
-            **_TOKENS,
-        },
-        {"image": grid(1176)},
-    ),
-    "GLM-4.6V": Family(
-        {
-            "model_type": "glm46v",
-            "vision_config": {**QWEN_TOWER, "patch_size": 14, "image_size": 336},
-            "text_config": {**TEXT, **_GLM},
-            **_TOKENS,
-        },
-        {"image": grid(1176)},
-    ),
-    "PaddleOCR-VL": Family(
-        {
-            "model_type": "paddleocr_vl",
-            "vision_config": {**VIT, "image_size": 384},
-            "text_config": {**TEXT, **ROTARY},
-            **_TOKENS,
-        },
-        {"image": (GRID[0] * GRID[1], paddle_grid)},
-    ),
-    "Gemma 4": Family(
-        {
-            "model_type": "gemma4",
-            "vision_config": {**VIT, "num_key_value_heads": 4, "head_dim": 12, "patch_size": 16},
-            "text_config": {
-                **TEXT,
-                "sliding_window": 4096,
-                "num_kv_shared_layers": 0,
-                "hidden_size_per_layer_input": 0,
-                "global_head_dim": 16,
-            },
-            "audio_config": None,
-            **_TOKENS,
-        },
-        {"image": (POOLED[0] * POOLED[1], gemma4_rows)},
-    ),
-    "Qwen3-ASR": Family(
-        {
-            "model_type": "qwen3_asr",
-            "audio_config": {**WHISPER, "output_dim": 64, "downsample_hidden_size": 8, "n_window": 50},
-            "text_config": TEXT,
-            **_TOKENS,
-        },
-        {"audio": (1200, asr_audio)},
     ),
 }
 

@@ -118,23 +118,19 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
 
 def _check_gathered(accelerator: Any) -> None:
     """Let an accelerator compare shapes before it gathers tensors: of others a rank is aborted, or waits forever."""
-    if "gather" in vars(accelerator):
-        return
-    gather = accelerator.gather
+    from accelerate.utils.operations import gather_object, get_shape
 
-    def checked(tensor: Any) -> Any:
-        from accelerate.utils.operations import gather_object, get_shape
-
+    def checked(tensor: Any, gather: Any = accelerator.gather) -> Any:
         shapes = gather_object([get_shape(tensor)])
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(
-                f"tensors of other shapes on each rank cannot be gathered: {', '.join(map(str, shapes))}. Balanced "
-                "ranks have other numbers of samples and tokens: accelerator.gather_for_metrics(..., "
-                "use_gather_object=True)"
+                f"ranks hold tensors of other shapes, which cannot be gathered: {', '.join(map(str, shapes))}. Use "
+                "accelerator.gather_for_metrics(..., use_gather_object=True)"
             )
         return gather(tensor)
 
-    accelerator.gather = checked
+    if "gather" not in vars(accelerator):
+        accelerator.gather = checked
 
 
 def _is_pinned(item: Any) -> bool:

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.dataset.item_costs import kept as item_costs
-from orchdata.hf.forward import check as forwards
-from orchdata.hf.packing import kept as packing
+from orchdata.hf import packing
 from orchdata.loaders.index import facts, index, probed, shard_costs
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import layer, merged
@@ -58,7 +57,7 @@ def test_one_table_has_all_kinds_with_their_formats() -> None:
         merged.KIND: FIELDS_FORMAT,
         item_costs.KIND: item_costs.FORMAT,
     }
-    named = {layer.FOLDER, mapped_array.KIND, packing._KIND, forwards._FOLDER, "item_costs", "shards", copies.FOLDER}
+    named = {layer.FOLDER, mapped_array.KIND, packing.FOLDER, "item_costs", "shards", copies.FOLDER}
     assert {kind.folder for kind in KINDS} == named | {"facts", "texts", "sizes", "costs", "index"}
 
 

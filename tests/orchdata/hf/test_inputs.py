@@ -11,8 +11,7 @@ import torch
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.hf.families import family_of
-from orchdata.hf.probe import loss_follows
+from orchdata.hf.families import READ_PADDING, family_of, model_class
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,12 +118,9 @@ def test_rotary_positions_that_a_long_sample_would_change_are_an_error(dataset: 
 
 
 def test_losses_that_do_not_follow_get_no_labels() -> None:
-    assert loss_follows(llama())
-    for name in ("Qwen2AudioConfig", "WhisperConfig"):
-        config = getattr(transformers, name)()
-        assert not loss_follows(config)
-    heard = od.hf.Inputs(transformers.Qwen2AudioConfig())
-    assert not heard.scales_loss
+    assert od.hf.Inputs(llama(), padded=True).scales_loss
+    for name in ("Qwen2AudioConfig", "WhisperConfig", "XLNetConfig"):
+        assert not od.hf.Inputs(getattr(transformers, name)(), padded=True).scales_loss
 
 
 def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
@@ -163,6 +159,45 @@ def test_media_that_the_model_would_not_see_are_refused() -> None:
         od.hf.Inputs(sees, probe=False).check(recipe, ("image",), od.Balance(assignment=assignment))
     with pytest.raises(ValueError, match="llama takes no pixel_values"):
         od.hf.Inputs(llama()).check(recipe, ("image",), od.Balance())
+
+
+@pytest.mark.parametrize("kind", READ_PADDING)
+def test_models_that_read_the_padding_of_other_samples_are_refused(kind: str) -> None:
+    inputs = od.hf.Inputs(transformers.AutoConfig.for_model(kind), padded=True)
+    recipe = od.Recipe(image=None, audio=Frames())
+    reads = READ_PADDING[kind]
+    with pytest.raises(ValueError, match=f"{kind} reads the padding of {reads}.*max_samples=1.*probe=False"):
+        inputs.check(recipe, ("audio",) if reads == "audio" else (), od.Balance())
+    if reads == "audio":
+        inputs.check(recipe, (), od.Balance())  # texts alone
+
+
+def test_a_configuration_with_towers_is_no_text_family() -> None:
+    assert family_of(transformers.Phi4MultimodalConfig()) is None
+    with pytest.warns(UserWarning, match="batches of phi4_multimodal are padded") as warned:
+        assert od.hf.Inputs(transformers.Phi4MultimodalConfig()).padded
+    assert warned[0].filename == __file__  # where the user called
+    assert model_class(transformers.AudioFlamingo3Config()).__name__ == "AudioFlamingo3ForConditionalGeneration"
+    for config in (transformers.SamConfig(), transformers.Wav2Vec2Config()):
+        with pytest.raises(ValueError, match="has no model for .* that reads and writes text"):
+            od.hf.Inputs(config)
+
+
+def test_a_processor_of_a_model_that_reads_no_text_is_refused_by_name() -> None:
+    processor = transformers.SamProcessor.__new__(transformers.SamProcessor)
+    with pytest.raises(TypeError, match="SamProcessor has no tokenizer: it is of a model that reads no text"):
+        od.hf.recipe(processor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames(od.Modality):
+    """Audio without places in the text, and without arrays: what any model takes."""
+
+    places = False
+    slot = od.Slot(mark="<audio>", token_id=300)
+
+    def arrays(self) -> dict[str, od.ArraySpec]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23")
 
 import torch
-from tiny_hf_models import FAMILIES, TRACED, WHISPER, adapt, step_flops
+from tiny_hf_models import FAMILIES, WHISPER, adapt, step_flops
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,7 +54,7 @@ def freeze(model: Any, frozen: str) -> None:
 
 
 def check(name: str, frozen: str, **wrong: Any) -> None:
-    family = (FAMILIES | TRACED)[name]
+    family = FAMILIES[name]
     config = family.make_config()
     model = family.make_model(config)
     freeze(model, frozen)
@@ -71,15 +71,13 @@ def check(name: str, frozen: str, **wrong: Any) -> None:
         assert od.hf.cost(config.to_dict(), frozen=said, **ALL_PAIRS) == read
 
 
-@pytest.mark.parametrize(
-    ("name", "frozen"), [*zip(FAMILIES | TRACED, cycle(FROZEN), strict=False), ("InternVL", "nothing")]
-)
+@pytest.mark.parametrize(("name", "frozen"), [*zip(FAMILIES, cycle(FROZEN), strict=False), ("InternVL", "nothing")])
 def test_a_step_costs_what_torch_counts(name: str, frozen: str) -> None:
     check(name, frozen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES | TRACED)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_all_ways_to_train_cost_what_torch_counts(name: str, frozen: str) -> None:
     check(name, frozen)
@@ -174,10 +172,15 @@ def test_configs_that_are_not_read_say_what_to_write() -> None:
         od.hf.cost(config | {"layer_types": ["full_attention"] * 2})
     with pytest.raises(ValueError, match=r"kv_lora_rank=8.*llm=TransformerCost\(...\) or llm=PhaseCost\(...\)"):
         od.hf.cost(config | {"kv_lora_rank": 8})
-    unknown = {"model_type": "new", "vision_config": {"patch_size": 14}, "text_config": config}
-    with pytest.raises(ValueError, match=r"no hidden_size.*image=TransformerCost\(...\)"):
+    unknown = {"model_type": "new", "vision_config": {"model_type": "seen", "patch_size": 14}, "text_config": config}
+    with pytest.raises(ValueError, match=r"no rule for the image phase of new.*image=od.PhaseCost") as raised:
         od.hf.cost(unknown)
     assert od.hf.cost(unknown, image=od.PhaseCost(2.0)).phases == ("image", "llm")
+    assert od.hf.cost(unknown, image=None) == od.hf.cost(config)
+    assert isinstance(eval(str(raised.value).split("cost=")[-1], {"od": od}), od.CostModel)
+    for other in ({**unknown, "encoder_config": {"model_type": "heard"}}, {"model_type": "dia"}):
+        with pytest.raises(ValueError, match="does not read a (new|dia) config, which has (encoder_config|no text)"):
+            od.hf.cost(other)
 
 
 def test_videos_pass_the_image_tower_a_temporal_patch_at_a_time() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import warnings
@@ -16,10 +15,8 @@ import pytest
 import torch
 
 import orchdata as od
-from orchdata.hf.packing import kept, trial
-from orchdata.hf.packing import verdict as verdicts
-from orchdata.hf.packing.rope import SwitchingRope, switching_rope
-from orchdata.hf.tiny import widths
+from orchdata.hf import packing, tiny
+from orchdata.hf.packing import SwitchingRope, judged, switching_rope
 from orchdata.ranks.agreement import account, find_difference
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict of another test's is at hand, in this process or on disk."""
-    monkeypatch.setattr(kept, "_seen", {})
+    monkeypatch.setattr(packing, "_seen", {})
 
 
 def config_of(kind: str, **settings: Any) -> Any:
@@ -113,6 +110,14 @@ def test_the_compared_families_are_packed_as_before() -> None:
         assert od.hf.Inputs(model.config).padded is not family.packed, family.name
 
 
+@pytest.mark.parametrize("kind", ["doge", "cpmant"])
+def test_models_that_keep_not_even_padded_samples_apart_are_refused(kind: str) -> None:
+    config = config_of(kind)
+    with pytest.raises(ValueError, match="neither packed nor padded batches give samples of"):
+        od.hf.Inputs(config)
+    assert od.hf.Inputs(config, padded=True).padded  # as its message says
+
+
 class PlantedConfig(transformers.LlamaConfig):  # type: ignore[misc]
     model_type = "planted_leak"
     sliding_window = 4096
@@ -146,9 +151,8 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
         assert od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=False)).padded
     # It is the shorter window that shows it.
-    monkeypatch.setattr(widths, "WINDOW", 4096)
-    monkeypatch.setattr(kept, "_seen", {})
-    monkeypatch.setattr(verdicts, "RULES", 0)
+    wide = tuple((roles, 4096) for roles, _ in tiny._FEW_OF_TEXT)
+    monkeypatch.setattr(tiny, "_FEW_OF_TEXT", wide)
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
 
 
@@ -156,50 +160,42 @@ def test_a_window_that_only_the_class_says_is_shrunk(planted: Any, monkeypatch: 
     assert "sliding_window" not in vars(planted())
     with pytest.warns(UserWarning, match="planted_leak are padded"):
         assert od.hf.Inputs(planted()).padded
-    monkeypatch.setattr(kept, "_seen", {})
-    monkeypatch.setattr(verdicts, "RULES", 0)
     monkeypatch.setattr(PlantedConfig, "leaks", False)
     assert not od.hf.Inputs(planted()).padded
 
 
-def test_a_verdict_is_of_the_code_of_all_parts(planted: Any) -> None:
-    assert kept.code_of(llama()) == {}
-    inside = transformers.LlavaConfig(text_config=planted())
-    assert set(kept.code_of(inside)) == {PlantedConfig.__module__}
+def test_a_verdict_on_code_without_a_version_is_not_kept(planted: Any, private_cache: Path) -> None:
+    inputs = od.hf.Inputs(planted(leaks=False))
+    assert inputs.verdict.packs and not (private_cache / "packing").exists() and not packing._seen
+    assert packing._name(transformers.LlavaConfig(text_config=planted()), inputs.family, "sdpa") == ""
+    assert packing._name(llama(), inputs.family, "sdpa")
 
 
-def test_a_small_leak_is_distinguished_from_rounding(planted: Any) -> None:
+def test_a_small_leak_is_distinguished_from_rounding() -> None:
     """One in ten thousand of what a sample sees is another's: above every bound."""
-    small = trial.Difference(logits=1e-4, gradients=1e-4)
-    assert trial._judged(small, noise=1e-6)[0] is False
-    assert trial._judged(trial.Difference(logits=2e-6, gradients=9e-6), noise=1e-6)[0] is True
-    packs, why = trial._judged(trial.Difference(logits=1e-3, gradients=1e-3), noise=1e-3)
+    assert judged(1e-4, 1e-4, noise=1e-6)[0] is False
+    assert judged(2e-6, 9e-6, noise=1e-6)[0] is True
+    packs, why = judged(1e-3, 1e-3, noise=1e-3)
     assert not packs and "other results in another batch" in why
 
 
 def test_a_verdict_is_kept_for_other_runs(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = od.hf.Inputs(llama()).verdict
     assert found.packs
-    kept._seen.clear()
+    packing._seen.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(verdicts, "tiny_model", never)
+        patch.setattr(packing, "tiny_model", never)
         assert od.hf.Inputs(llama()).verdict == found
         assert od.hf.Inputs(llama(attn_implementation=found.attention)).verdict == found
-        kept._seen.clear()
+        packing._seen.clear()
         with pytest.raises(AssertionError, match="was tried"):  # another configuration is another's
             od.hf.Inputs(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    wrong = (b"", b"{", b"[]", b'{"digest": "of another", "packs": false}', b"\xff", b"[" * 50_000)
-    for content in wrong:
+    for content in (b"", b"{", b"[]", b'{"packs": false}', b"\xff", b"[" * 50_000):
         for entry in (private_cache / "packing").iterdir():
             entry.write_bytes(content)
-        kept._seen.clear()
+        packing._seen.clear()
         assert od.hf.Inputs(llama()).verdict.packs
     assert all(json.loads(entry.read_text()) for entry in (private_cache / "packing").iterdir())
-    for entry in (private_cache / "packing").iterdir():  # what another user left in a shared folder
-        entry.unlink()
-        os.mkfifo(entry)
-    kept._seen.clear()
-    assert od.hf.Inputs(llama()).verdict.packs
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -211,8 +207,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 
 def test_a_process_that_gets_inputs_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = pickle.dumps(od.hf.Inputs(llama()))
-    for room, name in ((verdicts, "tiny_model"), (trial, "keeps_apart"), (kept, "find")):
-        monkeypatch.setattr(room, name, never)
+    for name in ("tiny_model", "_tried", "_find"):
+        monkeypatch.setattr(packing, name, never)
     got = pickle.loads(sent)
     assert got.verdict.packs and not got.padded and isinstance(got.layout, od.Packed)
 
@@ -230,7 +226,7 @@ def test_an_attention_that_cannot_run_here_is_tried_as_eager() -> None:
 
 
 def test_without_a_trial_rows_are_padded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "tiny_model", never)
+    monkeypatch.setattr(packing, "tiny_model", never)
     assert od.hf.Inputs(llama(), probe=False).padded
     assert not od.hf.Inputs(llama(), probe=False, padded=False).padded
     with pytest.raises(ValueError, match=r"length=64.*was not tried on packed samples \(probe=False\)"):

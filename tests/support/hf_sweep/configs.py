@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from importlib import import_module
@@ -38,6 +39,8 @@ def default_config(model_type: str) -> Any:
         for name, other in _EQUAL:
             if hasattr(each, name) and hasattr(each, other):
                 setattr(each, name, getattr(each, other))
+        if isinstance(getattr(each, "vision_feature_layers", None), list):
+            each.vision_feature_layers = [-2, -1]  # that tiny towers have
         if isinstance(ratio := getattr(each, "pixel_shuffle_ratio", None), float):
             each.intermediate_size = int(each.hidden_size / ratio**2)  # patches shuffled into one are its input
     _set_sides(config)
@@ -52,7 +55,9 @@ def _fill_absent(config: Any) -> None:
         if fields.get("num_key_value_heads", heads) is None:
             config.num_key_value_heads = heads
         is_whole = config.hidden_size % heads == 0 if "hidden_size" in fields else True
-        if not is_whole and fields.get("head_dim") is None:
+        if not is_whole and "image_size" in fields and "head_dim" not in fields:
+            config.num_attention_heads = math.gcd(config.hidden_size, 16)  # published towers have 16
+        elif not is_whole and fields.get("head_dim") is None:
             config.head_dim = _HEAD
         elif fields.get("head_dim", 0) is None and "hidden_size" in fields:
             config.head_dim = config.hidden_size // heads
