@@ -379,7 +379,7 @@ class _OfBase(nn.Module):
     def forward(self, *_: Any, **__: Any) -> _OfBase:
         return self
 
-    def __getattr__(self, name: str) -> None:
+    def __getattr__(self, name: str) -> Any:
         return None
 
     def __getitem__(self, at: int) -> Tensor:
