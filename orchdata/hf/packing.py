@@ -124,7 +124,7 @@ def _find(name: str) -> Verdict | None:
     if name in _seen:
         return _seen[name]
     try:
-        stored = json.loads((CacheFolder().root / FOLDER / f"{name}.json").read_text()) if name else None
+        stored: Any = json.loads((CacheFolder().root / FOLDER / f"{name}.json").read_text()) if name else None
         kinds = {field: type(value) for field, value in stored.items()} if isinstance(stored, dict) else {}
     except (OSError, ValueError, RecursionError):
         return None  # not there, or damaged: it is tried again
