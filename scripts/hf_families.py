@@ -267,7 +267,7 @@ def _short(reason: object) -> str:
     text = " ".join(str(reason).split()).replace("|", "/").replace("`", "'")
     if isinstance(reason, Exception) and not isinstance(reason, ValueError):
         text = f"{type(reason).__name__}: {text}"
-    text = text.removeprefix("ValueError: ").partition("cannot trace it: ")[2] or text.removeprefix("ValueError: ")
+    text = text.removeprefix("ValueError: ")
     for advice in ADVICE:
         text = text.partition(advice)[0]
     return text if len(text) <= SHORT else f"{text[:SHORT].rpartition(' ')[0]} ..."

@@ -124,12 +124,10 @@ def _find(name: str) -> Verdict | None:
     if name in _seen:
         return _seen[name]
     try:
-        stored = json.loads((CacheFolder().root / FOLDER / f"{name}.json").read_text()) if name else None
+        stored: Any = json.loads((CacheFolder().root / FOLDER / f"{name}.json").read_text()) if name else None
+        kinds = {field: type(value) for field, value in stored.items()} if isinstance(stored, dict) else {}
     except (OSError, ValueError, RecursionError):
         return None  # not there, or damaged: it is tried again
-    if not isinstance(stored, dict):
-        return None
-    kinds = {field: type(value) for field, value in stored.items()}
     return Verdict(**stored) if kinds == {"packs": bool, "pads": bool, "attention": str, "why": str} else None
 
 
