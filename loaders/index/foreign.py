@@ -48,6 +48,10 @@ def check_head(values: Mapping[str, Any]) -> None:
         type(values.get("totals")) is dict and type(values.get("recipe")) is dict, "totals and recipe", "are missing"
     )
     _expect(all(type(values.get(name)) is str for name in ("fingerprint", "build_id")), "fingerprint", "are no str")
+    totals, unread = values["totals"], values["totals"].get(UNREAD)
+    _expect(type(unread) is dict and unread.keys() == {"names", "others"}, UNREAD, "are no counts")
+    for counts in (totals.get("ignored_fields"), unread["names"], {"": unread["others"]}):
+        _expect(type(counts) is dict and {*map(type, counts.values())} <= {int}, "totals", "are no counts")
     size: Any = values.get("size")
     is_size = type(size) is dict and size.keys() == {*TableSize.__slots__} and {*map(type, size.values())} <= {int}
     _expect(is_size and min(size.values()) >= 0 and size["rows"] == rows[-1], "size", "are not those of the rows")
@@ -97,8 +101,8 @@ def check_columns(
         sums.append(summarize(chunk, modalities, {}, {"names": {}, "others": 0}))
     counted = sum_totals(sums) | {name: totals.get(name) for name in ("ignored_fields", UNREAD)}
     if counted != totals:
-        wrong = next(name for name in counted if counted[name] != totals[name])
-        raise ValueError(f"{wrong} add up to {counted[wrong]!r:.80}, and the totals say {totals[wrong]!r:.80}")
+        wrong = next((name for name in counted if counted[name] != totals.get(name)), "totals")
+        raise ValueError(f"{wrong} add up to {counted.get(wrong)!r:.80}, and the totals say {totals.get(wrong)!r:.80}")
 
 
 def _check_strings(offsets: NDArray[np.int64], data: NDArray[np.uint8], name: str) -> None:

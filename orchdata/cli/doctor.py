@@ -48,7 +48,7 @@ class Finding(NamedTuple):
 
 @one_line_errors
 def doctor(as_json: JsonOption = False) -> None:
-    """Look at this machine: versions of packages, accelerators, the cache folder, shared memory.
+    """Look at this machine: versions, accelerators, the cache folder, shared memory.
 
     Fails where something is broken that loading needs.
     """

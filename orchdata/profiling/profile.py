@@ -92,13 +92,12 @@ class Profile(Figures):
         largest: the ten samples that cost the most: `cost` over the mean sample's, and the least that a `step` costs
             over an even one if one rank has it.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
-        scales: for each number of ranks, over `steps` steps spread over an epoch:
-            `phases`, `step`: cost that ranks wait for over the mean load, dealt out in turn ("unbalanced"), as the
-                loader does ("balanced"), "per_phase", and a "lower_bound" for whole samples; `speedup`.
-            `scopes`: the same for each scope of balancing, with locality: samples in their `own_streams`, groups of
-                ranks that read from a shard.
-            `settings`: share of the step that ranks wait, its standard error, settings that it beats by three errors.
-            `changes`: other steps, planned: larger caps, larger batches; empty if the step is within 2 % of even.
+        scales: for each number of ranks, over `steps` steps of an epoch. `phases`, `step`: cost that ranks wait
+            for over the mean load, dealt out in turn ("unbalanced"), as the loader does ("balanced"), "per_phase", and
+            a "lower_bound" for whole samples; `speedup`. `scopes`: the same for each scope of balancing, with locality:
+            samples in their `own_streams`, groups of ranks that read from a shard. `settings`: share of the step that
+            ranks wait, its standard error, settings that it beats by three errors. `changes`: other steps, planned:
+            larger caps, larger batches; empty if the step is within 2 % of even.
     """
 
     def __repr__(self) -> str:

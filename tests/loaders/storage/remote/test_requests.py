@@ -148,7 +148,7 @@ class TestReadingAhead:
         aheads = [objects.expect([ObjectRange(URL, whole(client), start, stop)]) for start, stop in STEPS]
         for start, stop in STEPS:
             assert read(objects, client, start, stop) == client.content[start:stop]
-        assert sorted(client.asked) == sorted(STEPS)
+        assert {*client.asked} <= {*STEPS}  # one inside of another need not have begun
         for start in range(0, 1700, 50):
             for stop in range(start + 50, 1701, 150):
                 assert read(objects, client, start, stop) == client.content[start:stop]
