@@ -142,9 +142,11 @@ class Objects:
             for run in runs_of(_apart(extents), gap_bytes=GAP_BYTES)
         ]
         with self._lock:
+            for name in {(url, file.version) for url, file in by_object}:  # without what is gone
+                self._ahead[name] = [each for each in self._ahead.get(name, ()) if each()]
             for run in begun:
-                self._ahead.setdefault((run.range.url, run.range.file.version), []).append(weakref.ref(run))
-            if len(self._ahead) >= self._full:  # forget now and then what is gone
+                self._ahead[run.range.url, run.range.file.version].append(weakref.ref(run))
+            if len(self._ahead) >= self._full:  # forget now and then objects that are no longer read
                 alive = {name: [each for each in known if each()] for name, known in self._ahead.items()}
                 self._ahead = {name: known for name, known in alive.items() if known}
                 self._full = 2 * len(self._ahead) + 1000
