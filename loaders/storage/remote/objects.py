@@ -120,6 +120,7 @@ class Objects:
     def read(self, wanted: ObjectRange, reads: ReadBytes | None = None) -> Buffer:
         """Return the bytes of a range. Raises StorageError, and StaleIndexError for another object than is wanted."""
         url, file, first, last = wanted
+        requests.HERE.check(url)  # before any lock: another thread of the parent may have had it
         with self._lock:
             known = [reference() for reference in self._ahead.get((url, file.version), ())]
         run = next((each for each in known if each is not None and each.has(first, last)), None)
@@ -282,7 +283,7 @@ class Objects:
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
-        requests.HERE.check(url)  # before any lock: another thread of the parent may have had it
+        requests.HERE.check(url)  # before any lock, as in `read`
         parts = urls.parsed(self._given.get(url, url))
         name = parts.root, parts.query, parts.user
         with self._lock:

@@ -348,6 +348,14 @@ class TestThePool:
         assert [bytes(objects.read(each)) for each in wanted] == [client.content[a : a + 10] for _, _, a, _ in wanted]
         ahead.close()
 
+    def test_a_forked_process_waits_for_no_lock_of_its_parent(
+        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read(objects, client, 0, 10)
+        monkeypatch.setattr(requests_module, "HERE", Requests(pool))  # as in a child
+        with objects._lock, pytest.raises(StorageError, match="forked"):
+            read(objects, client, 0, 10)
+
     def test_threads_go_on_where_the_room_is_not_known(self, pool: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
         def unknown() -> None:
             raise OSError(errno.EMFILE, "too many open files")
