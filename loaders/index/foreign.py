@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -35,8 +35,8 @@ def check_head(values: Mapping[str, Any]) -> None:
         )
     shards, rows, modalities = values["shards"], values["shard_rows"], values["modalities"]
     _expect(all(7 <= len(shard) <= len(_SHARD) for shard in shards), "shards", "have another length")
-    for column, kind in zip(zip_longest(*shards), _SHARD, strict=False):
-        given = [each for each in column if each is not None]
+    for number, kind in enumerate(_SHARD):
+        given = [shard[number] for shard in shards if len(shard) > number]
         _expect({*map(type, given)} <= {kind}, "shards", f"are no {kind.__name__}")
         _expect(kind is not int or min(given, default=0) >= 0, "shards", "are negative")
     renamed = [pair for shard in shards for pairs in shard[7:8] for pair in pairs]
@@ -54,7 +54,8 @@ def check_head(values: Mapping[str, Any]) -> None:
         _expect(type(counts) is dict and {*map(type, counts.values())} <= {int}, "totals", "are no counts")
     size: Any = values.get("size")
     is_size = type(size) is dict and size.keys() == {*TableSize.__slots__} and {*map(type, size.values())} <= {int}
-    _expect(is_size and min(size.values()) >= 0 and size["rows"] == rows[-1], "size", "are not those of the rows")
+    is_size = is_size and 0 <= min(size.values()) <= max(size.values()) < MOST_BYTES
+    _expect(is_size and size["rows"] == rows[-1], "size", "are not those of the rows")
 
 
 def check_columns(

@@ -160,14 +160,14 @@ class Filler:
         return self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
 
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
-        """Write a shard. Raises _NotFetched for trouble of the store, and OSError for that of the folder."""
+        """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
         objects = self._files.others.get(shard.url, self._files).objects
         pieces = objects.pieces(shard.url, file, self._reads, self._stop.is_set)
         written = 0
         while True:
             try:
                 piece = next(pieces, None)
-            except OrchdataError as error:
+            except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
                 raise _NotFetched from error
             if piece is None:
                 break

@@ -21,8 +21,9 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.shards.own.shard import identity_of
+from orchdata.loaders.shards.own.shard import ShardSource, identity_of
 from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -368,6 +369,16 @@ def test_what_is_kept_is_named_by_the_storage() -> None:
     found = {path.name for path in modules if calls.search(path.read_text())}
     # The age of leftover files of the cache folder itself; and files of a folder that indexes are published in.
     assert found <= {"build.py", "folder.py"}
+
+
+def test_a_file_object_has_no_position_before_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "cut.bin"
+    path.write_bytes(b"0123456789")
+    file = ShardSource(LocalFile(str(path))).file()
+    assert (file.seek(-4, os.SEEK_END), file.read()) == (6, b"6789")
+    for position, whence in ((-16, os.SEEK_END), (-1, os.SEEK_SET)):
+        with pytest.raises(ValueError, match="is before the start of"):
+            file.seek(position, whence)
 
 
 def test_the_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

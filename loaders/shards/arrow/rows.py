@@ -9,7 +9,6 @@ would end the process.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -40,19 +39,27 @@ class TooLarge(ValueError):
     """The rows take more memory than allowed: fewer rows may fit."""
 
 
+class Place(NamedTuple):
+    """Where a buffer is in its message."""
+
+    offset: int
+    size: int
+
+
 class Node(NamedTuple):
     """An array of a batch, as pyarrow describes it.
 
     Attributes:
-        buffers: its own; they are empty, at the places where they are in the message, unless the batch was read whole.
+        array: with its values, if the batch was read whole.
+        buffers: its own; where they are, unless the batch was read whole.
         children: of lists and structs.
     """
 
-    array: pa.Array
+    array: pa.Array | None
     type: pa.DataType
     kind: int
     length: int
-    buffers: list[pa.Buffer | None]
+    buffers: list[pa.Buffer | Place | None]
     children: list[Node]
 
 
@@ -62,13 +69,10 @@ class Column(NamedTuple):
     Attributes:
         node: all its values.
         message: the batch.
-        address: of the message in memory.
     """
 
     node: Node
     message: Message
-    address: int
-    is_whole: bool
 
 
 class Columns:
@@ -83,9 +87,6 @@ class Columns:
         self._layout = layout
         self._most_bytes = most_bytes
         self._whole_names = {field.name for field in layout.schema if reading_of(field.type) == WHOLE}
-        self._lock = threading.Lock()
-        size = max((batch.stop - batch.offset for batch in layout.batches), default=1)
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         self._column = lru_cache(_REMEMBERED)(self._read_column)
 
     def is_whole(self, batch: int, names: Sequence[str]) -> bool:
@@ -112,7 +113,7 @@ class Columns:
             if size > self._most_bytes:
                 raise Refused(f"its buffers take {size} bytes, above Limits.column_bytes={self._most_bytes}")
             table = pa.ipc.open_stream(b"".join(read), options=options).read_next_batch()
-            columns = [Column(_node(table.column(name), message.num_rows), message, 0, True) for name in names]
+            columns = [Column(_node(table.column(name), message.num_rows), message) for name in names]
             return [self._taken(column, 0, message.num_rows) for column in columns]
         except _BAD as error:
             raise self._refused(batch, error) from None
@@ -127,16 +128,15 @@ class Columns:
     def _read_column(self, batch: int, name: str) -> Column:
         message = self._layout.batches[batch]
         described = self._file.read(message.offset, message.body - message.offset)
-        with self._lock:
-            self._memory[: len(described)] = described
-            try:
-                whole = pa.py_buffer(self._memory)[: message.stop - message.offset]
-                array = pa.ipc.read_record_batch(whole, self._layout.schema).column(name)
-                return Column(_node(array, message.num_rows), message, whole.address, False)
-            except _BAD as error:
-                raise self._refused(batch, error) from None
-            finally:
-                self._memory[: len(described)] = bytes(len(described))
+        # Shared, so that a limit of the memory of a process does not count it; given back at once.
+        memory = mmap.mmap(-1, message.stop - message.offset, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
+        memory[: len(described)] = described
+        try:
+            whole = pa.py_buffer(memory)
+            array = pa.ipc.read_record_batch(whole, self._layout.schema).column(name)
+            return Column(_node(array, message.num_rows, whole.address), message)
+        except _BAD as error:
+            raise self._refused(batch, error) from None
 
     def _refused(self, batch: int, error: Exception) -> Refused:
         pass_trouble(error)
@@ -177,7 +177,7 @@ class _Rows:
                 below = [self.take(children[0], first, stop - first)]
             else:
                 read.append(self._bytes(buffers[2], first, stop))
-        elif reading_of(node.type) == WHOLE:
+        elif node.array is not None and reading_of(node.type) == WHOLE:
             rows = node.array.slice(start, length)
             rows.validate(full=True)
             return rows
@@ -188,7 +188,7 @@ class _Rows:
             read.append(self._bytes(buffers[1], start * each, (start + length) * each))
         return pa.Array.from_buffers(node.type, length, read, children=below or None)
 
-    def _offsets(self, buffer: pa.Buffer, is_large: bool, start: int, length: int) -> np.ndarray:
+    def _offsets(self, buffer: pa.Buffer | Place | None, is_large: bool, start: int, length: int) -> np.ndarray:
         dtype = np.dtype(np.int64 if is_large else np.int32)
         data = self._bytes(buffer, start * dtype.itemsize, (start + length + 1) * dtype.itemsize)
         offsets = np.frombuffer(data, dtype)
@@ -197,21 +197,22 @@ class _Rows:
             raise ValueError("offsets that go backwards")
         return offsets
 
-    def _bits(self, buffer: pa.Buffer | None, start: int, length: int) -> pa.Buffer:
+    def _bits(self, buffer: pa.Buffer | Place | None, start: int, length: int) -> pa.Buffer:
         first = start // 8
         data = np.frombuffer(self._bytes(buffer, first, -(-(start + length) // 8)), np.uint8)
         bits = np.unpackbits(data, bitorder="little")[start % 8 :][:length]
         return pa.py_buffer(np.packbits(bits, bitorder="little"))
 
-    def _bytes(self, buffer: pa.Buffer | None, start: int, stop: int) -> pa.Buffer:
+    def _bytes(self, buffer: pa.Buffer | Place | None, start: int, stop: int) -> pa.Buffer:
         """Return bytes start to stop of a buffer."""
         size = 0 if buffer is None else buffer.size
         if not 0 <= start <= stop <= size:
             raise ValueError(f"bytes {start} to {stop} of a buffer of {size}")
-        if buffer is None or self._column.is_whole or start == stop:
-            return pa.py_buffer(b"") if buffer is None else buffer[start:stop]
-        message = self._column.message
-        at = buffer.address - self._column.address
+        if buffer is None or start == stop:
+            return pa.py_buffer(b"")
+        if not isinstance(buffer, Place):
+            return buffer[start:stop]
+        message, at = self._column.message, buffer.offset
         if not message.body <= message.offset + at <= message.stop - size:
             raise ValueError("a buffer outside of its batch")
         self._left -= stop - start
@@ -223,18 +224,27 @@ class _Rows:
         return pa.py_buffer(data)
 
 
-def _node(array: pa.Array, num_rows: int | None = None) -> Node:
-    """Describe a column, or an array below it. Raises Refused or ArrowInvalid if buffers are too short for its rows."""
+def _node(array: pa.Array, num_rows: int | None = None, address: int | None = None) -> Node:
+    """Describe a column, or an array below it. Raises Refused or ArrowInvalid if buffers are too short for its rows.
+
+    Args:
+        num_rows: of the column.
+        address: of the message in memory that has no values.
+    """
     if num_rows is not None:
         array.validate()
         if len(array) != num_rows:
             raise Refused(f"{len(array)} values in {num_rows} rows")
-    kind, below = array.type.id, []
+    kind, below, buffers = array.type.id, [], array.buffers()[:3]
     if kind == _STRUCT:
         below = [array.field(number) for number in range(array.type.num_fields)]
     elif kind in _LISTS or kind == _FIXED_LIST:
         below = [array.values]
-    return Node(array, array.type, kind, len(array), array.buffers()[:3], [_node(child) for child in below])
+    children = [_node(child, None, address) for child in below]
+    if address is None:
+        return Node(array, array.type, kind, len(array), buffers, children)
+    places = [None if each is None else Place(each.address - address, each.size) for each in buffers]
+    return Node(None, array.type, kind, len(array), places, children)
 
 
 def reading_of(type_: pa.DataType) -> int:

@@ -77,7 +77,10 @@ class _RawFile(io.RawIOBase):
         return got
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._storage.size}[whence] + offset)
+        at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._storage.size}[whence] + offset
+        if at < 0:  # as of a cut file, which has no such end
+            raise ValueError(f"position {at} is before the start of {self.name}")
+        self._at = at
         return self._at
 
     def tell(self) -> int:

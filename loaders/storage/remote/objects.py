@@ -120,6 +120,7 @@ class Objects:
     def read(self, wanted: ObjectRange, reads: ReadBytes | None = None) -> Buffer:
         """Return the bytes of a range. Raises StorageError, and StaleIndexError for another object than is wanted."""
         url, file, first, last = wanted
+        requests.HERE.check(url)  # before any lock: another thread of the parent may have had it
         with self._lock:
             known = [reference() for reference in self._ahead.get((url, file.version), ())]
         run = next((each for each in known if each is not None and each.has(first, last)), None)
@@ -142,9 +143,11 @@ class Objects:
             for run in runs_of(_apart(extents), gap_bytes=GAP_BYTES)
         ]
         with self._lock:
+            for name in {(url, file.version) for url, file in by_object}:  # without what is gone
+                self._ahead[name] = [each for each in self._ahead.get(name, ()) if each()]
             for run in begun:
-                self._ahead.setdefault((run.range.url, run.range.file.version), []).append(weakref.ref(run))
-            if len(self._ahead) >= self._full:  # forget now and then what is gone
+                self._ahead[run.range.url, run.range.file.version].append(weakref.ref(run))
+            if len(self._ahead) >= self._full:  # forget now and then objects that are no longer read
                 alive = {name: [each for each in known if each()] for name, known in self._ahead.items()}
                 self._ahead = {name: known for name, known in alive.items() if known}
                 self._full = 2 * len(self._ahead) + 1000
@@ -280,7 +283,7 @@ class Objects:
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
-        requests.HERE.check(url)  # before any lock: another thread of the parent may have had it
+        requests.HERE.check(url)  # before any lock, as in `read`
         parts = urls.parsed(self._given.get(url, url))
         name = parts.root, parts.query, parts.user
         with self._lock:

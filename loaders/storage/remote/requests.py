@@ -234,7 +234,10 @@ class Requests:
                 if (pending := queue[0]()) is None:  # no one wants it
                     queue.popleft()
                     continue
-                left = room() if self._running else None
+                try:
+                    left = room() if self._running else None
+                except (OSError, MemoryError):  # no file or memory is left to look: as if there were no room
+                    return None
                 if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
                     return None
                 queue.popleft()

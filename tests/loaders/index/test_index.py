@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from forked_program import run_forked
 from shard_factory import chat, jpeg, omni_shards, write_shard
 
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.foreign import check_head
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.table import Columns
+from orchdata.loaders.index.table import Columns, TableSize
 from orchdata.loaders.index.totals import summarize
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
@@ -55,6 +57,26 @@ def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
     assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {}, {"names": {}, "others": 0})
+
+
+SHARD = ["/a.tar", 1, "checksum", "version", 0, 0, ""]
+SIZE = dict.fromkeys(TableSize.__slots__, 0) | {"rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("shards", [[*SHARD[:number], None, *SHARD[number + 1 :]]]) for number in range(len(SHARD))],
+        *[("shards", [[*SHARD, value]]) for value in (None, [None], [["old"]], [["old", 1]])],
+        *[("size", SIZE | {name: value}) for name in ("parts", "extent_width") for value in (-1, None, 10**30)],
+    ],
+)
+def test_a_malformed_head_is_a_value_error(name: str, value: Any) -> None:
+    head = {"shards": [SHARD], "shard_rows": [0, 1], "modalities": ["text"], "fields": [], "recipe": {}, "size": SIZE}
+    head |= {"totals": {"ignored_fields": {}, "unread": {"names": {}, "others": 0}}, "fingerprint": "", "build_id": ""}
+    check_head(head)
+    with pytest.raises(ValueError, match=f"the values of {name} "):
+        check_head(head | {name: value})
 
 
 def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.limited_process import taken_bytes
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.arrow.layout import read_layout
@@ -56,6 +57,17 @@ def stored(index: Index, row: int, recipe: Recipe) -> StoredSample:
 
 def reason(index: Index) -> str:
     return index.failure(int(index.bad_rows()[0])).reason
+
+
+def test_open_shards_take_no_room_under_a_limit_of_memory(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a"] * 16, "blob": pa.array([bytes(1 << 20)] * 16)})
+    path = write_stream(tmp_path / "a.arrow", table, 16)
+    before, kept = taken_bytes(), []
+    for _ in range(16):
+        file = LocalFile(path)
+        kept.append(Columns(file, read_layout(file), 1 << 30))
+        assert kept[-1].take(0, "text", 3, 2).to_pylist() == ["a", "a"]
+    assert taken_bytes() - before < 4 * table.nbytes
 
 
 def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from shard_factory import RECIPE, omni_samples, write_shard
 import orchdata as od
 from orchdata.caching.filler import Place
 from orchdata.loaders.storage.node.copies import FOLDER, SUFFIX
+from orchdata.loaders.storage.remote.clients.client import Buffer
+from orchdata.loaders.storage.remote.objects import Objects
 from orchdata.ranks.parallel import Rank
 
 SHARDS, SAMPLES = 8, 8
@@ -365,6 +367,24 @@ def test_a_server_that_gives_no_whole_shard_costs_one_warning(
         warnings.simplefilter("always")
         assert epoch(remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == expected
     assert len([each for each in said if "cannot be read: no" in str(each.message)]) == 1
+
+
+def test_a_shard_for_which_there_is_no_memory_now_is_fetched_later(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, short = Objects.pieces, [True]
+
+    def pieces(*arguments: Any) -> Iterator[Buffer]:
+        if short:
+            short.pop()
+            raise MemoryError("no room")
+        yield from fetch(*arguments)
+
+    monkeypatch.setattr("orchdata.caching.filler._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(Objects, "pieces", pieces)
+    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
+    epoch(remote.loader(cache))
+    assert len(copies(cache)) == SHARDS
 
 
 def test_a_shard_that_was_replaced_is_not_copied(

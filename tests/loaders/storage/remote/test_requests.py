@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import weakref
@@ -256,6 +257,13 @@ class TestMemory:
         assert len(client.given) == 1
         assert client.alive == 0
 
+    def test_what_is_gone_is_forgotten(self, objects: Objects, client: FakeClient) -> None:
+        kept = objects.expect([ObjectRange(URL, whole(client), 0, 10)])
+        for start in range(0, 900_000, 1000):
+            objects.expect([ObjectRange(URL, whole(client), start, start + 10)]).close()
+        assert sum(map(len, objects._ahead.values())) <= 2  # each read looks at all of them
+        kept.close()
+
     def test_blocks_are_freed(self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
         client.content = bytes(20 * BLOCK_BYTES)
         file = Blocks(RemoteFile(objects, URL, whole(client)))
@@ -339,6 +347,33 @@ class TestThePool:
         ahead = objects.expect(wanted)
         assert [bytes(objects.read(each)) for each in wanted] == [client.content[a : a + 10] for _, _, a, _ in wanted]
         ahead.close()
+
+    def test_a_forked_process_waits_for_no_lock_of_its_parent(
+        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read(objects, client, 0, 10)
+        monkeypatch.setattr(requests_module, "HERE", Requests(pool))  # as in a child
+        with objects._lock, pytest.raises(StorageError, match="forked"):
+            read(objects, client, 0, 10)
+
+    def test_threads_go_on_where_the_room_is_not_known(self, pool: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown() -> None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        gate, other = Gate(), Gate()
+        pool.most = 4
+        with monkeypatch.context() as patch:
+            patch.setattr(requests_module, "room", unknown)
+            first = [pool.begin(made(lambda: gate(0, 0))) for _ in range(8)]
+            gate.wait_for(1)
+            gate.opened.set()
+            for each in first:
+                pool.wait(each)
+        second = [pool.begin(made(lambda: other(0, 0))) for _ in range(4)]
+        other.wait_for(4)  # at the same time
+        other.opened.set()
+        for each in second:
+            pool.wait(each)
 
     def test_many_threads_read_and_drop_at_the_same_time(self, objects: Objects, client: FakeClient) -> None:
         wrong: list[int] = []
