@@ -342,7 +342,9 @@ class Index:
         formats = np.array([_format_of(shard.url) for shard in self.shards])
         for name in np.unique(formats[damaged]):
             alike = formats == name
-            per_byte = int(known[alike].sum()) / max(1, int((size - lost_bytes)[alike].sum()))
+            # The last sample of a damaged shard may be the damage itself, and then it has no byte that can be read.
+            whole = int(np.maximum(0, known - damaged)[alike].sum())
+            per_byte = whole / max(1, int((size - lost_bytes)[alike].sum()))
             by_bytes = np.rint(lost_bytes * per_byte).astype(np.int64)
             estimated = np.where(alike, np.maximum(estimated, by_bytes), estimated)
         lost: NDArray[np.int64] = np.maximum(0, np.where(recorded > 0, recorded, estimated) - stands)

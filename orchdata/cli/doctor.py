@@ -30,7 +30,7 @@ _FEATURES: Final = {
     "matplotlib": "plots and reports",
     "ray": "steps from other machines: od.RayEngine",
     "torchaudio": "not needed: clips are resampled in torch, with the same values to the bit",
-    "torchvision": "not needed",
+    "torchvision": "processors of some models of transformers, such as Qwen's",
 }
 """Package -> what it is for. transformers imports torchaudio and torchvision if they are installed."""
 _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}

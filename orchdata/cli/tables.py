@@ -119,6 +119,8 @@ def _notes(profile: Profile) -> list[str]:
     if not profile.meets_in_micro_steps:
         waiting = "at its end only"
     notes = [f"step: the cost model's phases, ranks waiting for each other {waiting}; speedup: an estimate from costs"]
+    if not profile.has_cost_model:
+        notes = [f"step: all phases, ranks meeting {waiting}; speedup: a ratio of positions, not of time"]
     if any(scale.scopes["global"].fill is not None for scale in scales):
         notes.append("fill: tokens of samples over those of all microbatches; loads count padding, means do not")
     if profile.layout == "padded":

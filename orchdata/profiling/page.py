@@ -317,7 +317,8 @@ def _unlike(profile: Profile, names: ShardNames, colours: Mapping[str, int]) -> 
 
 def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
     if not profile.bad_by_reason:
-        return _section("Failures", paragraph(f"No sample failed while it was indexed. {_HEADERS}"))
+        which = "No chosen sample" if profile.unchosen else "No sample"
+        return _section("Failures", paragraph(f"{which} failed while it was indexed. {_HEADERS}"))
     counts = profile.bad_by_reason
     if not named:
         # Reasons up to what they quote of a sample, or of an exception that quotes it.

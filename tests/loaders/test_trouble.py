@@ -294,6 +294,17 @@ def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
     assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
 
 
+def test_a_damaged_file_alone_of_its_format_counts_as_the_others_do(tmp_path: Path, texts: list[str]) -> None:
+    (tmp_path / "cut.json").write_text("[nonsense" + " and more" * 500)
+    with pytest.warns(UserWarning, match="damaged"):
+        loader = od.DataLoader(
+            od.ShardDataset([*texts, str(tmp_path / "cut.json")]),
+            batch_size=10,
+            on_error=od.ErrorPolicy("skip", max_failures=None),
+        )
+    assert loader.stats()["failures"]["count"] == 100  # as many as a shard of texts has, not one for each of its bytes
+
+
 def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> None:
     shard = write_shard(
         tmp_path / "a.tar", [{"__key__": f"k{i}", "txt": b"\xff" if i == 3 else b"x"} for i in range(9)]
