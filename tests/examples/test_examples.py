@@ -29,7 +29,7 @@ import orchdata as od
 from orchdata.synth import synthesize
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("common", "model"))
 PROGRAM = Path(__file__).parents[1] / "support" / "run_program.py"
 JOB = Path(__file__).parents[1] / "support" / "example_job.py"
 NEEDS = {
