@@ -15,6 +15,8 @@ _NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
 # brackets may be around the id of an e-mail's part.
 # Each alternative begins with a bracket, so that others than brackets are skipped fast.
 _MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|<(?<!-I[Dd]: <){_NAME}>|\[(?<![\w\])(]\[){_NAME}\](?!\()")
+_SHORT: Final = 64
+_marks_in_short = lru_cache(maxsize=1024)(_MARK.findall)
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
 _BARS: Final = ("<|", "<\uff5c")
@@ -73,7 +75,7 @@ def media_marks(text: str, *, next_to_media: bool) -> list[str]:
     """
     return [
         mark
-        for mark in _MARK.findall(text)
+        for mark in (_MARK.findall(text) if len(text) > _SHORT else _marks_in_short(text))
         if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark))
     ]
 
