@@ -103,12 +103,7 @@ def here() -> ThreadProgress:
 
 def shards_under_way() -> float:
     """Return how many shards' work the threads of this process have done for shards that are not complete."""
-    return sum(fraction for _, fraction in under_way_by_shard())
-
-
-def under_way_by_shard() -> list[tuple[str, float]]:
-    """Return the path of each shard that is not complete, and the part of its work that is done."""
-    return [(progress.shard, progress.fraction) for progress in list(_threads.values()) if progress.fraction]
+    return sum(progress.fraction for progress in list(_threads.values()))
 
 
 def log(shard: str, key: object, seconds: float) -> None:

@@ -206,7 +206,7 @@ def is_chat_context(key: str) -> bool:
 
 def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn], work: Work) -> None:
     """Raise DecodeError for a key next to a conversation that would be lost."""
-    context = [key for key, value in record.items() if key not in own and value is not None and is_chat_context(key)]
+    context = [key for key, value in record.items() if is_chat_context(key) and value is not None and key not in own]
     if not context:
         return
     said = Spoken([turn.text for turn in turns], work)

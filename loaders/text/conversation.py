@@ -170,8 +170,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         if rendered is not None:
             return rendered
     elif document is not None:
-        if any(is_chat_context(key) for key in value):
-            check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
+        check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
         return document._replace(named=named_in(value, rules.words))
     text = _text_in(value, rules.text_keys)
     if text is None or _video_in(value) not in (None, *rules.words.records):
