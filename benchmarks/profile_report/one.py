@@ -3,7 +3,7 @@
     python -P one.py RANKS PAGE INDEX             # of an index; PAGE is a file to write, or - for none
     python -P one.py RANKS PAGE INDEX INDEX ...   # of a mixture of them
 
-It imports nothing of `benchmarks`, so that it runs with the package of an older commit too.
+It runs with the package of an older commit too: of this checkout it imports one neighbouring file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,15 @@ def main(ranks: Sequence[int], page: Path | None, paths: Sequence[Path]) -> dict
 def _opened(paths: Sequence[Path]) -> Any:
     """The index, or a mixture of indexes with weights that differ."""
     import orchdata as od
-    from benchmarks.indexed_shards import IndexedShards
     from orchdata.loaders.index.index import Index
 
     if len(paths) == 1:
         return Index(paths[0])
+    sys.path.append(str(Path(__file__).parents[1]))
+    of_index = import_module("indexed_shards").IndexedShards
     weights = np.random.default_rng(0).uniform(0.2, 1, len(paths)).tolist()
     return od.Mixture(
-        {path.stem: od.Source(IndexedShards(path), weight=weight) for path, weight in zip(paths, weights, strict=True)}
+        {path.stem: od.Source(of_index(path), weight=weight) for path, weight in zip(paths, weights, strict=True)}
     )
 
 

@@ -316,7 +316,9 @@ def _pipeline() -> None:
 
 def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> None:  # type: ignore[assignment]
     from orchdata.native.patchify import channel_table, patchify
+    from orchdata.native.spectrum import split_complex
 
+    split_complex(*(np.zeros(size, np.float32) for size in (2, 1, 1)))  # of clips
     for dtype in sorted(dtypes & {"bfloat16", "float32", "uint8"}):
         table = channel_table((0.5,) * 3, (0.5,) * 3, dtype)
         patchify(np.zeros((2, 2, 3), np.uint8), 1, 2, table, np.empty((4, 3), table.dtype))

@@ -70,12 +70,10 @@ class Slow(Dataset[int]):
 
 
 class FromFarStorage(Dataset[int]):
-    """Items; one of them waits for storage for some seconds, after it has ended its process some times. Each time is a
-    file in a folder.
-    """
+    """Items; one of them waits for storage for some seconds. Each time is a file in a folder."""
 
-    def __init__(self, folder: Path, row: int, seconds: float, *, ends: int) -> None:
-        self.folder, self.row, self.seconds, self.ends = folder, row, seconds, ends
+    def __init__(self, folder: Path, row: int, seconds: float) -> None:
+        self.folder, self.row, self.seconds = folder, row, seconds
 
     def __len__(self) -> int:
         return 24
@@ -83,8 +81,6 @@ class FromFarStorage(Dataset[int]):
     def __getitem__(self, number: int) -> int:
         if number == self.row:
             (self.folder / f"{time.monotonic_ns()}").touch()
-            if len(list(self.folder.iterdir())) <= self.ends:
-                ctypes.string_at(0)  # by this thread, before it returns
             with waits.for_storage():
                 time.sleep(self.seconds)
         return number

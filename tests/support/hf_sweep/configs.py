@@ -43,6 +43,9 @@ def default_config(model_type: str) -> Any:
             each.vision_feature_layers = [-2, -1]  # that tiny towers have
         if isinstance(ratio := getattr(each, "pixel_shuffle_ratio", None), float):
             each.intermediate_size = int(each.hidden_size / ratio**2)  # patches shuffled into one are its input
+    towers, text = getattr(config, "vision_config", None), getattr(config, "text_config", None)
+    if hasattr(towers, "out_hidden_size") and hasattr(text, "hidden_size"):
+        towers.out_hidden_size = text.hidden_size  # as published configurations say
     _set_sides(config)
     return config
 
