@@ -155,7 +155,7 @@ def names_of_record(
         media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
         keys, names = _others(tuple(record), (*mine, *media, *read))
         values = [record[key] for key in keys]
-        if False in values:  # in place of media it says nothing
+        if False in values and not record.keys().isdisjoint(rules.words.records):  # in place of media it says nothing
             no_media = [key for key in keys if record[key] is False and key in rules.words.records]
             keys, names = _others(tuple(record), (*mine, *media, *read, *no_media))
             values = [record[key] for key in keys]
@@ -163,10 +163,8 @@ def names_of_record(
             return names
         for its_name, value in zip(names, values, strict=True):
             _add(its_name, value, found)
-        if is_chat:
-            for key in (*CHAT_KEYS, *_PAIR):
-                if key in mine:
-                    _add_turns(f"{key}[]", _listed(record[key]), rules, found)
+        for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
+            _add_turns(f"{key}[]", _listed(record[key]), rules, found)
     return tuple(found)
 
 
@@ -183,7 +181,7 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
     if document.completion is not None:
         return [key for key in (*_PAIR, *_ALPACA, "input") if _is_in(record.get(key), document.completion)]
     if document.text is not None:
-        return [next((key for key in rules.text_keys if record.get(key) == document.text), "")]
+        return [document.key]
     if not document.is_chat:
         return []
     template = rules.template
@@ -295,7 +293,10 @@ def _add_below(name: str, value: list[Any] | dict[str, Any], found: dict[str, No
                 _add_below(f"{name}[]", item, found, levels - isinstance(item, list))
     elif len(value) <= _MOST_KEYS:
         for key, item in value.items():
-            _add(_below(name, key), item, found, levels - 1)
+            if type(item) in _FLAT and item != "":
+                found[_below(name, key)] = None
+            else:
+                _add(_below(name, key), item, found, levels - 1)
 
 
 @lru_cache(maxsize=4096)

@@ -256,8 +256,11 @@ def check_marks(
         said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
     """
     # Templates write the same text before and after each turn.
-    texts = dict.fromkeys([segment.text for segment in segments if type(segment) is TextSegment])
-    marked = [text for text in texts if "<" in text or "[" in text]
+    marked = {
+        segment.text: None
+        for segment in segments
+        if type(segment) is TextSegment and ("<" in segment.text or "[" in segment.text)
+    }
     for mark in [mark for text in marked for mark in media_marks(text, next_to_media=next_to_media)]:
         placeholders = recipe.rules.words.slots.values()
         is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in placeholders

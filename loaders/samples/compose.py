@@ -185,13 +185,17 @@ def composition_of(
     else:
         used, segments, is_chat, records = _segments(members, uses, texts, recipe)
     media = uses.media
-    if not used and not any(media.values()):
+    has_media = any(media.values())
+    if not used and not has_media:
         raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
     where = members[used[0]].field if used and made is None else "*"
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
         said = partial(_said, used, members, texts, recipe, made) if is_chat else None
-        check_marks(segments, said, where, recipe, next_to_media=any(media.values()))
+        check_marks(segments, said, where, recipe, next_to_media=has_media)
+    if not has_media:  # then no placeholder is left
+        texts_alone = cast("list[TextSegment | tuple[str, int]]", segments)
+        return Composition(texts_alone, [], used, is_chat, where, {}, None if made is None else made.record, records)
     parts = [(modality, member) for modality in leading for member in media[modality]]
     ordered: list[TextSegment | tuple[str, int]] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
@@ -235,14 +239,16 @@ def unread_in(
     found: dict[str, None] = {}
     parts = composition.parts
     has = {modality for modality, _ in parts} if parts else ()
+    used: set[int | None] = {*composition.texts, *[member for _, member in parts]} if parts else {*composition.texts}
     for at, value, document in composition.records:
         name = "" if at is None else name_of_member(members[at].field)
         read = _keys_about_media(value, parts, members, recipe) if parts else ()
         names = names_of_record(value, document, recipe.rules, name, read, has)
-        if len(members) == 1:
+        used.add(at)
+        are_all = len(used) == len(members) and None not in used and not composition.is_chat
+        if len(members) == 1 or (are_all and len(composition.records) == 1):
             return names
         found |= dict.fromkeys(names)
-    used = {*composition.texts, *[member for _, member in parts], *[each.member for each in composition.records]}
     if len(used) == len(members) and None not in used and not composition.is_chat:
         return tuple(found)
     for index, member in enumerate(members):
@@ -353,7 +359,7 @@ def _plain_segments(
 
 def _learns(segments: Sequence[Segment]) -> bool:
     for each in segments:
-        if isinstance(each, TextSegment) and each.loss and each.text.strip():
+        if isinstance(each, TextSegment) and each.loss and each.text and not each.text.isspace():
             return True
     return False
 
@@ -486,23 +492,29 @@ def _record_of_fields(
 
 def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
     """Return the member with the sample's conversation, or None."""
-    chats = [index for index, document in documents.items() if document.is_chat]
-    for other in chats[1:]:
-        mine, theirs = documents[chats[0]], documents[other]
-        if (mine.turns, mine.chat) != (theirs.turns, theirs.chat):
-            raise FieldError(members[other].field, f"a second conversation, besides that of {members[chats[0]].field}")
-    return chats[0] if chats else None
+    chat: int | None = None
+    for index, document in documents.items():
+        if document.turns is None and document.chat is None:
+            continue
+        if chat is None:
+            chat = index
+        elif (documents[chat].turns, documents[chat].chat) != (document.turns, document.chat):
+            raise FieldError(members[index].field, f"a second conversation, besides that of {members[chat].field}")
+    return chat
 
 
 def _caption(documents: Mapping[int, Document], members: Sequence[Member], recipe: Recipe) -> list[tuple[int, str]]:
     """Return the text in JSON, if no other text has precedence: at most one (member, text)."""
-    chosen = [(index, document.text) for index, document in documents.items() if document.text is not None]
-    for index, text in chosen[1:]:
-        if text != chosen[0][1]:
+    chosen: list[tuple[int, str]] = []
+    for index, document in documents.items():
+        if document.text is None:
+            continue
+        if chosen and document.text != chosen[0][1]:
             raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
-    for index, _ in chosen[:1]:
+        chosen = chosen or [(index, document.text)]
+    for index, _ in chosen:
         check_named(documents[index].named, members, recipe, exactly=False)
-    return chosen[:1]
+    return chosen
 
 
 def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> tuple[Any, Document]:

@@ -165,6 +165,8 @@ class _Spans:
 
     def end(self, token_id: int | None) -> None:
         """Add an end token, unless the text or the tokenizer ends with it."""
+        if token_id is None:
+            return
         last = self.spans[-1] if self.spans else None
         if not isinstance(last, TextSpan) or last.token_ids[-1] != token_id:
             self.special(token_id, isinstance(last, TextSpan) and last.loss)

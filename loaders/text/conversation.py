@@ -74,6 +74,7 @@ class Document(NamedTuple):
         chat: a conversation for a jinja template, or None.
         completion: a prompt and its completion, as plain text; or None.
         text: a plain text, or None.
+        key: what the record has it under.
         named: modality -> names of media that belong to the sample.
         placed: modality -> names of media in the items of its turns, in their order.
         rest: the value if it is none of these, or names a video next to its text; for `why_unread`.
@@ -83,6 +84,7 @@ class Document(NamedTuple):
     chat: Chat | None = None
     completion: tuple[str, str] | None = None
     text: str | None = None
+    key: str = ""
     named: Mapping[str, list[str]] = _NONE
     placed: Mapping[str, list[str]] = _NONE
     rest: Any = None
@@ -155,7 +157,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     if isinstance(value, Repeating) and not value.keys().isdisjoint((*CHAT_KEYS, *rules.text_keys)):
         raise DecodeError("a key comes twice in the record")
     document: Document | None = None
-    for key in CHAT_KEYS:
+    for key in () if value.keys().isdisjoint(CHAT_KEYS) else CHAT_KEYS:
         if (turns := value.get(key)) is None:
             continue
         if isinstance(turns, list) and turns:
@@ -172,22 +174,23 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     elif document is not None:
         check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
         return document._replace(named=named_in(value, rules.words))
-    text = _text_in(value, rules.text_keys)
-    if text is None or _video_in(value) not in (None, *rules.words.records):
+    key = _text_key(value, rules.text_keys)
+    if key is None or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value, named=named_in(value, rules.words))
-    return Document(text=text, named=named_in(value, rules.words))
+    return Document(text=value[key], key=key, named=named_in(value, rules.words))
 
 
-def _text_in(record: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """Return the text under the first name that says something, a blank one if none does; None for no string."""
+def _text_key(record: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return the first name with a text that says something, else with a blank one; None for no string."""
     blank: str | None = None
     for name in names:
-        value = record.get(name)
-        if isinstance(value, str) and value.strip():
-            return value
+        if (value := record.get(name)) is None:
+            continue
         if isinstance(value, str):
-            blank = value if blank is None else blank
-        elif value is not None and is_wrong(value):
+            if value and not value.isspace():
+                return name
+            blank = name if blank is None else blank
+        elif is_wrong(value):
             return None
     return blank
 

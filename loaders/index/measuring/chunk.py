@@ -135,9 +135,10 @@ def _outlined(
     if not waiting:
         return []
     current = here()
+    keys = [samples[at].key for at, _ in waiting]
 
     def note(number: int) -> None:
-        current.key = samples[waiting[number][0]].key
+        current.key = keys[number]
 
     try:
         return outlines([prepared for _, prepared in waiting], recipe, note)

@@ -205,13 +205,10 @@ class TextsWriter:
         columns["layout"].append(self._layouts.setdefault(layout, len(self._layouts)))
         columns["shape"].append(0 if kept is None else kept.shape)
         columns["cut_at"].append(outline.cut_at)
-        for name, values in (
-            ("num_texts", outline.texts),
-            ("num_parts", outline.parts),
-            ("num_spans", outline.spans),
-            ("num_starts", outline.starts),
-        ):
-            columns[name].append(len(values))
+        columns["num_texts"].append(len(outline.texts))
+        columns["num_parts"].append(len(outline.parts))
+        columns["num_spans"].append(len(outline.spans))
+        columns["num_starts"].append(len(outline.starts))
         columns["text"].extend(outline.texts)
         for name, member in outline.parts:
             columns["part_modality"].append(self._codes[name])
@@ -220,8 +217,9 @@ class TextsWriter:
             kind, tokens, first_id = span, 0, 0
             if isinstance(span, TextRun):
                 kind, tokens, first_id = -1 - span.loss - 2 * span.leads, span.num_tokens, span.first_id
-            for name, value in (("span_kind", kind), ("span_tokens", tokens), ("span_first", first_id)):
-                columns[name].append(value)
+            columns["span_kind"].append(kind)
+            columns["span_tokens"].append(tokens)
+            columns["span_first"].append(first_id)
         columns["start"].extend(outline.starts)
         names = [] if kept is None or not kept.unread else self._names.add(kept.unread)
         others = 0 if kept is None else kept.others

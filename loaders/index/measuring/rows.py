@@ -69,6 +69,7 @@ class CostRows:
         self._asked = recipe.read_columns
         # Without an object for each row: millions of them would slow the garbage collector.
         self._rows = {name: array("i") for name in _ROW}
+        self._appends = [column.append for column in self._rows.values()]
         self._keys = Strings()
         self._errors: dict[int, tuple[str, str]] = {}  # (field, reason): an exception would keep texts in memory
         self._parts = {name: array(np.dtype(dtype).char) for name, dtype in PARTS.items()}
@@ -140,8 +141,8 @@ class CostRows:
     def _put(self, key: str, *values: int) -> None:
         """Add a row; `values` are as `_ROW`."""
         self._keys.append(key)
-        for column, value in zip(self._rows.values(), values, strict=True):
-            column.append(value)
+        for append, value in zip(self._appends, values, strict=True):
+            append(value)
 
     def columns(self) -> Columns:
         """Return all rows as columns. No more can be added after that: they are not copied."""
