@@ -40,7 +40,7 @@ def test_mutated_files_are_refused_or_counted_right(runner: Runner, tmp_path: Pa
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind: str, runner: Runner, tmp_path: Path) -> None:
-    assert run(Fuzzer(runner, tmp_path, 1), (kind,), 600) == []
+    assert run(Fuzzer(runner, tmp_path, 1), (kind,), 200) == []
 
 
 def test_a_child_that_ends_is_a_finding_of_each_case_and_minimised(runner: Runner, tmp_path: Path) -> None:
