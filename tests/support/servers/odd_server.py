@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 from servers.stores import store_at
 from servers.stub_server import Answer, Seen, StubServer, part_of
 
-_MODIFIED = 1_700_000_000
+_FIRST_MODIFIED = 1_700_000_000
 HTML = b"<!doctype html><html><body>Please sign in to this network.</body></html>"
 
 
@@ -84,7 +84,7 @@ class OddServer(StubServer):
         content = self.files.get(seen.path[1:])
         if content is None:
             return Answer(404, b"no such file")
-        headers = {"Last-Modified": formatdate(_MODIFIED, usegmt=True)}
+        headers = {"Last-Modified": formatdate(_FIRST_MODIFIED, usegmt=True)}
         headers["Content-Type"] = "application/octet-stream"
         if self.etags:
             etag = f'"{sha256(content).hexdigest()[:16]}"'
