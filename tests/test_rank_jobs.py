@@ -58,10 +58,3 @@ def test_ranks_are_lost_only_where_that_is_expected(tmp_path: Path) -> None:
         run(tmp_path, "lost")
     with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] were to be lost, and have results"):
         run(tmp_path, "all", lost=[0, 1])
-
-
-@pytest.mark.slow
-def test_a_job_that_hangs_shows_where(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)no end after 30 seconds.*--- rank 1.*line \d+ in work"):
-        run(tmp_path, "hangs", limit_seconds=30)
-    assert alive(tmp_path) == []

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.balance import demands, orders, run
-from benchmarks.balance.cases import Job, Scale, measure, owners
-from benchmarks.balance.memory import peak_bytes
+from benchmarks.balance.cases import Scale
 from benchmarks.balance.real_lengths import LISTS, real_distributions
 from benchmarks.balance.regimes import REGIMES, rows
 from orchdata.balancers import simulate_1f1b
@@ -38,27 +37,6 @@ def test_every_demand_is_measured() -> None:
     assert ratios
     assert all(1.0 <= value < 2.0 for result in ratios for value in result.values)
     assert any("brute force" in result.name and result.met for result in report.results)
-
-
-def test_demands_are_asked_at_full_size_only() -> None:
-    assert Scale().demand(1.5) == 1.5
-    assert TINY.demand(1.5) is None
-    assert Scale().ranks(512) == 512
-
-
-@pytest.mark.slow
-def test_tables_have_a_row_for_each_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ORCHDATA_FIXTURES", str(tmp_path))
-    config = run.BalanceBench(ranks=600, samples_per_rank=1)
-    quality, speed, *_ = found = run.tables(config, Scale(repeats=1, shrink=256))
-    assert len(found) == 4  # Above 512 ranks, differencing has tables of its own.
-    assert "No real lengths" in quality.note
-    assert [row[0] for row in quality.rows] == list(run.DISTRIBUTIONS)
-    for row in quality.rows:
-        numbers = dict(zip(quality.columns[1:], row[1:], strict=True))
-        assert numbers["ours /LB"] <= numbers["dealt /LB"]  # type: ignore[operator]
-        assert numbers["ours max/mean"] == pytest.approx(numbers["ours /LB"] * numbers["LB/mean"])  # type: ignore[operator]
-    assert len(speed.rows[0]) == len(speed.columns)
 
 
 def test_real_lengths_become_positions(tmp_path: Path) -> None:
@@ -84,24 +62,6 @@ def test_real_lengths_become_positions(tmp_path: Path) -> None:
     assert len(LISTS) == 7
 
 
-def test_real_lengths_of_the_fixtures(fixtures_dir: Path) -> None:
-    for name, make in real_distributions(fixtures_dir / "lengths").items():
-        costs = make(np.random.default_rng(1), 100)
-        assert (costs.dtype, costs.shape) == (np.int64, (100,))
-        assert costs.min() >= 1, name
-        assert (costs == make(np.random.default_rng(1), 100)).all()
-
-
-def test_measurements_take_turns_over_the_groups() -> None:
-    timed = measure({"double": Job(lambda value: 2 * value, [[1, 2], [3, 4]])})["double"]
-    assert timed.found == (2, 4, 6, 8)
-    assert len(timed.wall) == len(timed.cpu) == 2
-
-
-def test_owners_hold_consecutive_shares() -> None:
-    assert owners(6, 3).tolist() == [0, 0, 1, 1, 2, 2]
-
-
 def test_the_reference_for_equal_counts() -> None:
     # 10 with the smallest of the others, 1; the mean of two ranks is (10 + 3 + 2 + 1) / 2 = 8.
     assert demands.equal_count_reference(np.array([2, 10, 0, 3, 1]), 2) == 11
@@ -113,17 +73,6 @@ def test_the_best_of_all_orders_is_the_least_simulated() -> None:
     every = np.array(list(itertools.permutations(range(4))))
     least = min(simulate_1f1b(forward, backward, order) for order in every)
     assert orders.best_of_all_orders(forward, backward) == pytest.approx(least)
-
-
-def test_peak_memory_sees_what_numpy_takes() -> None:
-    found = peak_bytes(lambda: np.ones(1 << 21).sum())  # 16 MiB
-    assert found is None or found > 15 << 20
-
-
-def test_the_command_refuses_nothing_to_measure() -> None:
-    refused = _command("--repeats", "0")
-    assert refused.returncode == 2
-    assert "repeats must be at least 1, got 0" in refused.stderr
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.loading.compare import Comparison, compare
-from benchmarks.loading.consumers import CONSUMERS, rounds_for
+from benchmarks.loading.consumers import CONSUMERS
 from benchmarks.loading.corpus import Corpus
 from benchmarks.loading.job import Job
 from benchmarks.loading.lanes import BARE, LANES, Lane
@@ -77,11 +76,6 @@ def test_an_epoch_with_other_samples_is_refused() -> None:
         _figures(batches(5, 5), 0.0, 12, 4, "none", 0)
     with pytest.raises(RuntimeError, match="batches too large: nothing lies between the first and the last 4 of 12"):
         _figures(batches(12), 0.0, 12, 4, "none", 0)
-
-
-def test_work_is_as_long_as_asked() -> None:
-    assert rounds_for("none", 1.0) == 0
-    assert 0 < rounds_for("python", 1e-3) < rounds_for("python", 1.0)
 
 
 def test_a_child_gives_its_result_or_says_why_there_is_none(tmp_path: Path) -> None:
@@ -169,12 +163,3 @@ def test_a_report_holds_ours_against_the_limit_and_the_best_peers() -> None:
     name, mine, others, *sums = by_process.rows[0]
     assert (name, mine, others) == (BARE, 1.0, "3.00 + 1.00")
     assert sums == pytest.approx([4.5, 0.5, 25.0])
-
-
-def test_what_cannot_be_measured_is_refused(job: Job) -> None:
-    with pytest.raises(ValueError, match="consumer must be one of none, torch, python, got 'c'"):
-        Comparison(consumer="c")
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        Comparison(workers=0)
-    with pytest.raises(ValueError, match="1 workers and batches of 4 need 24 samples, got 12"):
-        compare(Comparison(batch_size=4, workers=1), job, LANES)

@@ -56,12 +56,3 @@ def test_the_command_reads_mixtures() -> None:
     for name, _, *figures in memory.rows:
         assert [cell is None for cell in figures] == [False, False, *[name == "orchdata, threads"] * 2, False]
         assert all(float(cell) > 1 for cell in figures if cell is not None)
-
-
-def test_bad_settings_are_errors() -> None:
-    with pytest.raises(ValueError, match="batches must be at least 1, got 0"):
-        MemoryBench(batches=0)
-    with pytest.raises(ValueError, match="sources must be numbers from 1 with commas between them, got '1,x'"):
-        MemoryBench(sources="1,x")
-    with pytest.raises(ValueError, match="no peer is called someone: say all, or some of datasets, energon"):
-        run(MemoryBench(peers="someone"))

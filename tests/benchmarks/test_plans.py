@@ -10,7 +10,7 @@ import pytest
 from benchmarks.balance.cases import Scale
 from benchmarks.plans import run, scopes
 from benchmarks.plans.effort import effort, large_plans, plans_by_effort
-from benchmarks.plans.mixes import Listed, large_mixes, mixes
+from benchmarks.plans.mixes import large_mixes, mixes
 from benchmarks.plans.scopes import COLUMNS
 from orchdata.bench.harness import WideTable, make_report
 
@@ -52,14 +52,3 @@ def test_the_simple_way_by_hand() -> None:
     """Two micro-steps of two ranks: the two images together, the two long texts together, and no rank waits."""
     costs = {"image": np.array([50, 0, 50, 0]), "llm": np.array([10, 10, 10, 10])}
     assert scopes.simple(costs, np.array([10, 10, 10, 10]), 2, 2) == 50 + 10 + 10
-
-
-def test_listed_lengths_are_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.plans.mixes.real_lengths", lambda name: np.array([3, 9]))
-    drawn = Listed(name="any", multiple_of=4).draw(np.random.default_rng(0), 50)
-    assert set(drawn.tolist()) == {4, 8}
-
-
-def test_numbers_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        run.run(run.PlansBench(max_tokens=0))

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.loading.lanes import Lane
 from benchmarks.remote import lanes as lanes_module
 from benchmarks.remote.job import RemoteJob, measure
-from benchmarks.remote.lanes import ALONE, LANES, NEAR, PEERS, chosen_lanes
+from benchmarks.remote.lanes import ALONE, NEAR, PEERS, chosen_lanes
 from benchmarks.remote.run import RemotePeersBench, run
 from orchdata.bench.harness import make_report
 
@@ -49,14 +49,6 @@ def test_an_epoch_of_another_size_is_an_error(
         measure(lane_of(*counts), job_of(10), 2)
 
 
-def test_peers_are_chosen_by_name() -> None:
-    assert chosen_lanes("none") == LANES
-    assert list(chosen_lanes("all")) == [*LANES, *PEERS]
-    assert set(chosen_lanes("litdata, lance")) - set(LANES) == {"LitData", "LitData, raw files", "Lance"}
-    with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of lance, "):
-        chosen_lanes("dali")
-
-
 def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "ENVIRONMENTS", tmp_path)
     monkeypatch.setitem(PEERS, "Lance", Lane("torch", len, "no_such_module"))
@@ -66,18 +58,6 @@ def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, m
     (tmp_path / "no_such_module").mkdir()
     (tmp_path / "no_such_module" / ".installed").touch()
     assert chosen_lanes("no_such_module")["Lance"].python == str(tmp_path / "no_such_module" / "bin" / "python")
-
-
-def test_every_peer_has_an_environment_or_is_among_our_packages() -> None:
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    environments = set(makefile.split("PEERS := ")[1].splitlines()[0].split())
-    assert {lane.module for lane in PEERS.values()} - environments == {"webdataset"}
-
-
-@pytest.mark.parametrize("given", [{"samples": 100}, {"repeats": 0}, {"latency_ms": -1.0}, {"index_shards": -1}])
-def test_what_cannot_be_measured_is_an_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="samples|must be at least"):
-        RemotePeersBench(**given)
 
 
 @pytest.mark.slow

@@ -106,14 +106,3 @@ def test_the_command_trains_on_more_and_fewer_ranks() -> None:
     assert [row[:2] for row in resumed.rows] == [(name, f"2 -> {ranks}") for name in lanes for ranks in (2, 1, 4)]
     assert [row[0] for row in settings.rows] == lanes
     assert all(float(str(cell)) < 1e-5 for *_, cell in resumed.rows)  # a number alone: no sample differs
-
-
-def test_bad_settings_are_errors() -> None:
-    with pytest.raises(ValueError, match="batch_size must be a multiple of 4 ranks, got 6"):
-        ResumeBench(batch_size=6)
-    with pytest.raises(ValueError, match="at most the 320 samples; got 41 x 8"):
-        ResumeBench(steps=41)
-    with pytest.raises(ValueError, match="no peer is called someone: say all, or some of torch, torchdata"):
-        run(ResumeBench(peers="someone"))
-    with pytest.raises(ValueError, match="no kind of data is called sound: say all, or some of text, chat"):
-        run(ResumeBench(kinds="sound"))

@@ -200,7 +200,7 @@ def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, sh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp_tp"])  # whose checkpoints are in parts, one a rank
 @pytest.mark.usefixtures("examples")
 def test_killed_on_one_rank_it_goes_on_with_three(name: str, shards: Path, tmp_path: Path) -> None:
     needs(name)

@@ -136,7 +136,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 PRIMARY = ("build", "load", "epoch, evicted")
-"""Looked at most closely; the others make the same calls under other options."""
+"""Tried at every call; the others make the same calls under other options."""
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -146,18 +146,15 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def every_fault(name: str, calls: list[str], *, primary: bool) -> list[Fault]:
-    """Every n up to EVERY_UP_TO and a sample beyond; how long it lasts changes from one n to the next.
-
-    Of a primary scenario each n of EIO is tried for a moment, on one file for good, and everywhere for good; of the
-    others a sample does for all but EIO.
+def every_fault(name: str, calls: list[str]) -> list[Fault]:
+    """Every n of EIO up to EVERY_UP_TO and a sample beyond, each for a moment, on one file for good, and everywhere for
+    good; a sample of the others, of which how long they last changes from one to the next.
     """
     count = len(calls)
+    if name != "EIO":
+        return [fault for place, n in enumerate(spread(count, 40)) for fault in lasting(name, n, (LASTS[place % 3],))]
     numbers = [*range(1, min(count, EVERY_UP_TO) + 1), *(EVERY_UP_TO + n for n in spread(count - EVERY_UP_TO, 10))]
-    if not primary and name != "EIO":
-        numbers = spread(count, 40)
-    all_ways = LASTS if primary and name == "EIO" else ()
-    return [fault for n in numbers for fault in lasting(name, n, all_ways or (LASTS[n % 3],))]
+    return [fault for n in numbers for fault in lasting(name, n, LASTS)]
 
 
 def some_faults(name: str, calls: list[str], *, each_call: bool) -> list[Fault]:
@@ -196,12 +193,11 @@ def test_trouble_is_an_error_or_is_healed(name: str, worker: Worker) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", PRIMARY)
 def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list[Worker]) -> None:
     with ThreadPoolExecutor(len(workers)) as pool:
         truths = list(pool.map(lambda worker: Truth(worker, *SCENARIOS[name]), workers))
-        primary = name in PRIMARY
-        faults = [fault for kind in REFUSES for fault in every_fault(kind, truths[0].calls(kind), primary=primary)]
+        faults = [fault for kind in REFUSES for fault in every_fault(kind, truths[0].calls(kind))]
         shares = [faults[number :: len(truths)] for number in range(len(truths))]
         tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
         report([trouble for share in tried for trouble in share])

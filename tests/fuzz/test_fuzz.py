@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz import KINDS, Case, Fuzzer, fuzz, wrong_with
+from fuzz import KINDS, Fuzzer, fuzz, wrong_with
 from limited_runs import Runner, start_runners
-from mutators import MUTATORS, Operation
 from recounted import _audio, _image, _video
-from seed_files import AUDIO_KINDS, IMAGE_KINDS, seed_files
 from shard_factory import audio, jpeg
 from video_clips import clip
 
@@ -40,7 +38,7 @@ def test_mutated_files_are_refused_or_counted_right(runner: Runner, tmp_path: Pa
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind: str, runner: Runner, tmp_path: Path) -> None:
-    assert run(Fuzzer(runner, tmp_path, 1), (kind,), 600) == []
+    assert run(Fuzzer(runner, tmp_path, 1), (kind,), 200) == []
 
 
 def test_a_child_that_ends_is_a_finding_of_each_case_and_minimised(runner: Runner, tmp_path: Path) -> None:
@@ -71,23 +69,3 @@ def test_other_counts_than_the_index_has_are_reported() -> None:
     assert _video(shown, (64, 48, 8, 1, 3)) == ""
     assert "PyAV shows 8 frames" in _video(shown, (64, 48, 7, 7, 24)) and _video(shown, (48, 64, 8, 1, 3))
     assert "soundfile finds 8000 frames" in _audio(audio(0.5), (9000, 16_000))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cases_are_the_same_anywhere_and_differ(kind: str) -> None:
-    cases = [Case.drawn(kind, number, 3) for number in range(30)]
-    data = [case.data() for case in cases]
-    assert data == [Case.drawn(kind, number, 3).data() for number in range(30)]
-    assert len(set(data)) > 15  # short texts are often changed alike
-    assert data != [Case.drawn(kind, number, 4).data() for number in range(30)]
-
-
-@pytest.mark.parametrize("name", MUTATORS)
-def test_each_mutation_changes_files_and_takes_empty_ones(name: str) -> None:
-    changed = 0
-    for seed in range(20):
-        for kind in (IMAGE_KINDS[0], AUDIO_KINDS[0], "json"):
-            files = seed_files(kind)
-            changed += Case(kind, 0, (Operation(name, seed),)).data() != files[0]
-            assert len(Case(kind, 0, (Operation("cut", 0), Operation(name, seed))).data()) < 1 << 20
-    assert changed > 5

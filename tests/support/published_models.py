@@ -53,16 +53,6 @@ PUBLISHED_MODELS = {
         },
         vocab=None,
     ),
-    "Qwen3-0.6B": text(
-        {
-            **QWEN3,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-        head_dim=None,
-    ),
     "Qwen3-4B": text(
         {
             **QWEN3,
@@ -117,21 +107,6 @@ PUBLISHED_MODELS = {
             "vocab_size": 262_144,
             "sliding_window": 512,
             "sliding_window_pattern": 6,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
-        gated=False,
-    ),
-    "Gemma-3-4B": text(
-        {
-            "model_type": "gemma3_text",
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "vocab_size": 262_208,
-            "sliding_window": 1024,
             "hidden_activation": "gelu_pytorch_tanh",
         },
         gated=False,

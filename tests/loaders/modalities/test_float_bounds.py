@@ -8,9 +8,6 @@ import torch
 from decided_by_integers import differing
 from float_bounds import (
     assert_log_mel_close,
-    assert_magnitudes_close,
-    assert_standard_scores_close,
-    log_mel_bound,
 )
 
 from orchdata.loaders.modalities.audio_decode import mel_bands
@@ -30,37 +27,11 @@ def log_mel(dtype: torch.dtype, window: torch.Tensor | None = None) -> np.ndarra
     return ((torch.maximum(log, log.max() - 8) + 4) / 4).T.float().numpy()
 
 
-def test_float32_is_within_half_the_bound_of_float64() -> None:
-    exact = log_mel(torch.float64)
-    assert np.all(np.abs(log_mel(torch.float32) - exact) <= log_mel_bound(exact, -1) / 2 + 2.0**-24 * np.abs(exact))
-
-
-@pytest.mark.parametrize("times", [-10, 10])
-def test_an_error_of_ten_times_the_bound_is_found_wherever_it_is(times: int) -> None:
-    exact = log_mel(torch.float32)
-    bound = log_mel_bound(exact, -1)
-    for index in (np.unravel_index(at, exact.shape) for at in (exact.argmax(), exact.argmin(), 1234)):
-        wrong = exact.copy()
-        wrong[index] += times * bound[index]
-        with pytest.raises(AssertionError, match=r"times the bound"):
-            assert_log_mel_close(wrong, exact)
-
-
 def test_a_window_of_a_quarter_of_the_digits_is_found() -> None:
     """As MKL's vector math gave it where threads called it first together (pytorch#188792)."""
     coarse = torch.hann_window(400, dtype=torch.float64).mul(2**12).round().div(2**12)
     with pytest.raises(AssertionError, match="times the bound"):
         assert_log_mel_close(log_mel(torch.float32, coarse), log_mel(torch.float32))
-
-
-def test_wrong_magnitudes_and_scores_are_found() -> None:
-    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    for check in (assert_magnitudes_close, assert_standard_scores_close):
-        check(values, values)
-        wrong = values.copy()
-        wrong[7] *= np.float32(1 + 1e-4)
-        with pytest.raises(AssertionError, match="times the bound"):
-            check(wrong, values)
 
 
 def test_a_digest_that_differs_under_one_instruction_set_is_named() -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.native.microbatches.binpack import (
-    bins_needed,
     by_fullness,
     greedy_fit,
     level,
-    pack_rank,
     rename,
-    search_fit,
 )
 from orchdata.native.microbatches.microbatch import deal, group_by_rank, lower_peaks, step_peaks
 
@@ -32,14 +27,6 @@ CAPS = np.array([12, 10], np.int64)
 def legal(sizes: NDArray[np.int64], bins: NDArray[np.int32], caps: NDArray[np.int64]) -> bool:
     """Within the caps, but for an oversize item that is alone."""
     return all((sizes[bins == b].sum(axis=0) <= caps).all() or (bins == b).sum() == 1 for b in set(bins.tolist()))
-
-
-def fewest_bins_twin(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
-    """All ways, from one bin up."""
-    for count in range(1, len(sizes) + 1):
-        if any(legal(sizes, np.array(ways), caps) for ways in product(range(count), repeat=len(sizes))):
-            return count
-    raise AssertionError("unreachable: each item may be alone")
 
 
 def fits_twin(held: list[int], sizes: NDArray[np.int64], item: int, caps: NDArray[np.int64]) -> bool:
@@ -84,26 +71,6 @@ def deal_twin(
         held.setdefault((rank, best[1]), []).append(item)
         targets[best[1]] += max(0, cost - best[0])
     return bins, targets, stuck
-
-
-@settings(max_examples=60)
-@given(sizes_lists)
-def test_packing_needs_no_more_bins_than_brute_force(items: list[tuple[int, int]]) -> None:
-    sizes = np.array(items, np.int64)
-    bins = np.zeros(len(items), np.int32)
-    count = next(n for n in range(1, 99) if pack_rank(sizes[:, 0].copy(), sizes, CAPS, n, bins))
-    assert legal(sizes, bins, CAPS)
-    assert bins.max() < count
-    assert bins_needed(sizes, CAPS) <= count == fewest_bins_twin(sizes, CAPS)
-
-
-def test_search_finds_what_best_fit_misses() -> None:
-    sizes = np.array([[6], [5], [5], [4], [2], [2]], np.int64)  # 6+4+2 and 5+5+2
-    caps, bins = np.array([12], np.int64), np.zeros(6, np.int32)
-    order = by_fullness(sizes, caps)
-    assert not greedy_fit(sizes[:, 0].copy(), sizes, caps, order, 2, True, bins)  # 6+5 first leaves 1 free.
-    assert search_fit(sizes, caps, order, 2, bins)
-    assert legal(sizes, bins, caps)
 
 
 @given(sizes_lists, st.lists(st.integers(0, 50), min_size=6, max_size=6))

@@ -168,10 +168,10 @@ def test_rules_count_as_blank_images_measure(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thousands_of_sizes(family: str, backend: str) -> None:
-    assert_counts_are_measured(family, backend, 1000)
+def test_hundreds_of_sizes(family: str, backend: str) -> None:
+    assert_counts_are_measured(family, backend, 250)
     rng = np.random.default_rng(1)
-    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (60, 2))).astype(int).tolist():
+    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (20, 2))).astype(int).tolist():
         assert_as_processor(family, backend, encoded(Image.fromarray(noise(height, width, 3)), "BMP"))
 
 
@@ -204,7 +204,7 @@ def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limit
     images, refused = image_modality(processor), 0
     assert images.counted == "rule" and (images.native or name == "Cosmos3EdgeImageProcessor")
     rng = np.random.default_rng(2)
-    for width, height in np.exp(rng.uniform(np.log(8), np.log(900), (80, 2))).astype(int).tolist():
+    for width, height in np.exp(rng.uniform(np.log(8), np.log(900), (40, 2))).astype(int).tolist():
         picture = Image.fromarray(noise(height, width, 3))
         try:
             given = processor([picture], return_tensors="pt")
@@ -216,7 +216,7 @@ def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limit
         size, out = decoded(images, encoded(picture, "BMP"))
         np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"].numpy())
         assert images.extras([size])["image_grid_thw"].tolist() == given["image_grid_thw"].tolist()
-    assert refused < 20
+    assert refused < 10
 
 
 def test_bytes_are_given_to_a_processor_that_makes_the_same_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

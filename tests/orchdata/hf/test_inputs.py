@@ -146,19 +146,19 @@ def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
 def test_media_that_the_model_would_not_see_are_refused() -> None:
     hears, sees = transformers.Qwen2AudioConfig(), transformers.Qwen2VLConfig()
     with pytest.raises(ValueError, match="qwen2_audio takes no features, which the recipe makes of audio"):
-        od.hf.Inputs(hears).check(od.Recipe(image=None), ("audio",), od.Balance())
+        od.hf.Inputs(hears, probe=False).check(od.Recipe(image=None), ("audio",), od.Balance())
     with pytest.raises(ValueError, match="qwen2_vl looks for image where the token 151655 stands.* writes 256"):
-        od.hf.Inputs(sees).check(od.Recipe(audio=None), ("image",), od.Balance())
+        od.hf.Inputs(sees, probe=False).check(od.Recipe(audio=None), ("image",), od.Balance())
     plain = od.Recipe(audio=None, video=od.VideoPreprocessor())
     with pytest.raises(ValueError, match="qwen2_vl takes no patches, which the recipe makes of video"):
-        od.hf.Inputs(sees).check(plain, ("video",), od.Balance())
+        od.hf.Inputs(sees, probe=False).check(plain, ("video",), od.Balance())
     text = od.TextPreprocessor(lambda text: [len(text)], id="lengths", image_token_id=151655)
     recipe = od.Recipe(audio=None, text=text)
     for assignment in ("joint", "per_phase"):
         # Its patches are of one picture, where the model's are of two: only what is said of them is compared here.
         od.hf.Inputs(sees, probe=False).check(recipe, ("image",), od.Balance(assignment=assignment))
     with pytest.raises(ValueError, match="llama takes no pixel_values"):
-        od.hf.Inputs(llama()).check(recipe, ("image",), od.Balance())
+        od.hf.Inputs(llama(), probe=False).check(recipe, ("image",), od.Balance())
 
 
 @pytest.mark.parametrize("kind", READ_PADDING)

@@ -91,17 +91,6 @@ def test_faults_change_no_batch_and_skip_no_sample(
     assert requests["again"] >= len(IN_TURN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fault", IN_TURN, ids=lambda fault: f"{fault.action}-{fault.status}")
-def test_one_kind_of_fault_on_every_third_read(
-    s3_server: S3Server, local: Epochs, through: Remote, proxied: Proxied, engine: str, fault: Fault
-) -> None:
-    proxy = proxied(s3_server, replace(fault, kinds=("RANGE",), every=3))
-    dataset = through(proxy, read_timeout="1s")
-    assert epoch(dataset, on_error="skip", **ENGINES[engine]) == local.local
-
-
 def test_an_index_is_equal_when_its_requests_fail(
     s3_server: S3Server, local: Epochs, bucket: str, proxied: Proxied
 ) -> None:

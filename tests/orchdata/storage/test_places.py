@@ -92,8 +92,9 @@ def test_batches_are_those_of_local_files(places: dict[str, Any], whole: list[An
     assert digests(loader(places[name] | {"num_workers": 1})) == whole
 
 
-@pytest.mark.parametrize("after", ["local", "s3", "http", "cached"])
-@pytest.mark.parametrize("before", ["local", "s3", "http", "cached"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("local", "s3"), ("s3", "http"), ("http", "cached"), ("cached", "local")]
+)
 def test_a_run_goes_on_in_another_place(
     places: dict[str, Any], whole: list[Any], states: dict[str, dict[str, Any]], before: str, after: str
 ) -> None:

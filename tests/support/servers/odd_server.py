@@ -36,9 +36,7 @@ class OddServer(StubServer):
         redirects_to: the answer is 302 to this address with the path and the query of the request after it.
             If it has a path itself, as `file:///etc/hostname`, that alone is where it points.
         shifts_range: Content-Range is so many bytes off, and its bytes are those that were asked.
-        shifts_content: Content-Range is what was asked, and its bytes are so many bytes off.
         hides_size: Content-Range has `*` for the size of the file.
-        changes_modified: each answer has a later Last-Modified than the one before.
         signature: `sig` in the query must be this, else 403.
         credentials: of basic authentication, as user and password, else 401.
         status: the answer is this status, if it is not 0.
@@ -58,13 +56,10 @@ class OddServer(StubServer):
         self.says_gzip = False
         self.redirects_to = ""
         self.shifts_range = 0
-        self.shifts_content = 0
         self.hides_size = False
-        self.changes_modified = False
         self.signature = ""
         self.credentials: tuple[str, str] | None = None
         self.status = 0
-        self._answers = 0
 
     def url(self, key: str, **query: str) -> str:
         return f"{self.endpoint}/{quote(key)}" + (f"?{urlencode(query)}" if query else "")
@@ -79,7 +74,6 @@ class OddServer(StubServer):
         return self.url(key)
 
     def answer(self, seen: Seen) -> Answer:
-        self._answers += 1
         refused = self._refused(seen)
         if refused:
             return refused
@@ -90,7 +84,7 @@ class OddServer(StubServer):
         content = self.files.get(seen.path[1:])
         if content is None:
             return Answer(404, b"no such file")
-        headers = {"Last-Modified": formatdate(_FIRST_MODIFIED + self._answers * self.changes_modified, usegmt=True)}
+        headers = {"Last-Modified": formatdate(_FIRST_MODIFIED, usegmt=True)}
         headers["Content-Type"] = "application/octet-stream"
         if self.etags:
             etag = f'"{sha256(content).hexdigest()[:16]}"'
@@ -99,8 +93,7 @@ class OddServer(StubServer):
                 return Answer(412, b"changed", headers)
         if self.ignores_range:
             return self._changed(Answer(200, content, headers))
-        shift = self.shifts_content % max(1, len(content))
-        return self._changed(part_of(content[shift:] + content[:shift], seen, headers))
+        return self._changed(part_of(content, seen, headers))
 
     def _refused(self, seen: Seen) -> Answer | None:
         if seen.method not in ("GET", "HEAD"):

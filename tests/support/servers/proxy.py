@@ -47,8 +47,7 @@ class Fault:
     Which requests: those of `kinds` (of all, if empty) whose path contains `key`. Of these, numbered from 1,
         every: each n-th one;
         ordinals: those with these numbers;
-        first_of_each_key: the first one of each path;
-    or all, if none of the three is given. After `times` of them the fault acts no more.
+    or all, if neither is given. After `times` of them the fault acts no more.
 
     Args:
         after: bytes of the body that come through; half of it if None.
@@ -60,7 +59,6 @@ class Fault:
     key: str = ""
     every: int | None = None
     ordinals: tuple[int, ...] = ()
-    first_of_each_key: bool = False
     times: int | None = None
     after: int | None = None
     seconds: float = 1.0
@@ -173,16 +171,6 @@ class Proxy:
     def body_bytes(self, *kinds: Kind) -> int:
         """Bytes of the answers' bodies to requests of some kinds or of all."""
         return sum(each.body_bytes for each in self.requests(*kinds))
-
-    def most_at_once(self, *kinds: Kind) -> int:
-        """The most requests that were under way at one time."""
-        seen = self.requests(*kinds)
-        ends = [(each.time + each.seconds, -1) for each in seen if each.seconds >= 0]
-        now = most = 0
-        for _, change in sorted([(each.time, 1) for each in seen] + ends):
-            now += change
-            most = max(most, now)
-        return most
 
     def clear(self) -> None:
         """Forget the requests seen so far. Faults go on counting."""

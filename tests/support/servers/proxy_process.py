@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 PIECE_BYTES = 1 << 18
@@ -63,22 +63,16 @@ class Rule:
     given: dict
     fitting: int = 0
     acted: int = 0
-    keys: set[str] = field(default_factory=set)
 
     def acts(self, kind: str, path: str) -> bool:
         given = self.given
         if (given["kinds"] and kind not in given["kinds"]) or given["key"] not in path:
             return False
         self.fitting += 1
-        is_first = path not in self.keys
-        self.keys.add(path)
-        chosen = [
-            bool(given["every"]) and self.fitting % given["every"] == 0,
-            self.fitting in given["ordinals"],
-            given["first_of_each_key"] and is_first,
-        ]
-        chooses = given["every"] or given["ordinals"] or given["first_of_each_key"]
-        if (chooses and not any(chosen)) or (given["times"] is not None and self.acted >= given["times"]):
+        chosen = (given["every"] and self.fitting % given["every"] == 0) or self.fitting in given["ordinals"]
+        if ((given["every"] or given["ordinals"]) and not chosen) or (
+            given["times"] is not None and self.acted >= given["times"]
+        ):
             return False
         self.acted += 1
         return True
