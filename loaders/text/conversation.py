@@ -174,10 +174,10 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     elif document is not None:
         check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
         return document._replace(named=named_in(value, rules.words))
-    key = _text_key(value, rules.text_keys)
-    if key is None or _video_in(value) not in (None, *rules.words.records):
+    found = _text_key(value, rules.text_keys)
+    if found is None or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value, named=named_in(value, rules.words))
-    return Document(text=value[key], key=key, named=named_in(value, rules.words))
+    return Document(text=value[found], key=found, named=named_in(value, rules.words))
 
 
 def _text_key(record: Mapping[str, Any], names: Collection[str]) -> str | None:
