@@ -253,8 +253,8 @@ class ShardDataset(Seen):
     def take(self, count: int) -> ShardDataset:
         """Return the data set with only its first `count` samples, or all of them if it has fewer.
 
-        Without an index only these samples are measured, as many shards as they take, each from its beginning: they are
-        the same as those of the full index. After a `filter`, or with index_fields, all shards are indexed.
+        Without an index only the first shards are measured, as many as these samples take: they are the same as those
+        of the full index. After a `filter`, or with index_fields, all shards are indexed.
         """
         if not hasattr(count, "__index__") or count.__index__() < 1:
             raise ValueError(f"take needs a number of samples, at least 1, got {count!r}")
