@@ -35,6 +35,7 @@ from orchdata.dataset.selection import (
     Selection,
     Split,
     Taken,
+    columns_of,
     first_numbers,
     left_out,
 )
@@ -59,6 +60,7 @@ from orchdata.loaders.storage.storage import FileVersion
 from orchdata.ranks.first_comer import done_by_first
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
 _listings: Counter[str] = Counter()
@@ -271,6 +273,31 @@ class ShardDataset(Seen):
             ValueError: the numbers are not ascending. TypeError: they are no integers.
         """
         return self._with(Taken.of(numbers, len(self)))
+
+    def keys(self) -> pa.Table:
+        """Return a table with `shard`, its path, and `key` of each sample, in the order of `dataset[number]`, to join
+        with a table of yours for `where`.
+        """
+        import pyarrow as pa
+
+        chosen = self._chosen()
+        index = self._opened.index
+        assert index is not None
+        rows = chosen.first_rows.listed()
+        shards = pa.array([shard.url for shard in index.shards], pa.large_string())
+        keys = columns_of(index)["key"](0, index.num_rows)
+        return pa.table({"shard": shards.take(pa.array(index.shard[rows])), "key": keys.take(pa.array(rows))})
+
+    def where(self, mask: Any) -> ShardDataset:
+        """Return the data set with only the samples for which a mask is true.
+
+        Args:
+            mask: a boolean for each sample, in the order of `keys()`: an array, or a column of pandas, Polars or
+                pyarrow. Loaders on all ranks, and states, compare it.
+
+        Raises ValueError for another length or type; a loader, if there are more or fewer samples than then.
+        """
+        return self._with(Taken.of_mask(mask, len(self)))
 
     def index(
         self,
