@@ -355,9 +355,8 @@ class ShardDataset(Seen):
             MissingIndexError: as `index`.
         """
         if self._opened.fields is None or self._opened.fields[0] != index.build_id or force:
-            share = rank or 0, num_ranks
             may_build = num_ranks == 1 or rank is not None
-            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force, "share": share}
+            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force}
             how |= {"may_build": may_build, "progress": progress}
             open_ = partial(open_fields, index, self.index_fields, self.recipe, **how)
             stored = None if self.generation is None else self.stored_index
