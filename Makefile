@@ -92,7 +92,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.start
-	$(BIN)/python -m benchmarks.first_look
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
 	$(BIN)/python -m benchmarks.exchange

@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypedDict
 
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.shard import ArrowShard
-from orchdata.loaders.shards.compressed import UnpackedFile, compression, open_decompressed
+from orchdata.loaders.shards.compressed import compression, open_decompressed
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
@@ -58,10 +58,8 @@ class Builtin(Protocol):
     def claims(self, path: str) -> bool:
         """Return whether it reads a path."""
 
-    def open(
-        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
-    ) -> Shard:
-        """Open a shard, or its beginning up to `reach` as of ShardInfo. Raises ShardError.
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        """Open a shard. Raises ShardError.
 
         Args:
             packed: whether it is compressed; None: its first bytes say so.
@@ -87,11 +85,9 @@ class TarContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = TAR_SUFFIXES
 
-    def open(
-        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
-    ) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
         # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-        content, stored = _decompressed(source, context, reach, packed)
+        content, stored = _decompressed(source, context, packed)
         return TarShard(source.url, content, limits=context.limits, names=rules.columns, key=rules.key, **stored)
 
 
@@ -101,10 +97,8 @@ class ParquetContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = PARQUET_SUFFIXES
 
-    def open(
-        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
-    ) -> Shard:
-        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns, reach=reach)
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns)
 
 
 @dataclass(frozen=True)
@@ -113,9 +107,7 @@ class ArrowContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = ARROW_SUFFIXES
 
-    def open(
-        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
-    ) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
         return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
 
 
@@ -125,12 +117,10 @@ class RecordContainer(_BySuffix):
 
     suffixes: tuple[str, ...] = RECORD_SUFFIXES
 
-    def open(
-        self, source: Storage, context: OpenContext, rules: FieldRules, reach: int = 0, packed: bool | None = None
-    ) -> Shard:
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
         content, stored = source, _Stored(size=source.size, version=source.version, is_new=False, packed=False)
         if is_compressed(source.url):
-            content, stored = _decompressed(source, context, reach, packed)
+            content, stored = _decompressed(source, context, packed)
         return JsonLinesShard(
             source.url,
             content,
@@ -167,17 +157,15 @@ class _Stored(TypedDict):
     packed: bool
 
 
-def _decompressed(file: Storage, context: OpenContext, reach: int, packed: bool | None) -> tuple[Storage, _Stored]:
+def _decompressed(file: Storage, context: OpenContext, packed: bool | None) -> tuple[Storage, _Stored]:
     """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
     stored = _Stored(size=file.size, version=file.version, is_new=False, packed=False)
-    if isinstance(file, UnpackedFile):
-        return file, _Stored(size=file.size, version=file.version, is_new=False, packed=True)
     if packed is None:
         packed = compression(file.read(0, 4)) is not None
     if not packed:
         return file, stored
     try:
-        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache, reach=reach)
+        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache)
     finally:
         file.close()
     counted = content if context.reads is None else CountedFile(content, context.reads.cache)

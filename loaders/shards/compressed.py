@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO, NamedTuple
 
 import zstandard
@@ -46,73 +45,9 @@ def compression(head: bytes) -> str | None:
     return "zstd" if head.startswith(_ZSTD_MAGIC) or skippable else None
 
 
-class Unpacked(NamedTuple):
-    """The first decompressed bytes of a shard.
-
-    Attributes:
-        data: these bytes.
-        share: of the stored bytes that they were made from.
-        is_whole: whether there are no others.
-        damage: the damage that ends them, if any.
-    """
-
-    data: bytes
-    share: float
-    is_whole: bool
-    damage: str | None = None
-
-
-def unpack(file: Storage, limits: Limits, most: int) -> Unpacked:
-    """Return the first decompressed bytes of a shard, at least `most` if there are so many. Keeps nothing in the cache.
-
-    Raises:
-        ShardError: it is above the limits.
-        StorageError, StaleIndexError: as `open_decompressed`.
-    """
-    data, used, damage = bytearray(), 0, None
-    try:
-        for used, piece in _pieces_of(file):
-            data += piece
-            _check(file, len(data), used, limits, cap=sys.maxsize)
-            if len(data) >= most:
-                return Unpacked(bytes(data), used / max(1, file.size), False)
-    except _Damaged as error:
-        damage = f"cannot be decompressed: {error}"
-    finally:
-        file.check_unchanged()
-    return Unpacked(bytes(data), 1.0, damage is None, damage)
-
-
 def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
     file = in_order(file)
     return _gunzip(file) if compression(file.read(0, 4)) == "gzip" else _unzstd(file)
-
-
-class UnpackedFile:
-    """The first bytes of a file, decompressed, as a storage of their own."""
-
-    def __init__(self, file: Storage, data: bytes) -> None:
-        self._file = file
-        self._data = memoryview(data)
-        self.url, self.version, self.changed_ns = file.url, file.version, file.changed_ns
-        self.size = len(data)
-
-    def read(self, offset: int, size: int) -> bytes:
-        return bytes(self._data[offset : offset + size])
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        data = self._data[offset : offset + len(buffer)]
-        buffer[: len(data)] = data
-        return len(data)
-
-    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
-        """All bytes are in memory."""
-
-    def check_unchanged(self) -> None:
-        self._file.check_unchanged()
-
-    def close(self) -> None:
-        """Leave the file open: its owner closes it."""
 
 
 class Decompressed(NamedTuple):
@@ -122,14 +57,11 @@ class Decompressed(NamedTuple):
     is_new: bool
 
 
-def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder, reach: int = 0) -> Decompressed:
+def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
     """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
 
     The entry belongs to (url, size, version), and must not be older than the shard: one that changes is decompressed
     again, also if it keeps size and modification time.
-
-    Args:
-        reach: number of the first bytes to decompress, into an entry of their own; 0: all.
 
     Raises:
         ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
@@ -137,7 +69,7 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder, reac
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
-    name = copy_name(file.url, file.size, file.version, reach)
+    name = copy_name(file.url, file.size, file.version)
     is_new = False
 
     def make(out: IO[bytes], cap: int) -> None:
@@ -148,8 +80,6 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder, reac
                 written += len(piece)
                 _check(file, written, consumed, limits, cap)
                 out.write(piece)
-                if reach and written >= reach:
-                    break
         except _Damaged as error:
             raise ShardError(file.url, f"cannot be decompressed: {error}") from error
         finally:
@@ -164,9 +94,9 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder, reac
                 raise
 
 
-def copy_name(url: str, size: int, version: str, reach: int = 0) -> str:
-    """Return the name of a shard's decompressed copy in the cache folder, or of that of its first bytes."""
-    name = "\0".join((identity(url), str(size), version, *([f"first {reach}"] if reach else [])))
+def copy_name(url: str, size: int, version: str) -> str:
+    """Return the name of a shard's decompressed copy in the cache folder."""
+    name = "\0".join((identity(url), str(size), version))
     return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

@@ -45,7 +45,6 @@ def open_shard(
     moved_media: bool = False,
     rules: FieldRules = NO_RULES,
     reads: ReadBytes | None = None,
-    reach: int = 0,
     files: Files = PLAIN_FILES,
     known: FileVersion | None = None,
     packed: bool | None = None,
@@ -58,7 +57,6 @@ def open_shard(
         moved_media: whether the files below `media_root` were in another folder when the shard was indexed.
         rules: names of fields, the function that makes records, and the container.
         reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
-        reach: open its beginning up to here, as of ShardInfo; 0: all of it.
         files: where the shard is.
         known, packed: size and version of an object, and whether it is compressed, from the index: then no request is
             made to open it.
@@ -78,7 +76,7 @@ def open_shard(
     container = builtin_of(url)
     file = files.open(url, known, reads)
     whole = whole and isinstance(container, TarContainer | RecordContainer)
-    return container.open(in_order(file) if whole else file, context, rules, reach, packed)
+    return container.open(in_order(file) if whole else file, context, rules, packed)
 
 
 def open_indexed(
@@ -103,9 +101,7 @@ def open_indexed(
     if is_remote(url):
         how |= {"known": FileVersion(indexed.size, indexed.version), "packed": indexed.packed}
     try:
-        shard = open_shard(
-            url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads, reach=indexed.reach, **how
-        )
+        shard = open_shard(url, limits=limits, cache=cache, media_root=root, rules=rules, reads=reads, **how)
     except StaleIndexError:
         raise
     except ShardError as error:
@@ -120,7 +116,7 @@ def open_indexed(
         difference = describe_change(shard, indexed)
         if difference is not None:
             if shard.is_new:  # the next process must compare its content too
-                cache.remove_entry(copy_name(url, shard.size, shard.version, indexed.reach))
+                cache.remove_entry(copy_name(url, shard.size, shard.version))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
         shard.close()

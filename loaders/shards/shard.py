@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol
 
+from orchdata.loaders.compact import Names
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
-from orchdata.loaders.shards.first.beginning import Beginning, first_samples
 from orchdata.loaders.storage.remote.urls import is_remote
-
-_LEAST_SHARE: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,8 @@ class ShardInfo:
         media_root: folder of the media files that its records name; empty for shards that contain their media.
         columns: (old name, new name) of each renamed field.
         container: digest of the description of the user's container that opens it; empty: by its suffix.
-        reach: how far it was read if only its beginning was indexed: bytes of its content, decompressed; rows of a
-            Parquet or Arrow file; samples of a container of the user's. The checksum is then of what the facts of these
-            samples say. 0: all of it was indexed.
+        reach: bytes of its content that were read, decompressed, if only its beginning was indexed. The checksum is
+            then of what the facts of these samples say. 0: all of it was indexed.
         packed: whether an object of storage is compressed; of files this is not recorded, but read from them.
         unproven: whether it was indexed in another place, and its content here has not been compared.
         moved_media: whether the files that its records name were in another folder when it was indexed. Their versions
@@ -91,12 +89,6 @@ class Shard(Protocol):
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
         ...
 
-    def begin(self, most: int) -> Beginning:
-        """Read the first `most` samples, at least 1, and no more of the shard than that takes. Bad data become rows
-        with an error, as by `facts`.
-        """
-        ...
-
     def checksum(self) -> str:
         """Return the checksum of its size and headers (Parquet: of its whole content), as in its facts."""
         ...
@@ -135,15 +127,31 @@ def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Fac
     return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, **more))
 
 
-def beginning_of(
-    shard: Shard, table: FactsTable, most: int, *, is_whole: bool, share: float, reach: int, **more: Any
-) -> Beginning:
+class Beginning(NamedTuple):
+    """The first samples of a shard.
+
+    Attributes:
+        facts: of these samples; the checksum is of their rows, and not of the shard.
+        is_whole: whether the shard has no others.
+        reach: how far the shard was read, above 0, as `ShardInfo.reach`.
+    """
+
+    facts: Facts
+    is_whole: bool
+    reach: int
+
+
+def beginning_of(shard: Shard, table: FactsTable, most: int, *, is_whole: bool, reach: int, **more: Any) -> Beginning:
     """Return a beginning with the first `most` samples of a table; `more` are further fields of FactsMeta."""
-    table = first_samples(table, most)
+    stop = bisect_left(table.sample, most)
+    if stop < len(table):
+        columns = {each.name: getattr(table, each.name)[:stop] for each in fields(table) if each.name != "errors"}
+        columns["field"] = Names(columns["field"])
+        table = replace(table, **columns, errors={row: reason for row, reason in table.errors.items() if row < stop})
     rows = hashlib.blake2b(digest_size=16)
     for column in fields(table):
         values = getattr(table, column.name)
         listed = values if isinstance(values, dict) else list(values)
         rows.update(repr(listed).encode("utf-8", "backslashreplace"))
     facts = facts_of(shard, table, rows.hexdigest(), ignored=table.ignored(), **more)
-    return Beginning(facts, is_whole, 1.0 if is_whole else min(1.0, max(share, _LEAST_SHARE)), max(1, reach))
+    return Beginning(facts, is_whole, max(1, reach))

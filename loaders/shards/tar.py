@@ -24,9 +24,8 @@ from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
-from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.marks import MARKED_BYTES, NO_MARK, mark_of
-from orchdata.loaders.shards.shard import beginning_of, facts_of
+from orchdata.loaders.shards.shard import Beginning, beginning_of, facts_of
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
     NotATar,
@@ -120,8 +119,7 @@ class TarShard:
         after = bisect_left(table.sample, most)
         is_whole = after == len(table)
         end = self._file.size if is_whole else max(table.offset[: after + 1])  # a link's content is further ahead
-        share = end / max(1, self._file.size)
-        return beginning_of(self, table, most, is_whole=is_whole, share=share, reach=end, met=met)
+        return beginning_of(self, table, most, is_whole=is_whole, reach=end, met=met)
 
     def _scan(self, most: int = sys.maxsize) -> _Scan:
         return _Scan(self._file, self._limits, self._names, self._key, most)

@@ -83,9 +83,7 @@ def index(
     ray: RayOption = None,
     limit: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Estimate in seconds: measure about N samples of up to 32 shards, keep nothing."
-        ),
+        typer.Option(metavar="N", help="Index only the shards from the first on that have N good samples."),
     ] = None,
     max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
@@ -104,14 +102,17 @@ def index(
         raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
     if limit is not None:
         if jobs is not None or ray is not None:
-            raise ValueError("--limit measures in this process, in seconds: leave --jobs and --ray out")
-        if to is not None:
-            raise ValueError("--limit keeps nothing, so nothing is published: leave --to out")
-        _look(dataset, limit, force=force, max_failures=max_failures, as_json=as_json)
-        return
+            raise ValueError("--limit measures in this process: leave --jobs and --ray out")
+        if to is not None or dataset.index_fields or force:
+            raise ValueError("--limit indexes the first samples alone: leave --to, --index-field and --force out")
+        dataset = dataset.take(limit)
     stored, measured_by = dataset.stored_index, _measured_by(jobs, ray)
     where: dict[str, Any] = {}
-    if stored is None:
+    if limit is not None:
+        with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
+            built = dataset.index(progress=advance)
+        scanned, where = len(built.shards), {"of_shards": len(dataset.urls)}
+    elif stored is None:
         built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, **measured_by)
     else:
         built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
@@ -457,33 +458,6 @@ def _measured_by(jobs: int | None, ray: str | None) -> dict[str, Any]:
 def address_of(ray: str) -> str | None:
     """Return the address that `--ray` names; None for "auto"."""
     return None if ray == "auto" else ray
-
-
-def _look(dataset: ShardDataset, limit: int, *, force: bool, max_failures: Fraction | int, as_json: bool) -> None:
-    """Print an estimate from about `limit` samples; the exact figures if the full index is there."""
-    from orchdata.cli.first_look import complete_index, estimate_report, print_estimate
-
-    if limit < 1:
-        raise ValueError(f"--limit is a number of samples, at least 1, got {limit}")
-    if force:
-        raise ValueError("--limit keeps nothing, and --force makes what is kept again: leave one of them out")
-    start = time.perf_counter()
-    built = complete_index(dataset)
-    if built is not None:
-        report = index_report(dataset, built, 0, time.perf_counter() - start) | {"estimate": False}
-    else:
-        report = estimate_report(dataset, limit)
-    if as_json:
-        print_json(report)
-    elif built is not None:
-        typer.echo("these shards are indexed already: the figures are exact")
-        print_index(report)
-    else:
-        print_estimate(report)
-    if not as_json:
-        print_unit(dataset)
-    if code := _exit_code(report, max_failures):
-        raise typer.Exit(code)
 
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:

@@ -116,8 +116,9 @@ def human_bytes(count: float) -> str:
 def print_index(report: dict[str, Any]) -> None:
     """Print what `index` found."""
     size = human_bytes(report["totals"]["bytes"])
+    of_all = f" (the first of {report['of_shards']:,})" if "of_shards" in report else ""
     typer.echo(
-        f"{counted(report['samples'], 'sample')} in {counted(report['shards'], 'shard')}, {size}; "
+        f"{counted(report['samples'], 'sample')} in {counted(report['shards'], 'shard')}{of_all}, {size}; "
         f"{counted(report['scanned'], 'shard')} scanned in {report['seconds']:.1f} s"
     )
     for name, modality in report["totals"]["modalities"].items():

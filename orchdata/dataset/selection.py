@@ -159,9 +159,11 @@ class Taken:
 
     Attributes:
         numbers: a range, or the bytes of ascending int64 numbers.
+        among_all: number of the samples that a mask chose from; None: it was no mask.
     """
 
     numbers: range | bytes
+    among_all: int | None = None
 
     @classmethod
     def of(cls, numbers: Any, num_samples: int) -> Taken:
@@ -186,11 +188,23 @@ class Taken:
             )
         return cls(numbers if isinstance(numbers, range) else array.tobytes())
 
+    @classmethod
+    def of_mask(cls, mask: Any, num_samples: int) -> Taken:
+        """Check a mask. Raises ValueError."""
+        array = np.asarray(mask)
+        if array.dtype != np.bool_ or array.shape != (num_samples,):
+            raise ValueError(
+                f"where takes one boolean for each of the {num_samples} samples, in the order of dataset.keys(), got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+        return cls(np.flatnonzero(array).astype(np.int64).tobytes(), num_samples)
+
     def describe(self) -> dict[str, Any]:
         if isinstance(self.numbers, range):
             return {"samples": [self.numbers.start, self.numbers.stop, self.numbers.step]}
         digest = hashlib.blake2b(self.numbers, digest_size=8).hexdigest()
-        return {"samples": digest, "count": len(self.numbers) // 8}
+        of = {} if self.among_all is None else {"of": self.among_all}
+        return {"samples": digest, "count": len(self.numbers) // 8} | of
 
     def among(self, numbers: Rows, is_good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which rows are chosen, bool (num_rows,). A bad row is chosen between two samples of a range without
@@ -243,6 +257,12 @@ def left_out(
             kept &= selection.among(ends - is_good, is_good)
             counted[at] = int(ends[-1]) if ends.size else counted[at]
         rows.append(start + np.flatnonzero(~kept))
+    for selection, count in zip(selections, counted, strict=True):
+        if isinstance(selection, Taken) and selection.among_all not in (None, count):
+            raise ValueError(
+                f"the mask of where() is of {selection.among_all} samples, and there are {count} now: make it again "
+                "from dataset.keys()"
+            )
     return np.concatenate(rows).astype(np.int64)
 
 

@@ -35,6 +35,7 @@ from orchdata.dataset.selection import (
     Selection,
     Split,
     Taken,
+    columns_of,
     first_numbers,
     left_out,
 )
@@ -59,6 +60,7 @@ from orchdata.loaders.storage.storage import FileVersion
 from orchdata.ranks.first_comer import done_by_first
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
 _listings: Counter[str] = Counter()
@@ -253,8 +255,8 @@ class ShardDataset(Seen):
     def take(self, count: int) -> ShardDataset:
         """Return the data set with only its first `count` samples, or all of them if it has fewer.
 
-        Without an index only these samples are measured, as many shards as they take, each from its beginning: they are
-        the same as those of the full index. After a `filter`, or with index_fields, all shards are indexed.
+        Without an index only the first shards are measured, as many as these samples take: they are the same as those
+        of the full index. After a `filter`, or with index_fields, all shards are indexed.
         """
         if not hasattr(count, "__index__") or count.__index__() < 1:
             raise ValueError(f"take needs a number of samples, at least 1, got {count!r}")
@@ -271,6 +273,31 @@ class ShardDataset(Seen):
             ValueError: the numbers are not ascending. TypeError: they are no integers.
         """
         return self._with(Taken.of(numbers, len(self)))
+
+    def keys(self) -> pa.Table:
+        """Return a table with `shard`, its path, and `key` of each sample, in the order of `dataset[number]`, to join
+        with a table of yours for `where`.
+        """
+        import pyarrow as pa
+
+        chosen = self._chosen()
+        index = self._opened.index
+        assert index is not None
+        rows = chosen.first_rows.listed()
+        shards = pa.array([shard.url for shard in index.shards], pa.large_string())
+        keys = columns_of(index)["key"](0, index.num_rows)
+        return pa.table({"shard": shards.take(pa.array(index.shard[rows])), "key": keys.take(pa.array(rows))})
+
+    def where(self, mask: Any) -> ShardDataset:
+        """Return the data set with only the samples for which a mask is true.
+
+        Args:
+            mask: a boolean for each sample, in the order of `keys()`: an array, or a column of pandas, Polars or
+                pyarrow. Loaders on all ranks, and states, compare it.
+
+        Raises ValueError for another length or type; a loader, if there are more or fewer samples than then.
+        """
+        return self._with(Taken.of_mask(mask, len(self)))
 
     def index(
         self,
@@ -328,9 +355,8 @@ class ShardDataset(Seen):
             MissingIndexError: as `index`.
         """
         if self._opened.fields is None or self._opened.fields[0] != index.build_id or force:
-            share = rank or 0, num_ranks
             may_build = num_ranks == 1 or rank is not None
-            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force, "share": share}
+            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force}
             how |= {"may_build": may_build, "progress": progress}
             open_ = partial(open_fields, index, self.index_fields, self.recipe, **how)
             stored = None if self.generation is None else self.stored_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import first_look, parquet, start
+from benchmarks import parquet, start
 
 
 @pytest.mark.slow
@@ -28,12 +28,3 @@ def test_measuring_parquet(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {result.name.strip(): result for result in parquet.run(parquet.ParquetBench(rows=30, repeats=1))}
     assert found["Parquet, a file of 30 rows, in a child process"].median > 0
     assert found["start of a child, with its first file"].median > 0
-
-
-@pytest.mark.slow
-def test_a_first_look() -> None:
-    config = first_look.FirstLookBench(samples=600, shards=6, files=2, limit=30, repeats=1)
-    look, off, take = first_look.run(config)
-    assert look.median > 0 and off.median < 20 and take.median > 0
-    with pytest.raises(ValueError, match="3 files for 2 shards"):
-        first_look.FirstLookBench(samples=600, shards=2, files=3)

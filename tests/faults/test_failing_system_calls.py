@@ -204,9 +204,8 @@ def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list
 
 
 def walks() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of each container the build of its index, its load, and the load that decompresses what was evicted; a first
-    look at it, and the index of its first samples; and of some the index of another recipe, and what prunes the cache
-    folder, or lists it.
+    """Of each container the build of its index, its load, and the load that decompresses what was evicted; the
+    index of its first samples; and of some the index of another recipe, and what prunes the cache folder, or lists it.
     """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in CONTAINERS:
@@ -215,7 +214,6 @@ def walks() -> dict[str, tuple[str, dict[str, Any]]]:
             found[f"{name}, recounted"] = ("recounted", {"container": name})
             continue
         found[f"{name}, load"] = ("start_and_epoch", {"container": name})
-        found[f"{name}, first look"] = ("look", {"container": name})
         found[f"{name}, take"] = ("take", {"container": name})
         if name in ("tar.gz", "tar.zst"):
             found[f"{name}, cache fill"] = ("start_and_epoch", {"container": name, "evicted": True})
@@ -231,7 +229,7 @@ def walks() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 WALKS = walks()
-OF_FEW_POINTS = ("look", "take", "prune", "prune_in_use", "listing", "bounded")
+OF_FEW_POINTS = ("take", "prune", "prune_in_use", "listing", "bounded")
 SAMPLED = () if os.environ.get("ORCHDATA_EVERY_POINT") else OF_FEW_POINTS
 """Scenarios of which a sample of points is tried: most of their calls are also calls of the others."""
 MOST_OF_A_SAMPLE = 25

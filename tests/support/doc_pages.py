@@ -97,9 +97,12 @@ def data() -> dict[str, Any]:
 
 
 def choosing_samples() -> dict[str, Any]:
+    import pandas as pd
+
     _tar("data/a.tar")
+    _parquet("scores.parquet", {"key": ["3", "0"], "score": [4.5, 2.0]})
     _parquet("data/a.parquet", {"text": ["a word"] * 4, "score": [1, 2, 4, 5], "lang": ["en", "fr", "de", "it"]})
-    return {"dataset": od.ShardDataset("data/a.tar")}
+    return {"dataset": od.ShardDataset("data/a.tar"), "pd": pd}
 
 
 def fields() -> dict[str, Any]:

@@ -38,8 +38,7 @@ from shard_factory import RECIPE
 
 import orchdata as od
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.first.build import build_first_index
-from orchdata.loaders.index.first.look import first_look
+from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.kept.listing import listing
 from orchdata.loaders.kept.prune import prune
@@ -224,13 +223,6 @@ class Trial:
         cache = CacheFolder(self.cache, max_kept_bytes=1)
         return index_digest(self.armed(lambda: build_index(self.paths, recipe, cache=cache)))
 
-    def look(self) -> str:
-        """A first look at a container, which keeps nothing."""
-        data = self.dataset(self.paths)
-        looked = self.armed(lambda: first_look(data.urls, data.recipe, 3, reading=data.reading))
-        self.failures = [str(failure) for failure in (*looked.failures, *looked.failed_shards)]
-        return _digest(json.dumps([looked.totals, looked.measured, self.failures], sort_keys=True))
-
     def take(self) -> str:
         """From the paths of a container to the index of its first samples."""
         index = self.armed(lambda: self.dataset(self.paths).take(2).index())
@@ -249,7 +241,6 @@ def hurry() -> None:
     for function, options in (
         (build_index, {"retry_seconds": 0.0, "num_threads": 1}),
         (build_first_index, {"retry_seconds": 0.0, "num_threads": 1}),
-        (first_look, {"retry_seconds": 0.0, "num_threads": 1}),
     ):
         assert function.__kwdefaults__ is not None
         function.__kwdefaults__ |= options
@@ -283,7 +274,7 @@ KILLED: dict[str, Any] = {"outcome": "killed", "batches": [], "leaked": [], "thr
 def run(control: Control, request: dict[str, Any], folder: Path, data: Path) -> dict[str, Any]:
     cache = folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
-    if request["scenario"] in ("build_index", "index", "look", "take"):
+    if request["scenario"] in ("build_index", "index", "take"):
         cache.mkdir()
     else:
         shutil.copytree(_built(control, request, folder, data), cache)

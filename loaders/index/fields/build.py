@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import Any
 
@@ -50,13 +50,12 @@ def open_fields(
     cache: CacheFolder | None = None,
     may_build: bool = True,
     force: bool = False,
-    share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
     files: Files = PLAIN_FILES,
 ) -> IndexFields:
     """Open the user's own columns of an index; read them from the shards if they are not kept.
 
-    Several processes may do this together: each shard is read by one of them.
+    Of several processes one reads them, and the others wait.
 
     Args:
         index: of the shards under the recipe.
@@ -65,7 +64,6 @@ def open_fields(
         cache: stores them; default: the folder that the environment names.
         may_build: whether to read shards.
         force: read all shards again.
-        share: (number, number of processes): each begins at another shard.
         progress: called about twice a second with the shards that are done, and the number of all.
         files: where the shards are.
 
@@ -82,52 +80,39 @@ def open_fields(
     if not may_build:
         raise MissingIndexError(f"the index of {these(len(index.shards), 'shard')} lacks index_fields={tuple(names)}")
     cache.make(FOLDER)
-    reader = _Reader(index, names, recipe, by_identity(containers), cache, force, files)
-    with closing(reader.claims):
-        layers = _all_layers(reader, share, progress)
-        path = str(fields_path(index, names, cache))
-        with reader.claims.claim(path, go_on=lambda: True):  # another process may be joining the same
-            fields = None if force else open_merged(index, names, cache)
-            if fields is None:
-                access = Access.joined(reader.accesses.of(info.url) for info in index.shards)
-                write_merged(index, names, layers, cache, access)
-                fields = open_merged(index, names, cache)
+    path = str(fields_path(index, names, cache))
+    with closing(Claims(cache.file("locks", FOLDER))) as claims, claims.claim(path, go_on=lambda: True):
+        fields = None if force else open_merged(index, names, cache)
+        if fields is None:
+            reader = _Reader(index, names, recipe, by_identity(containers), cache, force, files)
+            layers = _all_layers(reader, progress)
+            access = Access.joined(reader.accesses.of(info.url) for info in index.shards)
+            write_merged(index, names, layers, cache, access)
+            fields = open_merged(index, names, cache)
     if fields is None:
         raise StaleIndexError(str(index.path), "was built again while its index_fields were read: try again")
     return fields
 
 
-def _all_layers(reader: _Reader, share: tuple[int, int], progress: Progress | None) -> list[ShardLayer]:
-    numbers = [*range(len(reader.index.shards))]
-    first = len(numbers) * share[0] // share[1]
-    layers: dict[int, ShardLayer] = {}
-    left = numbers[first:] + numbers[:first]
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(numbers)), thread_name_prefix="orchdata-fields")
+def _all_layers(reader: _Reader, progress: Progress | None) -> list[ShardLayer]:
+    total = len(reader.index.shards)
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1, total), thread_name_prefix="orchdata-fields")
     try:
         with measuring(), watching():
-            for waits in (False, True):  # shards that other processes are reading come last, and are waited for
-                futures = {pool.submit(reader.layer, number, waits): number for number in left}
-                _wait(futures, layers, len(numbers), progress)
-                left = [number for number in left if number not in layers]
+            futures = [pool.submit(reader.layer, number) for number in range(total)]
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, timeout=_TICK_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()  # the first error ends it
+                if progress is not None:
+                    progress(total - len(pending) + shards_under_way(), total)
+            return [future.result() for future in futures]
     except BaseException:
         reader.ended.set()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    return [layers[number] for number in numbers]
-
-
-def _wait(
-    futures: dict[Future[ShardLayer | None], int], layers: dict[int, ShardLayer], total: int, progress: Progress | None
-) -> None:
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=_TICK_SECONDS, return_when=FIRST_COMPLETED)
-        for future in done:
-            if (layer := future.result()) is not None:
-                layers[futures[future]] = layer
-        if progress is not None:
-            progress(len(layers) + shards_under_way(), total)
 
 
 class _Reader:
@@ -145,7 +130,6 @@ class _Reader:
     ) -> None:
         self.index = index
         self.accesses = Accesses()
-        self.claims = Claims(cache.file("locks", FOLDER))
         self.ended = threading.Event()
         self._names = names
         self._recipe = recipe
@@ -154,8 +138,8 @@ class _Reader:
         self._force = force
         self._files = files
 
-    def layer(self, number: int, waits: bool) -> ShardLayer | None:
-        """Return keys and columns of a shard; None if another process is reading it, and this one does not wait."""
+    def layer(self, number: int) -> ShardLayer:
+        """Return keys and columns of a shard."""
         info = self.index.shards[number]
         here().ended = self.ended.is_set
         if self._is_failed(number):
@@ -166,12 +150,7 @@ class _Reader:
         with here().at(info.url):
             if not self._force and (kept := read_layer(path, info, access)) is not None:
                 return _layer(*kept)
-            with self.claims.claim(path, lambda: waits and not self.ended.is_set()) as is_ours:
-                if not is_ours:
-                    return None
-                if not self._force and (kept := read_layer(path, info, access)) is not None:
-                    return _layer(*kept)  # another process has read it
-                write_layer(path, info, self._read(info, rules, access), access)
+            write_layer(path, info, self._read(info, rules, access), access)
         kept = read_layer(path, info, access)
         if kept is None:
             raise StaleIndexError(info.url, "its columns were removed while they were joined: try again")

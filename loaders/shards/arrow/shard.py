@@ -20,7 +20,6 @@ from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import NEVER, Columns, TooLarge, reading_of
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.parquet.cells import (
     field_clash,
     is_json_field,
@@ -34,7 +33,7 @@ from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, running_sums
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.parquet.shard import COLUMNS, NUMBERS, DecodedColumn
-from orchdata.loaders.shards.shard import beginning_of, facts_of
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -180,23 +179,6 @@ class ArrowShard:
         self._file.check_unchanged()
         more = {"ignored": ignored, "met": met.counts, "lost_bytes": lost}
         return facts_of(self, table, checksum, **more)
-
-    def begin(self, most: int) -> Beginning:
-        """Read the cells of the first rows. Bad data become rows with an error."""
-        met, rows = Met(self._rules.names), 0
-        try:
-            reader = ArrowReader(self._file, self._limits, self._rules, met)
-            table, rows = scan(reader, self._limits, most).table, reader.promised_rows
-        except NOT_DATA:
-            raise
-        except (Refused, pa.ArrowException, ValueError, RecursionError) as error:
-            pass_trouble(error)
-            reason = str(error) if isinstance(error, Refused) else f"not a readable Arrow stream: {one_line(error)}"
-            table = shard_failure(reason)
-        self._file.check_unchanged()
-        share, reach = most / max(1, rows), table.sample[-1] + 1
-        more = {"is_whole": rows <= most, "share": share, "reach": reach, "met": met.counts}
-        return beginning_of(self, table, most, **more)  # type: ignore[arg-type]
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""

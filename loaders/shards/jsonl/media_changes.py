@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,8 +101,7 @@ def _has_changed(index: Indexed, number: int, limits: Limits, record: UserFuncti
     chosen = rows[:: max(1, len(rows) // _ROWS_PER_SHARD)][:_ROWS_PER_SHARD].tolist()
     try:
         rules = FieldRules(shard.columns, record)
-        how: dict[str, Any] = {"media_root": shard.media_root, "rules": rules, "reach": shard.reach}
-        opened = open_shard(shard.url, limits=limits, cache=CacheFolder(), **how)
+        opened = open_shard(shard.url, limits=limits, cache=CacheFolder(), media_root=shard.media_root, rules=rules)
         with closing(opened) as file:
             return isinstance(file, JsonLinesShard) and not all(file.names_same(index.read_spec(row)) for row in chosen)
     except ShardError:

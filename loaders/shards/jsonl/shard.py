@@ -19,14 +19,13 @@ from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.fields import NAMED
-from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_ahead import NamedAhead, TakenRecords
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.object_media import Folder, ObjectFolder, folder_of
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan, scan_first
-from orchdata.loaders.shards.shard import beginning_of, facts_of
+from orchdata.loaders.shards.shard import Beginning, beginning_of, facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
@@ -139,9 +138,8 @@ class JsonLinesShard:
         """Read the first records, and the headers of the media that they name. Bad data become rows with an error."""
         table, end = scan_first(self._reader, self._limits, most)
         self._file.check_unchanged()
-        is_whole, reach = end is None, self._file.size if end is None else end
-        more = {"share": reach / max(1, self._file.size), "reach": reach, "met": self._reader.met.counts}
-        return beginning_of(self, table, most, is_whole=is_whole, **more)  # type: ignore[arg-type]
+        met = self._reader.met.counts
+        return beginning_of(self, table, most, is_whole=end is None, reach=end or self._file.size, met=met)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""

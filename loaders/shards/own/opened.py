@@ -22,10 +22,9 @@ from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, Met, classify_renamed, printable
-from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.own.shard import Container, Shard, ShardSource, name_of
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
-from orchdata.loaders.shards.shard import beginning_of, facts_of
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.shards.tar import gunzip
 from orchdata.loaders.slow import SCANNING, here
 from orchdata.loaders.storage.local import LocalFolder
@@ -84,15 +83,6 @@ class OpenedShard:
         checksum = self.checksum()
         self._storage.check_unchanged()
         return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
-
-    def begin(self, most: int) -> Beginning:
-        """Read the rows of the first samples. Bad samples become rows with an error. Raises ShardError."""
-        rows = self._rows()
-        count = rows[-1][0] + 1
-        table = self._scan([row for row in rows if row[0] < most])
-        self._storage.check_unchanged()
-        more = {"share": most / count, "reach": most, "met": self._met.counts}
-        return beginning_of(self, table, most, is_whole=count <= most, **more)  # type: ignore[arg-type]
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError."""

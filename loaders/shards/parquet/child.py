@@ -11,7 +11,6 @@ import mmap
 import os
 import resource
 import signal
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -94,7 +93,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
-        table, ignored = scan(reader, limits, int(request["most"]) or sys.maxsize)
+        table, ignored = scan(reader, limits)
         facts = _serialized(table.arrow())
     except Ended:
         raise

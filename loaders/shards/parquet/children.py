@@ -35,7 +35,7 @@ class Measurement:
     Attributes:
         table: its facts; one row with the reason if it failed.
         ignored: rows of each ignored column.
-        checksum: of size and content, hex; empty if only the first rows were measured.
+        checksum: of size and content, hex.
         failed: whether the file as a whole failed.
         promised_rows: number of rows in its footer; 0 if the footer could not be read.
         met: as of FactsMeta.
@@ -62,11 +62,8 @@ def measuring() -> Iterator[None]:
         _pool.leave()
 
 
-def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, most: int = 0) -> Measurement:
+def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> Measurement:
     """Measure a Parquet file in a child process; outside a `measuring` block, in a new one.
-
-    Args:
-        most: no batch is decoded after so many rows; 0: all are.
 
     Raises:
         StorageError: no child can be started, children are killed from outside, or the file takes far too long. Also
@@ -76,7 +73,7 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, mo
     for attempt in (1, 2):
         child = _pool.take(file.url)
         try:
-            scanned = child.measure(file, limits, rules, digest, most)
+            scanned = child.measure(file, limits, rules, digest)
         except Died as death:
             _pool.discard(child)
             if child.unwanted:
@@ -92,24 +89,23 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, mo
             if attempt == 2 and not death.of_the_file and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if attempt == 2 and not death.external:
-                return _measurement(f"the Parquet library {death}", child.promised_rows, None if most else digest)
+                return _measurement(f"the Parquet library {death}", child.promised_rows, digest)
         except BaseException:
             _pool.discard(child)  # it still waits for an answer
             raise
         else:
             _pool.give_back(child)
-            return _measurement(scanned, child.promised_rows, None if most else digest)
+            return _measurement(scanned, child.promised_rows, digest)
     raise AssertionError("the second attempt returns or raises")
 
 
-def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest | None) -> Measurement:
+def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
     failed = isinstance(scanned, str)
     table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
-    checksum = "" if digest is None else digest.hexdigest()
     return Measurement(
         table=table,
         ignored=ignored,
-        checksum=checksum,
+        checksum=digest.hexdigest(),
         failed=failed,
         promised_rows=promised_rows,
         met=met,

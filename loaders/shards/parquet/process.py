@@ -121,20 +121,15 @@ class MeasuringProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def measure(
-        self, file: Storage, limits: Limits, rules: ColumnRules, digest: ContentDigest, most: int = 0
-    ) -> Scanned | str:
+    def measure(self, file: Storage, limits: Limits, rules: ColumnRules, digest: ContentDigest) -> Scanned | str:
         """Return facts, ignored columns, the names of `rules` that were met and media names that are not read, or the
         reason why there are none.
-
-        Args:
-            most: no batch is decoded after so many rows; 0: all are.
 
         Raises Died, PackageError, MemoryError, and the errors of `file`.
         """
         self.promised_rows = 0
         try:
-            send(self._requests, {"size": file.size, "limits": asdict(limits), "most": most, **rules._asdict()})
+            send(self._requests, {"size": file.size, "limits": asdict(limits), **rules._asdict()})
             while True:
                 patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
                 kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))

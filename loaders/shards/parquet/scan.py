@@ -5,7 +5,6 @@ For Parquet it runs in a child process (see `children`), because the first decod
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,11 +37,8 @@ class ScannedRows(NamedTuple):
     ignored: dict[str, int]
 
 
-def scan(reader: RowReader, limits: Limits, most: int = sys.maxsize) -> ScannedRows:
+def scan(reader: RowReader, limits: Limits) -> ScannedRows:
     """Scan a file. Bad cells are rows with an error.
-
-    Args:
-        most: no batch is decoded after so many rows.
 
     Raises:
         Refused: the file as a whole cannot be a shard, or is above the limits.
@@ -55,7 +51,7 @@ def scan(reader: RowReader, limits: Limits, most: int = sys.maxsize) -> ScannedR
         if too_long is not None:
             raise Refused(f"{shortened(column.name)!r}: {too_long}")
     rows = _Scan(reader, limits)
-    table = rows.run(most)
+    table = rows.run()
     ignored = {name: reader.promised_rows - reader.nulls(name.removesuffix(WORDS_SUFFIX)) for name in reader.ignored}
     return ScannedRows(table, ignored)
 
@@ -69,7 +65,7 @@ class _Scan:
         self._table = FactsTable()
         self._first_row = RowsOfKeys(self._table.key)
 
-    def run(self, most: int) -> FactsTable:
+    def run(self) -> FactsTable:
         reader, key = self._reader, self._reader.key
         names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
         columns = [] if reader.columns.are_whole else reader.columns
@@ -88,9 +84,6 @@ class _Scan:
                 current.key = f"row {number}"  # its batch is decoded next
                 if len(self._table) > self._limits.shard_rows:
                     raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
-                if number >= most:
-                    current.key = None
-                    return self._table
         current.key = None
         return self._table
 

@@ -7,10 +7,9 @@ modification time, or the checksum of all bytes, are compared with those of the 
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -20,12 +19,11 @@ from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.first.beginning import Beginning
 from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import ParquetReader
-from orchdata.loaders.shards.shard import beginning_of, facts_of
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -94,25 +92,18 @@ NUMBERS = itertools.count()
 
 
 class ParquetShard:
-    """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file.
-
-    Args:
-        reach: number of its first rows that were measured, if not all: no others are decoded.
-    """
+    """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file."""
 
     is_new = False
     packed = False
 
-    def __init__(
-        self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, reach: int = 0
-    ) -> None:
+    def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
         self.size = file.size
         self.version = file.version
         self._file = file
         self._limits = limits
         self._rules = rules
-        self._reach = reach
         self._number = next(NUMBERS)
         self._lock = threading.Lock()
         self._closed = False
@@ -139,17 +130,6 @@ class ParquetShard:
         lost_bytes = max(1, self.size) if failed else 0
         lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
         return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
-
-    def begin(self, most: int) -> Beginning:
-        """Read the cells of the first rows, in a child process. Afterwards only rows that it decoded can be read."""
-        if self.size == 0:
-            table, rows, met = shard_failure("empty file"), 0, {}
-        else:
-            measured = measure(self._file, self._limits, self._rules, most)
-            table, rows, met = measured.table, 0 if measured.failed else measured.promised_rows, measured.met
-        self._file.check_unchanged()
-        self._reach = reach = table.sample[-1] + 1
-        return beginning_of(self, table, most, is_whole=rows <= most, share=most / max(1, rows), reach=reach, met=met)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -215,19 +195,11 @@ class ParquetShard:
                 column = COLUMNS.get(key)
                 if column is None:
                     try:
-                        column = DecodedColumn([batch.column(name) for batch in self._batches(reader, group, name)])
+                        column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
                     finally:
                         self._file.check_unchanged()  # a change of the file can look like damage
                     COLUMNS.put(key, column)
         return column
-
-    def _batches(self, reader: ParquetReader, group: int, name: str) -> Iterator[pa.RecordBatch]:
-        left = self._reach - int(reader.starts[group]) if self._reach else sys.maxsize
-        for batch in reader.batches(group, [name], scan=left < int(np.diff(reader.starts)[group])):
-            yield batch
-            left -= batch.num_rows
-            if left <= 0:
-                return
 
     def _open(self) -> ParquetReader:
         with self._lock:

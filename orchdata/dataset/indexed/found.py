@@ -10,7 +10,7 @@ from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.first.build import build_first_index, open_first
+from orchdata.loaders.index.first import build_first_index, open_first
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.published.parts import Parts

@@ -60,6 +60,14 @@ class Rows:
             return None if is_known else row - at
         return at if is_known else None
 
+    def listed(self) -> NDArray[np.int64]:
+        """Return the rows."""
+        return (
+            np.delete(np.arange(self._count + len(self._without)), self._without)
+            if self._listed is None
+            else self._listed
+        )
+
     def sum_of(self, column: NDArray[np.int32]) -> int:
         """Return the sum of a column of the index over these rows."""
         if self._listed is not None:

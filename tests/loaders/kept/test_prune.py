@@ -26,7 +26,7 @@ import orchdata as od
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
-from orchdata.loaders.index.first.build import build_first_index
+from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.kept import prune as prune_module

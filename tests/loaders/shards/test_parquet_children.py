@@ -112,7 +112,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     program = (
         "import json, os, signal, sys, time; given = json.loads(sys.argv[1]); sys.path[:] = given['path']\n"
         "import orchdata.loaders.shards.parquet.child as child\n"
-        f"def scan(reader, limits, most):\n    {body}\n"
+        f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"
         "child.CPU_SECONDS = 0\n"
         "child.main(given['window'], given['life'])"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -147,6 +148,40 @@ def test_a_changed_shard_is_read_again(tmp_path: Path) -> None:
     path.write_text('{"id": "a", "text": "x", "score": 1}\n{"id": "b", "text": "y", "score": 5}\n')
     with pytest.warns(UserWarning, match="changed since the index was built"):
         assert keys_of(od.ShardDataset([path, other], index_fields=("score",)).filter("score > 2")) == ["b", "o"]
+
+
+def test_a_mask_from_a_join_of_ones_own_chooses(tmp_path: Path) -> None:
+    lines = [{"id": f"k{at}", "text": "x" * (40 if at % 3 else 4)} for at in range(12)]
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, mine in zip(paths, (lines[:5], lines[5:]), strict=True):
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in mine) + "{broken\n")
+    recipe = od.Recipe(text=od.TextPreprocessor(max_tokens=16, overflow="split"))
+    dataset = od.ShardDataset(paths, recipe).filter("key != 'k1'")
+    table = dataset.keys()
+    assert table["key"].to_pylist() == keys_of(dataset) == [f"k{at}" for at in range(12) if at != 1]
+    assert table["shard"].to_pylist() == [str(paths[0])] * 4 + [str(paths[1])] * 7
+    wanted = pa.table({"key": ["k7", "k2", "k1"], "score": [3, 1, 2]})
+    mask = pc.greater(wanted["score"].take(pc.index_in(table["key"].cast("string"), wanted["key"])), 1)
+    chosen = dataset.where(pc.fill_null(mask, False))
+    assert keys_of(chosen) == ["k7"] == chosen.keys()["key"].to_pylist()
+    every_second = np.arange(len(dataset)) % 2 == 0
+    assert keys_of(dataset.where(every_second)) == keys_of(dataset)[::2]
+    assert keys_of(dataset.where(every_second).where(np.arange(6) > 3)) == ["k9", "k11"]
+    assert keys_of(dataset.where(~every_second).take(2)) == keys_of(dataset)[1:5:2]
+    assert len(dataset.where(np.zeros(11, bool))) == 0
+    for wrong in (every_second[1:], every_second.astype(int), [0, 3], mask.to_pylist()):
+        with pytest.raises(ValueError, match="one boolean for each of the 11 samples"):
+            dataset.where(wrong)
+    state = od.DataLoader(dataset.where(every_second), batch_size=2).state_dict()
+    od.DataLoader(
+        od.ShardDataset(paths, recipe).filter("key != 'k1'").where(every_second), batch_size=2
+    ).load_state_dict(state)
+    with pytest.raises(od.StateError, match="selection"):
+        od.DataLoader(dataset.where(~every_second), batch_size=2).load_state_dict(state)
+    with paths[0].open("a") as file:
+        file.write('{"id": "late", "text": "x"}\n')
+    with pytest.warns(UserWarning, match="changed since"), pytest.raises(ValueError, match=r"of 11 samples.* 12 now"):
+        len(od.ShardDataset(paths, recipe).filter("key != 'k1'")._with(dataset.where(every_second).selections[-1]))
 
 
 @pytest.mark.parametrize("suffix", [".fields", ".merged"])

@@ -4,7 +4,8 @@
                      --the one in which the N-th good sample lies--> measured up to there, and not kept
     their tables --merged--> an index under a name of its own, which has N in it
 
-The rows are the first rows of the full index, to the bit. `ShardInfo.reach` says which shard was cut.
+The rows are the first rows of the full index, to the bit. `ShardInfo.reach` says which shard was cut: only
+tars and files of lines are, others are measured whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.building.builder import Builder, named
@@ -33,12 +34,12 @@ from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.field_rules import check_met
-from orchdata.loaders.shards.first.beginning import Beginning
-from orchdata.loaders.shards.first.begun import begun
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
-from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.shard import Beginning, Shard
+from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
@@ -188,14 +189,15 @@ class _First:
 
     def _cut(self, url: str, left: int) -> CostTable | None:
         """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
-        recipe, most = self._recipe, left
+        recipe, files, most = self._recipe, self._reading.files, left
         rules = self._reading.rules(url, recipe)
         root = self._reading.root_of(url, rules)
         try:
-            while True:
-                how: dict[str, Any] = {"media_root": root, "rules": rules, "files": self._reading.files}
-                with here().at(url), begun(url, most, limits=recipe.limits, cache=self._cache, **how) as (shard, first):
-                    if first.is_whole or first.is_short:
+            opened = open_shard(url, limits=recipe.limits, cache=self._cache, media_root=root, rules=rules, files=files)
+            with here().at(url), closing(opened) as shard:
+                while isinstance(shard, TarShard | JsonLinesShard):
+                    first = shard.begin(most)
+                    if first.is_whole:
                         return None
                     costs = cost_shard(first.facts, partial(_same, shard), recipe, self._probes)
                     good = costs.totals["samples"] - costs.totals["bad"]
@@ -204,7 +206,8 @@ class _First:
                             self._builder.missing_media.add(shard.folder)
                         table = _table_of(url, costs, first, root)
                         return named(replace(table, access=self._builder.access_of(url)), rules)
-                most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
+                    most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
+            return None
         except Exception as error:  # noqa: BLE001 - it is measured whole, which records what is wrong with it
             pass_trouble(error)
             return None
