@@ -62,8 +62,8 @@ from .profiling.profile import Profile as Profile
 from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
-from .showing.views import ShownSamples as ShownSamples
-from .showing.views import show as show
+from .showing import ShownSamples as ShownSamples
+from .showing import show as show
 from .testing.containers import check_container as check_container
 from .testing.engines import check_engine as check_engine
 

@@ -161,9 +161,6 @@ def profile(
     batch_tokens: Annotated[
         int | None, typer.Option(help="LLM tokens per rank and step, in place of samples: global_batch_tokens.")
     ] = None,
-    model_parallel: Annotated[
-        int, typer.Option(help="GPUs of a data-parallel rank: tensor x pipeline x context parallel.")
-    ] = 1,
     max_tokens: Annotated[
         list[str] | None,
         typer.Option(metavar="[PHASE=]NUMBER", help="Positions per microbatch and rank; of llm, or PHASE. Repeatable."),
@@ -182,10 +179,6 @@ def profile(
         int | None, typer.Option(help="Streams of the order; default: one a group in groups, else one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
-    cache_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Cap of each node's od.Cache: 2TiB; default: one that holds its own shards."),
-    ] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a report to look at: one page without a script."),
@@ -201,7 +194,6 @@ def profile(
     """
     rank_counts, caps = None if ranks is None else ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
-    from orchdata.loaders.amounts import bytes_of
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profiling.profile import profile as make_profile
@@ -225,14 +217,12 @@ def profile(
         cost=model,
         balance=balance,
         layout=layout,
-        model_parallel=model_parallel,
         ranks=rank_counts,
         batch_size=batch_size,
         batch_tokens=batch_tokens,
         group_size=group_size,
         streams=streams,
         seed=seed,
-        cache_bytes=None if cache_bytes is None else bytes_of(cache_bytes, "--cache-bytes"),
     )
     print_unread(dataset, built)
     if html is not None:

@@ -39,7 +39,6 @@ _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
 class Finding(NamedTuple):
     """One thing looked at: "missing" leaves out a feature; "broken" stops everything. `hint` is what to do, or ""."""
 
-    about: str
     name: str
     found: str
     verdict: str = "good"
@@ -52,16 +51,15 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Fails where something is broken that loading needs.
     """
-    findings = [Finding("versions", "orchdata", version("orchdata"))]
-    findings.append(Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}"))
-    findings += [_package("versions", name, wanted) for name, wanted in requirements().items() if name not in _FEATURES]
-    findings += [_package("features", name, name) for name in _FEATURES]
-    looks = {"processors": _processors, "cache folder": _cache_folder, "shared memory": _shared_memory}
-    for name, look in looks.items():
+    findings = [Finding("orchdata", version("orchdata"))]
+    findings.append(Finding("Python", f"{platform.python_version()}, {platform.platform()}"))
+    findings += [_package(name, wanted) for name, wanted in requirements().items() if name not in _FEATURES]
+    findings += [_package(name, name) for name in _FEATURES]
+    for name, look in {"processors": _processors, "cache folder": _cache_folder, "shared memory": _memory}.items():
         try:
-            findings.append(Finding("machine", name, look()))
+            findings.append(Finding(name, look()))
         except Exception as error:  # noqa: BLE001 - anything that is wrong with an installation is a finding
-            findings.append(Finding("machine", name, f"{type(error).__name__}: {error}", "broken"))
+            findings.append(Finding(name, f"{type(error).__name__}: {error}", "broken"))
     broken = sum(finding.verdict == "broken" for finding in findings)
     if as_json:
         print_json({"findings": [finding._asdict() for finding in findings]})
@@ -75,10 +73,10 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-def _package(about: str, name: str, wanted: str) -> Finding:
+def _package(name: str, wanted: str) -> Finding:
     """Import a package. `wanted` is its requirement, "pillow<14,>=10.3"; its bounds are compared by numbers alone."""
-    module, use = _MODULES.get(name, name), f" ({_FEATURES[name]})" if name in _FEATURES else ""
-    bad = "missing" if name in _FEATURES else "broken"
+    module = _MODULES.get(name, name)
+    use, bad = (f" ({_FEATURES[name]})", "missing") if name in _FEATURES else ("", "broken")
     try:
         importlib.import_module(module)
         found = version(name)
@@ -86,12 +84,12 @@ def _package(about: str, name: str, wanted: str) -> Finding:
         hint = way_out(module, error)
         if name in ("torchvision", "torchaudio"):
             hint = "leave it out, or install one that fits this torch: transformers imports what is installed"
-        return Finding(about, name, " ".join(f"{type(error).__name__}: {error}".split()) + use, bad, hint)
+        return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()) + use, bad, hint)
     for sign, bound in re.findall(r"(>=|<)([\d.]+)", wanted):
         numbers, limit = ([int(each) for each in re.findall(r"\d+", text.split("+")[0])] for text in (found, bound))
         if (numbers < limit) != (sign == "<"):
-            return Finding(about, name, f"{found}, and {wanted} is required", bad, f"pip install '{wanted}'")
-    return Finding(about, name, found + use)
+            return Finding(name, f"{found}, and {wanted} is required", bad, f"pip install '{wanted}'")
+    return Finding(name, found + use)
 
 
 def _processors() -> str:
@@ -109,7 +107,7 @@ def _cache_folder() -> str:
         return f"{root}: {human_bytes(shutil.disk_usage(root).free)} free"
 
 
-def _shared_memory() -> str:
+def _memory() -> str:
     os.close(os.memfd_create("orchdata-doctor"))
     return "memfd_create works; /dev/shm is not used"
 

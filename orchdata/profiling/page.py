@@ -42,8 +42,7 @@ from orchdata.profiling.summary import (
     stored_words,
 )
 from orchdata.profiling.tables import CODE, DATA, SHARE, TEXT
-from orchdata.showing.samples import Shown
-from orchdata.showing.views import sample_html, with_pictures
+from orchdata.showing import Shown, sample_html, with_pictures
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile

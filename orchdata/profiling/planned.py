@@ -34,7 +34,6 @@ class PlannedStep:
     Attributes:
         phase_costs, phase_bounds, totals: phase -> cost, bound, and sum over ranks.
         microbatches: of each rank; samples and tokens are those of all ranks.
-        filled: tokens of samples in microbatches of one length, and positions of these; None if lengths vary.
         rows: encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty
             if parts are not assigned separately.
     """
@@ -47,7 +46,6 @@ class PlannedStep:
     microbatches: int
     samples: int
     tokens: int
-    filled: tuple[int, int] | None
     rows: Mapping[str, tuple[int, int, int]]
 
 
@@ -121,12 +119,6 @@ class PlannedSteps:
         return float(sum(getattr(step, name) for step in self.steps) / len(self.steps))
 
     @property
-    def fill(self) -> float | None:
-        """Share of the microbatches' positions that have tokens of samples; None if lengths vary."""
-        filled = [step.filled for step in self.steps if step.filled is not None]
-        return sum(used for used, _ in filled) / sum(of for _, of in filled) if filled else None
-
-    @property
     def rows_between_nodes(self) -> dict[str, float]:
         """Encoder phase -> share of its features' rows that cross nodes, if parts are assigned separately."""
         phases = {phase: None for step in self.steps for phase in step.rows}
@@ -163,7 +155,6 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> Planned
         microbatches=plan.num_microbatches,
         samples=len(plan.row),
         tokens=int(plan.llm_positions.sum()),
-        filled=plan.filled,
         rows={phase: (stay, move, cross) for phase, (stay, move, cross) in rows.items()},
     )
 

@@ -40,7 +40,6 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
-from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
@@ -52,7 +51,7 @@ from orchdata.profiling.failures import count_reasons, failure_examples, split_f
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.layouts import padding_of_layouts
 from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
-from orchdata.profiling.scales import MOST_REPEATS, NodeCache, make_scale
+from orchdata.profiling.scales import MOST_REPEATS, make_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +72,7 @@ class Profile(Figures):
     lengths from 2^b up to 2^(b+1), for b from 0.
 
     Attributes:
-        shards, failed_shards, samples, bad, unchosen, bytes, loss_tokens, seed, model_parallel: numbers.
+        shards, failed_shards, samples, bad, unchosen, bytes, loss_tokens, seed: numbers.
         bad_by_reason, failures: reason -> samples; at most three examples for each of the ten most frequent reasons.
         overflow: what `TextPreprocessor.max_tokens` did; None if no sample is above it.
         read_amplification: bytes read for each byte used, estimated: `by_range` of plain tars, `whole_shards` each read
@@ -96,8 +95,7 @@ class Profile(Figures):
             for over the mean load, dealt out in turn ("unbalanced"), as the loader does ("balanced"), "per_phase", and
             a "lower_bound" for whole samples; `speedup`. `scopes`: the same for each scope of balancing, with locality:
             samples in their `own_streams`, groups of ranks that read from a shard. `settings`: share of the step that
-            ranks wait, its standard error, settings that it beats by three errors. `changes`: other steps, planned:
-            larger caps, larger batches; empty if the step is within 2 % of even.
+            ranks wait, its standard error, settings that it beats by three errors.
     """
 
     def __repr__(self) -> str:
@@ -116,11 +114,6 @@ class Profile(Figures):
     def main_scale(self) -> Figures:
         """The number of ranks that a summary speaks of: the first of at least 64, else the largest."""
         return main_scale(self.scales)
-
-    @property
-    def meets_in_micro_steps(self) -> bool:
-        """Whether ranks wait for each other in each micro-step, in joint assignment."""
-        return Balance(objective=self.objective).price.meets_in_micro_steps
 
     @property
     def summary(self) -> tuple[str, ...]:
@@ -196,7 +189,6 @@ def profile(
     cost: CostModel | None = None,
     balance: Balance = Balance(),  # noqa: B008
     layout: Layout = Packed(),  # noqa: B008
-    model_parallel: int = 1,
     ranks: Sequence[int] | None = None,
     batch_size: int = 8,
     batch_tokens: int | None = None,
@@ -206,7 +198,6 @@ def profile(
     steps: int = 8,
     most_steps: int = 64,
     dataset: ShardDataset | Mixture | None = None,
-    cache_bytes: int | None = None,
 ) -> Profile:
     """Return what samples are made of, and what numbers of ranks would lose to imbalance. No sample is decoded.
 
@@ -216,7 +207,6 @@ def profile(
         balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
             both assignments, independent of those given here, with groups of `group_size`.
         layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
-        model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
         ranks: numbers of data-parallel ranks to plan for; None for those of 8, 64, 512 and 2,560 whose step has at most
             16 times the samples, or tokens, of the data, at least 8.
         batch_size: samples per rank and step.
@@ -230,8 +220,6 @@ def profile(
         most_steps: steps are added up to this, until the standard error of what ranks wait is below 2 points.
         dataset: the data set of an index, if it chooses samples by `filter` or `split`, or is a mixture with its
             sources joined in the index. None for all samples of the index. Not with a data set as `data`.
-        cache_bytes: cap of a cache on each node, `od.Cache(max_bytes=)`; None for one that holds all of a node's own
-            shards, if the data are in object storage.
 
     Raises:
         ValueError: for numbers below 1, a dataset without a usable sample, a filter of unknown columns, caps that are
@@ -245,7 +233,6 @@ def profile(
     else:
         dataset, index = data, index_of(data)
     numbers = {
-        "model_parallel": model_parallel,
         "batch_size": batch_size,
         "batch_tokens": batch_tokens,
         "steps": steps,
@@ -253,7 +240,6 @@ def profile(
         "ranks": None if ranks is None else min(ranks, default=0),
         "group_size": group_size,
         "streams": streams,
-        "cache_bytes": cache_bytes,
     }
     for name, value in numbers.items():
         if value is not None and value < 1:
@@ -312,7 +298,6 @@ def profile(
     overflow = totals["overflow"]
     bad_samples, failed_shards = split_failures(index, bad)
     reads = _read_amplification(index, good, totals["bytes"], dataset)
-    cache = _node_cache(index, reads, totals["bytes"], cache_bytes)
     content = content_of(
         index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
     )
@@ -322,7 +307,6 @@ def profile(
             balance,
             order_of,
             ranks=num_ranks,
-            model_parallel=model_parallel,
             batch_size=batch_size,
             batch_tokens=batch_tokens,
             counts=counts,
@@ -330,7 +314,6 @@ def profile(
             streams=streams,
             steps=steps,
             most_steps=most_steps,
-            cache=cache,
         )
         for num_ranks in ranks
     )
@@ -388,7 +371,6 @@ def profile(
         multiple_of=layout.multiple_of,
         length=length,
         objective=balance.objective,
-        model_parallel=model_parallel,
         caps=Figures(
             max_tokens=balance.caps,
             oversize=balance.oversize,
@@ -491,18 +473,6 @@ def _read_amplification(
         by_range=read / used if used else None,
         whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
         by_chunk=None if chunks is None else chunks.alone,
-    )
-
-
-def _node_cache(index: Index, reads: Figures, num_bytes: int, cache_bytes: int | None) -> NodeCache | None:
-    """Return the cache of each node; None if none was given and no shard is in object storage."""
-    if cache_bytes is None and not any(is_remote(shard.url) for shard in index.shards):
-        return None
-    stored = sum(shard.size for shard in index.shards)
-    return NodeCache(
-        max_bytes=stored if cache_bytes is None else cache_bytes,
-        stored_bytes=stored,
-        read_bytes=round(num_bytes * (reads.by_range or 1.0)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The profile of a number of ranks: plans of an epoch under every scope -> balance, waiting, locality, other steps.
+"""The profile of a number of ranks: plans of an epoch under every scope -> balance, waiting, locality.
 
 steps spread over the epoch   --plan, as in training--> cost of the step --> imbalance, speedup, waiting
 consecutive steps             --plan, as in training--> which group reads which shard --> locality
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, get_args
 
 import numpy as np
 
-from orchdata.caching.own import own_streams
 from orchdata.order.steps import StepTask
 from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.planning.sharing.fixed import better_budget
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.planned import (
     CLEAR,
@@ -30,7 +28,6 @@ from orchdata.profiling.planned import (
     plan_enough,
     sums_of,
 )
-from orchdata.ranks.parallel import Rank
 
 SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens"]
 SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)
@@ -39,9 +36,6 @@ _NEAR: Final = ("grouped", "grid")
 """Scopes in which samples stay near the group that reads their stream: with one stream a group, each reads its own."""
 MOST_REPEATS: Final = 16
 """A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
-_ENOUGH: Final = 1.02  # A step this near its mean needs nothing.
-_LARGER_BATCHES: Final = (2, 4)
-_MOST_SAMPLES: Final = 1 << 18  # Larger global batches are not tried.
 
 _Tried = tuple[Literal["joint", "per_phase", "llm"], Scope]
 """What is balanced, and in which scope."""
@@ -64,35 +58,12 @@ class LlmAlone(IndexCosts):
         return ("llm",)
 
 
-class NodeCache(NamedTuple):
-    """A cache on each node, and the data.
-
-    Attributes:
-        max_bytes: cap of each cache.
-        stored_bytes: of all shards.
-        read_bytes: what samples take in an epoch, over all nodes, read by range.
-    """
-
-    max_bytes: int
-    stored_bytes: int
-    read_bytes: int
-
-    def reads(self, balance: Balance, *, ranks: int, group_size: int, streams: int) -> Figures:
-        """Return what a node reads from the second epoch on, if nodes are groups of ranks."""
-        own = own_streams(Rank(0, ranks, ranks_per_node=group_size), balance, streams)
-        hits = 0.0
-        if own is not None:
-            hits = min(1.0, self.max_bytes / max(1.0, self.stored_bytes * len(own) / streams))
-        return Figures(hits=hits, fetched_bytes=round(self.read_bytes * min(1.0, group_size / ranks) * (1 - hits)))
-
-
 def make_scale(
     source: IndexCosts,
     balance: Balance,
     order_of: Callable[[int], AnyOrder],
     *,
     ranks: int,
-    model_parallel: int,
     batch_size: int,
     batch_tokens: int | None,
     counts: TokenCounts,
@@ -100,14 +71,12 @@ def make_scale(
     streams: int | None,
     steps: int,
     most_steps: int,
-    cache: NodeCache | None = None,
 ) -> Figures:
     """Plan some steps of an epoch on `ranks` ranks. For other arguments see `profile`.
 
     Args:
         counts: LLM tokens of samples, as steps measure them.
         order_of: number of streams -> the order.
-        cache: of each node; None without object storage.
     """
     # The orders, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
@@ -147,11 +116,10 @@ def make_scale(
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
     settings = {name: planned[tried_as] for tried_as, name in _SETTING_OF.items() if tried_as in planned}
-    mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
-    everywhere = tried["joint", "global"]
     if size.counts is None and not limited:
-        in_tokens = StepSize(size.amount * mean, counts)
-        spec = epoch_spec(source, global_order, everywhere.balance, in_tokens, num_ranks=ranks, steps=most)
+        mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
+        in_tokens, everywhere = StepSize(size.amount * mean, counts), tried["joint", "global"].balance
+        spec = epoch_spec(source, global_order, everywhere, in_tokens, num_ranks=ranks, steps=most)
         settings["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most)["tokens"]
     count = min(steps, base.num_steps)
     first = (base.num_steps - count) // 2
@@ -171,20 +139,14 @@ def make_scale(
             per_phase=None if scope == "none" else _assigned(planned["per_phase", scope], unbalanced),
             **locality,
             groups_per_shard_of_one_stream=of_one_stream.groups_per_shard,
-            node=cache
-            and cache.reads(tried["joint", scope].balance, ranks=ranks, group_size=group_size, streams=streams),
         )
     return Figures(
         ranks=ranks,
-        gpus=ranks * model_parallel,
         batch_size=batch_size if batch_tokens is None else None,
         global_batch_size=size.amount if batch_tokens is None else None,
         batch_tokens=batch_tokens,
         global_batch_tokens=None if batch_tokens is None else size.amount,
         samples=balanced.mean("samples"),
-        better_tokens=None
-        if batch_tokens is None or source.length is None
-        else better_budget(size.amount, source.length, ranks),
         steps=len(unbalanced.steps),
         with_replacement=with_replacement,
         group_size=group_size,
@@ -212,7 +174,6 @@ def make_scale(
         rows_between_groups=apart.rows_between_nodes,
         scopes=of_scopes,
         settings=make_settings(settings, of_other_steps=_NEAR if near else ()),
-        changes=_try_changes(everywhere, global_order, size, mean, balanced, steps, most),
     )
 
 
@@ -228,7 +189,6 @@ def _assigned(planned: PlannedSteps, unbalanced: PlannedSteps) -> Figures:
         step=planned.step,
         speedup=unbalanced.step / planned.step,
         microbatches=planned.mean("microbatches"),
-        fill=planned.fill,
     )
 
 
@@ -283,51 +243,3 @@ def make_settings(
         )
         for name, steps in planned.items()
     }
-
-
-def _try_changes(
-    spec: PlanSpec, order: AnyOrder, size: StepSize, mean: int, planned: PlannedSteps, steps: int, most: int
-) -> tuple[Figures, ...]:
-    """Plan other steps than `planned`: larger caps, no caps, larger batches. None if it is nearly even."""
-    if planned.step <= _ENOUGH:
-        return ()
-    balance = spec.balance
-    num_samples = size.amount if size.counts is None else size.amount // mean
-    tried: list[tuple[str, int | None]] = [("max_tokens", 2), ("max_tokens", None)] if balance.caps else []
-    tried += [("batch_size", factor) for factor in _LARGER_BATCHES if factor * num_samples <= _MOST_SAMPLES]
-    changes = []
-    for change, factor in tried:
-        changed, costs, other_size = balance, spec.costs, size
-        if change == "batch_size":
-            larger = factor or 1
-            other_size = size._replace(amount=size.amount * larger)
-            if balance.max_samples is not None:
-                changed = replace(balance, max_samples=balance.max_samples * larger)
-        else:
-            caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
-            changed, costs = replace(balance, max_tokens=caps), _of_length(spec.costs, factor)
-        other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=most)
-        result = plan_enough({"": other}, planned.balanced, steps, most)[""]
-        changes.append(
-            Figures(
-                change=change,
-                factor=factor,
-                step=result.step,
-                steps=len(result.steps),
-                with_replacement=other.order is not order,
-                waiting=result.waiting,
-                waiting_error=result.waiting_error,
-                samples=result.mean("samples"),
-                tokens=result.mean("tokens"),
-                microbatches=result.mean("microbatches"),
-                is_better=is_better(result, planned, paired=False),
-            )
-        )
-    return tuple(changes)
-
-
-def _of_length(costs: SampleCosts, factor: int | None) -> SampleCosts:
-    """Return costs for microbatches with `factor` times their fixed length; None for no fixed length."""
-    if not isinstance(costs, IndexCosts) or costs.length is None:
-        return costs
-    return replace(costs, length=None if factor is None else factor * costs.length)

@@ -109,7 +109,7 @@ def left_out_words(profile: Profile) -> str:
 def _of_waiting(profile: Profile) -> list[Finding]:
     scale = profile.main_scale
     settings, size = scale.settings, step_words(scale)
-    none, best = settings["none"], recommended(scale)
+    none = settings["none"]
     added = _added(profile)
     # Without balancing.
     where = _where(none)
@@ -149,12 +149,6 @@ def _of_waiting(profile: Profile) -> list[Finding]:
             found.append(_finding(f"{what} leaves it at {{}}.", name, settings[name], added[name]))
     if scale.groups > 1 and "grouped" in settings:
         found.append(_of_groups(scale, added["grouped"]))
-    # Other steps, which change what a step learns from.
-    better = [change for change in scale.changes if change.change == "batch_size" and change.is_better]
-    better = [change for change in better if change.waiting < settings[best].waiting - _margin(change)]
-    if better:
-        found.append(_of_larger_batch(better[-1], scale, added["joint"]))
-        helped = True
     if not helped:
         found.append(_of_no_help(profile, none))
     if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
@@ -173,22 +167,6 @@ def _of_groups(scale: Figures, added: float) -> Finding:
         "grouped",
         grouped,
         added,
-    )
-
-
-def _of_larger_batch(change: Figures, scale: Figures, added: float) -> Finding:
-    low, high = _bounds(change, added)
-    drawn = ""
-    if change.with_replacement:
-        drawn = ", of samples drawn with replacement: the data set has less than one such step"
-    return Finding(
-        text=f"A global batch {change.factor} times as large ({number(change.samples)} samples, "
-        f"{number(change.tokens)} LLM tokens a step, in place of {number(scale.settings['joint'].samples)} and "
-        f"{number(scale.settings['joint'].tokens)}), with whole samples balanced over all ranks, brings it to "
-        f"{_share(change, added)} ({counted(change.steps, 'step')} planned{drawn}). It changes what a "
-        "step learns from.",
-        low=low,
-        high=high,
     )
 
 

@@ -22,7 +22,7 @@ from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.generators import Pass
-from orchdata.showing.samples import save_in, shards_and_model, shown_step
+from orchdata.showing import save_in, shards_of_loader, shown_step
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -192,7 +192,7 @@ def test_media_of_a_step_are_saved_as_the_run_has_them(dataset: od.ShardDataset,
 
     run = one(dataset, global_batch_tokens=2000)
     plan = run.plan_at(1, 0)
-    shards, _ = shards_and_model(run._runtime.prepared.spec)
+    shards = shards_of_loader(run._runtime.prepared.spec)
     (group,) = shown_step(shards, plan, 0, use_file=save_in(tmp_path))
     saved = [span["file"] for sample in group["samples"] for span in sample["spans"] if "file" in span]
     pictures = [np.asarray(Image.open(path)) for path in saved if path.endswith(".png")]

@@ -30,7 +30,7 @@ ALLOWED = {
     "orchdata/demo/": "a model of them",
     "orchdata/bench/": "measures them",
     "orchdata/cli/": "says so in its help",
-    "orchdata/showing/views.py": "shrinks with PIL.Image",
+    "orchdata/showing.py": "shrinks with PIL.Image",
     "balancers/costs/model.py": "the phases that come first, which plans depend on",
     "balancers/costs/families.py": "what published configs call their towers",
 }

@@ -49,8 +49,7 @@ class Seen:
             cost: the model's cost; with None every phase costs its positions.
             ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
             batch_size: samples per rank and step.
-            others: other arguments of `od.profile`: balance, layout, model_parallel, batch_tokens, group_size, streams,
-                seed, steps, cache_bytes.
+            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps.
 
         Raises as `od.profile`.
         """

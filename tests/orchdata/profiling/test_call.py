@@ -111,14 +111,3 @@ def test_settings_are_planned_with_the_streams_of_their_call(tmp_path: Path) -> 
         assert scale.settings[name].waiting == two.settings[name].waiting
     assert two.settings["none"].waiting > 1.2 * one.settings["none"].waiting
     assert scale.scopes["grouped"].groups_per_shard == two.scopes["grouped"].groups_per_shard
-
-
-def test_a_larger_batch_than_the_data_says_so(tmp_path: Path) -> None:
-    """Of 60 samples, 16 and 32 are a step, and 64 are not."""
-    samples = [{"__key__": str(n), "txt": b"x" * (10 + (300 if n % 5 == 0 else n % 11))} for n in range(60)]
-    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
-    profile = dataset.profile(cost=LLM, ranks=(8,), batch_size=2)
-    larger = [(change.factor, change.with_replacement) for change in profile.main_scale.changes]
-    assert larger == [(2, False), (4, True)]
-    (sentence,) = [each for each in profile.summary if "A global batch 4 times as large (64 samples" in each]
-    assert "of samples drawn with replacement: the data set has less than one such step" in sentence

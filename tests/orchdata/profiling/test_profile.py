@@ -30,6 +30,7 @@ from orchdata.profiling.planned import Draws
 from orchdata.profiling.profile import Profile, profile
 from orchdata.profiling.scales import SCOPES
 from orchdata.profiling.summary import left_out_words
+from orchdata.profiling.tables import LABELS
 from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
@@ -183,7 +184,7 @@ def test_to_dict_is_json(omni: Index) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"model_parallel": 0},
+        {"batch_tokens": 0},
         {"ranks": (0,)},
         {"ranks": ()},
         {"batch_size": 0},
@@ -302,19 +303,6 @@ def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
     assert named.by_range is None and named.whole_shards is None  # the media of records are in other files
 
 
-def test_other_steps_are_planned_where_a_sample_holds_the_step_back(tmp_path: Path) -> None:
-    index = build_index([write_texts(tmp_path / "giant.tar", [10, 30, 10, 10])], RECIPE)
-    result = profile(index, ranks=(4,), batch_size=1, steps=1, most_steps=1)
-    printed = render(result)
-    assert "4 ranks: a step costs 2.00 of an even one; " in printed
-    assert " with 2 times the batch_size, of samples" in printed
-    assert all(f"- {sentence}" in printed for sentence in result.summary)
-    changes = [(change.change, change.factor) for change in result.scales[0].changes]
-    assert changes == [("batch_size", 2), ("batch_size", 4)]
-    even = profile(build_index([write_texts(tmp_path / "even.tar", [10] * 8)], RECIPE), ranks=(2,), batch_size=2)
-    assert even.scales[0].changes == ()
-
-
 def render(result: Profile) -> str:
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(profile_table(result))
@@ -322,44 +310,15 @@ def render(result: Profile) -> str:
 
 
 def test_scopes_are_shown_where_there_are_groups(sharded: Index) -> None:
-    assert "groups/shard" not in render(profile(sharded, ranks=(8,)))
-    printed = render(profile(sharded, ranks=(8, 16)))
+    assert "groups a shard" not in render(profile(sharded, ranks=(8,)))
+    result = profile(sharded, ranks=(8, 16), cost=COST)
+    lines = [line.split() for line in render(result).splitlines()]
     for scope in SCOPES:
-        assert sum(line.split()[:1] == [scope] or line.split()[1:2] == [scope] for line in printed.splitlines()) == 1
-    assert "of 2" in printed
-
-
-def test_a_cache_of_each_node_is_predicted_for_each_scope(sharded: Index) -> None:
-    stored = sum(shard.size for shard in sharded.shards)
-    made = profile(sharded, ranks=(8, 64), batch_size=16, cache_bytes=stored // 16)
-    alone, scale = made.scales
-    read = sharded.totals["bytes"] * (made.read_amplification.by_range or 1.0)
-    # One node has a sixteenth of all shards in its cache; each of eight has half of its eighth.
-    for scope in alone.scopes.values():
-        assert scope.node is not None
-        assert scope.node.hits == pytest.approx(1 / 16)
-    nodes = {name: scope.node for name, scope in scale.scopes.items() if scope.node is not None}
-    assert {name: node.hits for name, node in nodes.items()} == {
-        "none": 0.0,
-        "grouped": pytest.approx(0.5),
-        "grid": 0.0,
-        "global": 0.0,
-    }
-    assert nodes["global"].fetched_bytes == pytest.approx(read / 8, rel=1e-6)
-    assert nodes["grouped"].fetched_bytes == pytest.approx(read / 16, rel=1e-6)
-    # One stream is of no node alone.
-    one = profile(sharded, ranks=(64,), batch_size=16, streams=1, cache_bytes=stored).scales[0].scopes["grouped"]
-    assert one.node is not None
-    assert one.node.hits == 0.0
-    shown = render(made)
-    assert "cache hits" in shown
-    assert "fetched/node" in shown
-
-
-def test_data_on_this_machine_have_no_cache_to_predict(sharded: Index) -> None:
-    made = profile(sharded, ranks=(64,), batch_size=16)
-    assert made.scales[0].scopes["grouped"].node is None
-    assert "cache hits" not in render(made)
+        assert ["16", "2", "of", "8", scope] in [line[:5] for line in lines]
+    for name, its in result.scales[1].settings.items():
+        shown = ["16", *LABELS[name].split(), f"{its.waiting:.1%}"]
+        assert shown in [line[: len(shown)] for line in lines]
+    assert all(f"- {sentence}" in render(result) for sentence in result.summary)
 
 
 def test_without_ranks_those_are_left_out_whose_step_would_repeat_the_data_many_times(tmp_path: Path) -> None:

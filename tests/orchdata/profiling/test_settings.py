@@ -28,7 +28,6 @@ def steps(costs: list[int], totals: list[int]) -> PlannedSteps:
                 microbatches=1,
                 samples=8,
                 tokens=total,
-                filled=None,
                 rows={},
             )
             for cost, total in zip(costs, totals, strict=True)

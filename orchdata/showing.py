@@ -1,27 +1,32 @@
-"""Samples as the model sees them, JSON-safe: text decoded from the token ids, what of it is trained, media as files.
+"""Samples as the model sees them: text decoded from the token ids, what of it is trained, media as files; `od.show`.
 
 rows --StoredSample--> spans, parts --tokenizer backwards--> {"key": ..., "tokens": ..., "spans": [...], "error": None}
 """
 
 from __future__ import annotations
 
-import os
+import base64
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
 from orchdata.building.assembler import pass_of
 from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
+from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import unchosen_rows
 from orchdata.loaders.errors import DataError, FieldError, OrchdataError, as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.index import Index, absolute, basename
+from orchdata.loaders.html import never_raises, shown, view
+from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
@@ -30,17 +35,20 @@ from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.atomic import write_whole
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import Plan
 from orchdata.planning.windows import WindowBatches
 
 _EXAMPLES: Final = 3
+_SIDE: Final = 600
+_MOST_PICTURES: Final = 4
+_MOST_TEXT: Final = 600
+_MOST_SPANS: Final = 24
 _LONGEST_NAME: Final = 100
 """Limit for a key's or a shard's bytes in a file's name: file systems allow 255 for the whole name."""
 
 Shown = dict[str, Any]
-"""A sample: shard, key, row, piece, source ("" without a mixture), tokens, trained_tokens, costs (phase -> cost),
-spans, and error: why it cannot be loaded, or None.
+"""A sample: shard, key, row, piece, source ("" without a mixture), tokens, trained_tokens, spans, and error: why it
+cannot be loaded, or None.
 
 A span of text has tokens, trained, and text, or token_ids if the tokenizer cannot decode. One of media has modality,
 field, tokens, positions, sizes (name -> value), and file if one was made of it.
@@ -56,24 +64,15 @@ class MediaFile(NamedTuple):
     content: bytes
 
 
-def rows_of_key(index: Index, unchosen: NDArray[np.int64], key: str, shard: str | None = None) -> list[int]:
-    """Return the rows of the samples of a key.
+def rows_of_key(index: Index, unchosen: NDArray[np.int64], key: str) -> list[int]:
+    """Return the rows of the samples of a key, in any shard, without `unchosen` rows.
 
-    Args:
-        unchosen: rows that the data set leaves out.
-        shard: url, path or name of their shard; None for any.
-
-    Raises:
-        KeyError: no sample has this key, or the data set leaves it out.
-        ValueError: several shards with that name have the key.
+    Raises KeyError if no sample has this key, or the data set leaves it out.
     """
-    if shard is not None and os.sep in shard:
-        shard = absolute(shard)
-    found = index.find_all(shard, printable(key))
+    found = index.find_all(None, printable(key))
     if not found:
-        where = "in these shards" if shard is None else f"in shard {shard!r}"
         like = ", ".join(repr(index.key(row)) for row in range(min(_EXAMPLES, index.num_rows)))
-        raise KeyError(f"no sample {where} has the key {key!r}; keys here look like {like}")
+        raise KeyError(f"no sample in these shards has the key {key!r}; keys here look like {like}")
     rows: list[int] = np.setdiff1d(found, unchosen).tolist()
     if not rows:
         raise KeyError(f"the sample {key!r} is left out by filter, split, take or select of its data set")
@@ -94,8 +93,8 @@ def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
     )
 
 
-def shards_and_model(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
-    """Return the shards of a loader, and its cost model. Raises ValueError if it has no whole samples of shards."""
+def shards_of_loader(spec: BuildSpec) -> IndexedShards:
+    """Return the shards of a loader. Raises ValueError if it has no whole samples of shards."""
     if not isinstance(spec.content, ShardContent | SampleContent):
         raise ValueError("orchdata show reads shards, and this DataLoader reads none: call its step_at for any step")
     if isinstance(spec.plan.batches, WindowBatches):
@@ -103,8 +102,7 @@ def shards_and_model(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
             "orchdata show shows whole samples, and this loader has windows of concatenated documents, "
             "od.Packed(concatenate=True): its step_at gives any step, and batch.token_ranges says what each window has"
         )
-    model = spec.plan.costs.model if isinstance(spec.plan.costs, IndexCosts) else None
-    return spec.content.shards, model
+    return spec.content.shards
 
 
 def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
@@ -115,17 +113,12 @@ def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[i
 
 
 def shown_step(
-    shards: IndexedShards,
-    plan: Plan,
-    rank: int,
-    model: CostModel | None = None,
-    use_file: Callable[[MediaFile], str] | None = None,
+    shards: IndexedShards, plan: Plan, rank: int, use_file: Callable[[MediaFile], str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return what a rank gets in a step, by microbatch: samples, and for each phase its cost and the largest cost."""
+    """Return what a rank gets in a step, by microbatch."""
     groups = []
     for microbatch in range(plan.num_microbatches):
         indices = plan.places(rank, microbatch)
-        cells = {phase: plan.cells(phase)[:, microbatch] for phase in plan.phases}
         sources = [plan.sources[number] if plan.sources else "" for number in plan.source[indices].tolist()]
         passes = [pass_of(plan, at, shards.seed) for at in indices.tolist()]
         groups.append(
@@ -136,9 +129,7 @@ def shown_step(
                 "ranks": plan.num_ranks,
                 "microbatch": microbatch,
                 "microbatches": plan.num_microbatches,
-                "cost": {phase: int(costs[rank]) for phase, costs in cells.items()},
-                "largest_cost": {phase: int(costs.max()) for phase, costs in cells.items()},
-                "samples": shown_rows(shards, plan.row[indices].tolist(), model, sources, passes, use_file),
+                "samples": shown_rows(shards, plan.row[indices].tolist(), sources, passes, use_file),
             }
         )
     return groups
@@ -147,7 +138,6 @@ def shown_step(
 def shown_rows(
     shards: IndexedShards,
     rows: Sequence[int],
-    model: CostModel | None = None,
     sources: Sequence[str] = (),
     passes: Sequence[Pass] = (),
     use_file: Callable[[MediaFile], str] | None = None,
@@ -164,10 +154,6 @@ def shown_rows(
         keep_going: trouble, too, is the error of the sample that has it.
     """
     index, opened = shards.index, shards.open()
-    costs: dict[str, NDArray[np.int64]] = {}
-    if model is not None:
-        of_model = IndexCosts(index, model)
-        costs = {phase: of_model.costs(phase, np.array(rows, np.int64)) for phase in of_model.phases}
     samples = []
     try:
         for number, row in enumerate(rows):
@@ -193,7 +179,6 @@ def shown_rows(
                     "source": sources[number] if sources else "",
                     "tokens": int(index.llm_tokens[row]),
                     "trained_tokens": int(index.loss_tokens[row]),
-                    "costs": {phase: int(values[number]) for phase, values in costs.items()},
                     "spans": spans,
                     "error": error,
                 }
@@ -218,7 +203,7 @@ def _spans(
         modality, size = recipe.modalities[span.modality], sizes[span.member]
         extras = {name: _plain(values) for name, values in modality.extras([size]).items()}
         field = stored.members[span.member].field
-        shown = {
+        described = {
             "modality": span.modality,
             "field": field,
             "tokens": span.tokens,
@@ -231,9 +216,9 @@ def _spans(
                     file = modality.to_file(payloads[span.member], size, media[number].arrays, recipe.limits)
                 except Exception as error:  # a user's modality may raise anything
                     raise as_field_error(error, "written", field) from error
-                shown["file"] = use_file(MediaFile(stored, number, *file))
+                described["file"] = use_file(MediaFile(stored, number, *file))
             number += 1
-        yield shown
+        yield described
 
 
 def _text(span: TextSpan, recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -279,3 +264,98 @@ def _file_name(name: str) -> str:
     """Return a name that is valid for a file on any system, and not a path; the end of a long name."""
     plain = re.sub(r"[^\w.=+-]", "_", name)
     return plain.encode()[-_LONGEST_NAME:].decode(errors="ignore").lstrip(".") or "_"
+
+
+@dataclass(frozen=True, repr=False)
+class ShownSamples:
+    """Samples as the model sees them. A notebook shows text, with what is trained, and small pictures of images.
+
+    Attributes:
+        samples: the samples, as `orchdata show --json` has them.
+    """
+
+    samples: tuple[Shown, ...]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{each['key']}: {each['error'] or format(each['tokens'], ',') + ' LLM tokens'}" for each in self.samples
+        ]
+        return "\n".join([f"{len(self.samples)} samples", *lines])
+
+    @never_raises
+    def _repr_html_(self) -> str:
+        return view(f"{len(self.samples)} samples", *(sample_html(each, basename) for each in self.samples))
+
+
+def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | str]) -> ShownSamples:
+    """Return samples as the model sees them: as `orchdata show`, for a notebook.
+
+    They are read and decoded now, in this process. A sample that cannot be loaded says why.
+
+    Args:
+        dataset: its index is built where it is missing.
+        samples: keys (str) and rows of the index (int), or one of them.
+
+    Raises:
+        KeyError: the data set has no sample of this key, or leaves it out.
+        IndexError: there is no such row.
+    """
+    index = index_of(dataset)
+    unchosen = unchosen_rows(dataset, index)
+    rows: list[int] = []
+    for one in [samples] if isinstance(samples, int | str) else samples:
+        if isinstance(one, str):
+            rows += rows_of_key(index, unchosen, one)
+        elif -index.num_rows <= one < index.num_rows:
+            rows.append(one % index.num_rows)
+        else:
+            raise IndexError(f"row {one} is none of the {index.num_rows:,} rows of the index")
+    return ShownSamples(tuple(with_pictures(dataset, index, rows)))
+
+
+def with_pictures(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[Shown]:
+    """Return rows to show, with small pictures of their first images as data URLs."""
+    sources = source_names(dataset, index, rows)
+    return shown_rows(shards_of(dataset, index), rows, sources, use_file=_picture, keep_going=True)
+
+
+def _picture(media: MediaFile) -> str:
+    if media.suffix not in ("png", "jpg", "jpeg", "webp") or media.number >= _MOST_PICTURES:
+        return ""
+    from PIL import Image
+
+    picture, out = Image.open(io.BytesIO(media.content)), io.BytesIO()  # of a moving one the first frame
+    picture.thumbnail((_SIDE, _SIDE))
+    picture.convert("RGB").save(out, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def sample_html(sample: Shown, name: Callable[[str], str], in_text: Callable[[str], str] = str) -> str:
+    """Return a sample as HTML.
+
+    Args:
+        name: url of a shard -> a short name.
+        in_text: shortens the names of shards in a message.
+    """
+    where = f"{shown(name(sample['shard']), 120)} · {shown(sample['key'], 120)}"
+    counts = f"{sample['tokens']:,} LLM tokens, {sample['trained_tokens']:,} trained"
+    if sample["source"]:
+        counts += f", source {shown(sample['source'], 60)}"
+    head = f"<h3>{where}</h3><span class='note'>{counts}</span>"
+    if sample["error"] is not None:
+        return f'<article class="sample">{head}<p>unreadable: {shown(in_text(sample["error"]))}</p></article>'
+    spans = "".join(map(_span_html, sample["spans"][:_MOST_SPANS]))
+    more = len(sample["spans"]) - _MOST_SPANS
+    rest = f'<p class="note">and {more:,} more spans</p>' if more > 0 else ""
+    return f'<article class="sample">{head}{spans}{rest}</article>'
+
+
+def _span_html(span: dict[str, Any]) -> str:
+    if "text" in span:
+        text = span["text"] if span["text"] is not None else " ".join(map(str, span["token_ids"][:100]))
+        kind = ' class="trained"' if span["trained"] else ""
+        return f"<p><span{kind}>{shown(text, _MOST_TEXT)}</span></p>"
+    note = f"{escape(span['modality'])}, {span['tokens']:,} tokens, {span['positions']:,} positions"
+    if not span.get("file"):
+        return f'<p class="note">[{note}]</p>'
+    return f'<div class="picture"><img alt="{note}" src="{span["file"]}"></div><p class="note">{note}</p>'
