@@ -22,8 +22,7 @@ from orchdata.loaders.index.jobs.work import Given
 from orchdata.loaders.index.locations import check_function_of, index_path
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
-from orchdata.loaders.kept.builds import building
-from orchdata.loaders.kept.prune import keep_within, remove_leftovers
+from orchdata.loaders.kept import remove_leftovers
 from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
@@ -120,7 +119,7 @@ def build_index(
 
     # Measure the shards, then merge their tables in the given order.
     builder.parts = parts
-    with closing(builder), building(cache) as build:
+    with closing(builder):
         order = _begun_at(paths, share, apart=parts is not None)
         measured = in_parallel(builder, order, workers, progress, under_way, patience)
         builder.missing_media.check()
@@ -129,7 +128,6 @@ def build_index(
             check_met(reading.columns, [table.meta.met for table in tables])
         with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
-        keep_within(cache, build, [table.path for table in tables])
     remove_leftovers(cache)
     return index
 

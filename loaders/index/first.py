@@ -28,8 +28,6 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import pack
-from orchdata.loaders.kept.builds import building
-from orchdata.loaders.kept.prune import keep_within
 from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
@@ -104,7 +102,7 @@ def build_first_index(
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, False), StorageError)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=8)
-    with closing(builder), building(cache) as build, builder.claims.claim(str(path), go_on=lambda: True):
+    with closing(builder), builder.claims.claim(str(path), go_on=lambda: True):
         if _changed(path) != before:  # another process has built it meanwhile
             with suppress(DamagedIndexError):
                 if (index := open_first(urls, recipe, count, cache=cache, reading=reading)) is not None:
@@ -116,9 +114,7 @@ def build_first_index(
         if len(tables) == len(paths) and not tables[-1].reach:  # these are all samples
             check_met(reading.columns, [table.meta.met for table in tables])
             path = index_path(urls, fingerprint, cache, reading)
-        index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
-        keep_within(cache, build, [table.path for table in tables])
-        return index
+        return patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
 
 
 def _changed(path: Path) -> tuple[int, int] | None:

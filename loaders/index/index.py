@@ -41,8 +41,8 @@ from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
-from orchdata.loaders.storage.shared.files import opened
-from orchdata.loaders.storage.shared.use import hold, still_used
+from orchdata.loaders.storage.shared.files import Lent, lend, opened_lent
+from orchdata.loaders.storage.shared.use import mark_used, still_used
 from orchdata.loaders.storage.verified import forget, is_noted, note
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
@@ -53,7 +53,7 @@ KIND = b"indx"
 
 
 class Index:
-    """A mapped index; pickles as its path. While it is open, no prune of the cache folder removes its file.
+    """A mapped index; pickles as its path, and as the open file: what a prune has removed is there for workers too.
 
     n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
     one row or, if it is split, one row per piece, in order. Bad samples have a row too: no tokens, parts or members,
@@ -99,8 +99,9 @@ class Index:
 
     fetch: Callable[[], Index] | None = None
 
-    def __init__(self, path: str | Path) -> None:
-        """Map the file. It is read completely, and checked, once per machine; see `storage.verified`.
+    def __init__(self, path: str | Path, lent: Lent | None = None) -> None:
+        """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
+        see `storage.verified`.
 
         Raises:
             FileNotFoundError: no such file.
@@ -109,7 +110,7 @@ class Index:
         """
         self.path = Path(path)
         try:
-            metadata, columns, self.marks, self._fd, self._opened = self._mapped()
+            metadata, columns, self.marks, self._fd, self._opened = self._mapped(lent)
         except ValueError as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -167,10 +168,10 @@ class Index:
             raise self.damaged("it was changed while it was open")
         still_used(self.path)
 
-    def _mapped(self) -> _Mapped:
+    def _mapped(self, lent: Lent | None) -> _Mapped:
         def map_if_there() -> _Mapped | None:
             try:
-                return _map(self.path)
+                return _map(self.path, lent)
             except FileNotFoundError:
                 return None
 
@@ -187,8 +188,8 @@ class Index:
             f"Index({str(self.path)!r}: {counted(self.num_samples, 'sample')} in {counted(len(self.shards), 'shard')})"
         )
 
-    def __reduce__(self) -> tuple[Callable[[Path], Index], tuple[Path]]:
-        return _opened_again, (self.path,)
+    def __reduce__(self) -> tuple[Callable[[Path, Lent], Index], tuple[Path, Lent]]:
+        return _opened_again, (self.path, lend(self._fd))
 
     def damaged(self, reason: str) -> DamagedIndexError:
         """Return the error to raise for impossible values. The file will be verified again when it is next opened."""
@@ -468,10 +469,10 @@ class Index:
         return first, counts
 
 
-def _opened_again(path: Path) -> Index:
+def _opened_again(path: Path, lent: Lent) -> Index:
     """Open the index of another process. Raises MissingIndexError if it was removed."""
     try:
-        return Index(path)
+        return Index(path, lent)
     except FileNotFoundError:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 
@@ -479,13 +480,13 @@ def _opened_again(path: Path) -> Index:
 _Mapped = tuple[dict[str, Any], Columns, NDArray[np.int64] | None, int, os.stat_result]
 
 
-def _map(path: Path) -> _Mapped:
+def _map(path: Path, lent: Lent | None) -> _Mapped:
     """Return verified head, mapped columns and marks of an index, a descriptor, and its status.
 
     Raises ValueError, OSError.
     """
-    with opened(path) as fd:
-        hold(fd, path)
+    with opened_lent(path, lent) as fd:
+        mark_used(path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted = is_noted(path, status)

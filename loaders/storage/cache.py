@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from orchdata.loaders.amounts import bytes_of
 from orchdata.loaders.storage.node.entries import (
     TOUCH_SECONDS,
     complete,
@@ -31,10 +30,8 @@ from orchdata.loaders.storage.node.entries import (
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.storage.shared.files import make_folder, open_lock
-from orchdata.loaders.storage.shared.use import lock_alone
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
-BYTES_VARIABLE = "ORCHDATA_CACHE_BYTES"
 _ENTRY_SUFFIX = ".tar"
 
 
@@ -42,13 +39,9 @@ class CacheFolder:
     """A folder for files that can be created again.
 
     Args:
-        root: the folder; default: $ORCHDATA_CACHE, else ~/.cache/orchdata, which only this user can access. It is
-            created at the first write; a given folder gets the permissions of the umask, so that users can share it.
+        root: the folder; default: $ORCHDATA_CACHE, else ~/.cache/orchdata. It is created at the first write, for this
+            user alone. A folder that exists keeps its mode: so the users of one group share it, by their umask.
         max_bytes: cap on all decompressed shards in it together. The least recently opened are removed first.
-        max_kept_bytes: bound on the whole folder, which each build of an index enforces at its end, see `kept.prune`;
-            default: $ORCHDATA_CACHE_BYTES, else none.
-
-    Raises ValueError for a variable that is no number of bytes.
     """
 
     def __init__(
@@ -56,23 +49,15 @@ class CacheFolder:
         root: str | os.PathLike[str] | None = None,
         *,
         max_bytes: int = 256 << 30,
-        max_kept_bytes: int | None = None,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-        if max_kept_bytes is not None and max_kept_bytes < 0:
-            raise ValueError(f"max_kept_bytes must be at least 0, got {max_kept_bytes}")
-        if max_kept_bytes is None and (bound := os.environ.get(BYTES_VARIABLE)):
-            max_kept_bytes = bytes_of(bound, BYTES_VARIABLE)
-        named = root or os.environ.get(CACHE_VARIABLE)
-        self._mode = 0o777 if named else 0o700
-        self.root = Path(named or "~/.cache/orchdata")
+        self.root = Path(root or os.environ.get(CACHE_VARIABLE) or "~/.cache/orchdata")
         try:
             self.root = self.root.expanduser().absolute()
         except RuntimeError as error:  # no $HOME, and the user has no entry in the system's list
             raise OSError(f"no cache folder: {self.root} needs a home directory; set {CACHE_VARIABLE}") from error
         self.max_bytes = max_bytes
-        self.max_kept_bytes = max_kept_bytes
 
     def make(self, kind: str) -> Path:
         """Create the folder for files of one kind, and return it.
@@ -86,7 +71,7 @@ class CacheFolder:
     def make_root(self) -> Path:
         """Create the folder itself, and return it. Raises as `make`."""
         if not tried(str(self.root), "cannot be looked at", self.root.is_dir):
-            make = partial(self.root.mkdir, self._mode, parents=True, exist_ok=True)
+            make = partial(self.root.mkdir, 0o700, parents=True, exist_ok=True)
             tried(str(self.root), "cannot be created", make)
         return self.root
 
@@ -151,9 +136,12 @@ class CacheFolder:
         """
         descriptor = open_lock(self.file("locks", name))
         try:
-            if waits:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield waits or lock_alone(descriptor)
+            is_held = True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            except BlockingIOError:
+                is_held = False
+            yield is_held
         finally:
             os.close(descriptor)
 

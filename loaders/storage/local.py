@@ -123,7 +123,7 @@ class LocalFile:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         links = 0 if self._follow else os.O_NOFOLLOW
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
-        if not self._follow:  # a file of the cache folder, which a prune must not remove while it is open
+        if not self._follow:  # a copy, whose bytes would stay on the disk while it is open: none is made in its place
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return fd

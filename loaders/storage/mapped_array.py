@@ -2,8 +2,8 @@
 
     array --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
 
-The file is written when the array is first pickled, so that arrays which stay in their process leave no files. Both
-processes hold it as long as they have the array: another worker may map it later, by its path.
+The file is written when the array is first pickled, so that arrays which stay in their process leave no files. This
+process has it open as long as it has the array: another worker may map it later, also when a prune has removed it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import opened
-from orchdata.loaders.storage.shared.use import hold
+from orchdata.loaders.storage.shared.files import Lent, lend, opened_lent
+from orchdata.loaders.storage.shared.use import mark_used
 
 KIND = "arrays"
 _held: dict[int, int] = {}
@@ -51,23 +51,25 @@ class MappedArray:
             write_whole(path, data)
             if not _is_held(path, digest, self.array):
                 raise StorageError(str(path), "is not what was just written to it, or was removed: try again")
-        return _mapped, (str(path), digest)
+        return _mapped, (str(path), digest, lend(_held[id(self.array)]))
 
 
-def _mapped(path: str, digest: str) -> MappedArray:
-    array = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest))
+def _mapped(path: str, digest: str, lent: Lent | None = None) -> MappedArray:
+    array = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest, lent=lent))
     if array is None:
         raise StorageError(path, "is gone, or its content has changed: create the loader again")
     return MappedArray(array)
 
 
-def _map_verified(path: Path, digest: str, array: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
+def _map_verified(
+    path: Path, digest: str, array: NDArray[np.int64] | None = None, lent: Lent | None = None
+) -> NDArray[np.int64] | None:
     """Map the file; None if it does not exist with the content of this digest. It is held for `array`, default: for
     what is returned.
     """
     try:
-        with opened(path) as fd:
-            hold(fd, path)
+        with opened_lent(path, lent) as fd:
+            mark_used(path)
             with open(fd, "rb", closefd=False) as file:
                 actual = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
             if actual != digest:

@@ -222,14 +222,13 @@ def walks() -> dict[str, tuple[str, dict[str, Any]]]:
         ("prune", "tar.gz"),
         ("prune_in_use", "jsonl"),
         ("listing", "tar.gz"),
-        ("bounded", "tar"),
     ):
         found[f"{name}, {scenario}"] = (scenario, {"container": name})
     return found
 
 
 WALKS = walks()
-OF_FEW_POINTS = ("take", "prune", "prune_in_use", "listing", "bounded")
+OF_FEW_POINTS = ("take", "prune", "prune_in_use", "listing")
 SAMPLED = () if os.environ.get("ORCHDATA_EVERY_POINT") else OF_FEW_POINTS
 """Scenarios of which a sample of points is tried: most of their calls are also calls of the others."""
 MOST_OF_A_SAMPLE = 25

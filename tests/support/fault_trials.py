@@ -40,8 +40,7 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.kept.listing import listing
-from orchdata.loaders.kept.prune import prune
+from orchdata.loaders.kept import kept_files, prune
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
 from orchdata.loaders.storage.cache import CacheFolder
@@ -201,27 +200,16 @@ class Trial:
         return "pruned"
 
     def prune_in_use(self) -> str:
-        """All but the index, which this process has open."""
+        """All, and the index that this process has open can be read."""
         index = self.dataset(self.paths).index()
         self.age()
         self.armed(lambda: prune(CacheFolder(), older_than_seconds=0.0))
-        assert index.path.exists(), "what is in use was removed"
         return index_digest(index)
 
     def listing(self) -> str:
         self.age()
-        found = self.armed(lambda: listing(CacheFolder()))
-        kinds = [(name, kind.files, kind.damaged, kind.foreign) for name, kind in found.kinds.items()]
-        return _digest(json.dumps([kinds, [index.samples for index in found.indexes], found.files]))
-
-    def bounded(self) -> str:
-        """A build over a folder with the costs of another recipe, which ends with as little as possible."""
-        modalities = fault_data.RECIPE.modalities
-        recipe = od.Recipe(image=modalities["image"], audio=modalities["audio"], limits=od.Limits(sample_tokens=9999))
-        shutil.rmtree(self.cache / "facts", ignore_errors=True)  # so that shards are read, with retries
-        self.age()
-        cache = CacheFolder(self.cache, max_kept_bytes=1)
-        return index_digest(self.armed(lambda: build_index(self.paths, recipe, cache=cache)))
+        found = self.armed(lambda: kept_files(CacheFolder()))
+        return _digest(json.dumps(sorted(str(path) for file in found for path in file.paths)))
 
     def take(self) -> str:
         """From the paths of a container to the index of its first samples."""

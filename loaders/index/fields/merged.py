@@ -24,7 +24,7 @@ from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import Damaged, body_start, finish, head_of, verify_body
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.storage.shared.files import opened
-from orchdata.loaders.storage.shared.use import hold
+from orchdata.loaders.storage.shared.use import mark_used
 from orchdata.loaders.storage.verified import is_noted, note
 from orchdata.loaders.versions import FIELDS_FORMAT
 from orchdata.native.key_hash import hash_keys
@@ -45,14 +45,13 @@ class FieldInfo(NamedTuple):
 
 class IndexFields:
     """The user's own columns, with a value for each row of an index; pieces of a sample have the value of the sample.
-    While it exists, no prune of the cache folder removes its file.
 
     Attributes:
         fields: name -> what it has.
     """
 
     def __init__(self, batch: pa.RecordBatch, fd: int) -> None:
-        """Show a batch of a file that is open, and held, as `fd`, which is closed with this object."""
+        """Show a batch of a file that is open as `fd`, which is closed with this object."""
         weakref.finalize(self, os.close, fd)
         self._batch = batch
         self.fields: Mapping[str, FieldInfo] = {
@@ -88,7 +87,7 @@ def open_merged(index: Index, names: Sequence[str], cache: CacheFolder) -> Index
 
 def _mapped(path: Path, index: Index, names: Sequence[str]) -> IndexFields:
     with opened(path) as fd:
-        hold(fd, path)
+        mark_used(path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, FIELDS_FORMAT)
         if head.values["build_id"] != index.build_id:

@@ -21,12 +21,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.collector import leave_out_what_is_loaded
-from orchdata.loaders.errors import OrchdataError, ProcessError
+from orchdata.loaders.errors import OrchdataError, ProcessError, StorageError
 from orchdata.loaders.index.measuring.chunk import Progress, measure_chunk
 from orchdata.loaders.index.measuring.kept_sizes import FOLDER as SIZES
 from orchdata.loaders.index.measuring.kept_texts import FOLDER as TEXTS
 from orchdata.loaders.index.measuring.reading import Chunk
-from orchdata.loaders.kept.builds import building, builds
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.jsonl.media_files import Found, MissingMedia
@@ -36,6 +35,8 @@ from orchdata.loaders.storage.shared.files import status_of
 from orchdata.loaders.tokenizer_threads import share_cores
 
 _OWN_PREFIX: Final = "orchdata-measures-"
+_ALIVE: Final = "alive"
+"""The lock of such a folder that its process holds."""
 _YOUNG_SECONDS: Final = 60.0
 _SENT: Final = ("costs", "facts", TEXTS, SIZES)
 """Kinds of files in the cache folder that a build keeps of each shard."""
@@ -138,7 +139,8 @@ class Measurer:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self._own = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX))
         folder = CacheFolder(self._own)
-        self._held.enter_context(building(folder))
+        with suppress(OSError):  # without locks it is not removed by others
+            self._held.enter_context(folder.lock(_ALIVE))
         return folder
 
     def _take_files(self) -> dict[str, bytes]:
@@ -155,13 +157,15 @@ class Measurer:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that were killed: no build is under way in them."""
-    for lock in parent.glob(f"{_OWN_PREFIX}*/locks/*"):
-        with suppress(OSError):
+    """Remove the folders of processes that were killed: these do not hold their lock."""
+    for lock in parent.glob(f"{_OWN_PREFIX}*/locks/{_ALIVE}"):
+        with suppress(OSError, StorageError):
             status, folder = status_of(lock), lock.parent.parent
             is_young = status is None or time.time() - status.st_mtime < _YOUNG_SECONDS  # it may not be locked yet
-            if not is_young and not builds(CacheFolder(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
+            if not is_young:
+                with CacheFolder(folder).lock(_ALIVE, waits=False) as is_abandoned:
+                    if is_abandoned:
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 def packed(message: Any) -> bytes:

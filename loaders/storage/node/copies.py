@@ -6,6 +6,7 @@ add --room below the cap, reserved under a lock--> partial file of the full size
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Container
@@ -30,8 +31,7 @@ from orchdata.loaders.storage.node.entries import (
 )
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.shared.access import access_of
-from orchdata.loaders.storage.shared.files import names_in, opened_to_lock, status_of
-from orchdata.loaders.storage.shared.use import NoLocks, lock_alone
+from orchdata.loaders.storage.shared.files import names_in, opened, status_of
 from orchdata.loaders.storage.storage import FileVersion
 
 FOLDER: Final = "copies"
@@ -185,13 +185,12 @@ def name_of(url: str, file: FileVersion) -> str:
 
 
 def _is_unused(entry: Entry) -> bool:
-    """Return whether no process reads a copy, or has used it since it was listed."""
+    """Return whether no process reads a copy, or has used it since it was listed: its bytes would stay on the disk."""
     try:
-        with opened_to_lock(entry.path) as file:
-            return lock_alone(file) and last_used(entry.path, os.fstat(file)) <= entry.last_used
-    except NoLocks:
-        return True
-    except FileNotFoundError:
+        with opened(entry.path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return last_used(entry.path, os.fstat(file)) <= entry.last_used
+    except (BlockingIOError, FileNotFoundError):
         return False
 
 

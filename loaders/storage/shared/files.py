@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import StorageError
 
@@ -42,16 +42,28 @@ def opened(path: str | Path) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def opened_to_lock(path: str | Path) -> Iterator[int]:
-    """Open a file as `opened`; for writing too if this user may, because over a network no other file can be locked
-    alone. Nothing is written to it.
+class Lent(NamedTuple):
+    """A file that another process of this machine has open, with a name in the cache folder or without one.
+
+    Attributes:
+        path: where the system shows the other process's descriptor.
+        identity: device, inode, size and mtime, which a file of another process or machine does not share.
     """
-    try:
-        fd = _open(path, os.O_RDWR)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
+
+    path: str
+    identity: tuple[int, ...]
+
+
+def lend(fd: int) -> Lent:
+    """Return what another process opens the file of a descriptor with, as long as this process has it open."""
+    return Lent(f"/proc/{os.getpid()}/fd/{fd}", _identity(os.fstat(fd)))
+
+
+@contextmanager
+def opened_lent(path: str | Path, lent: Lent | None) -> Iterator[int]:
+    """Open a file that another process lends; if it does not any more, or elsewhere, by its path as `opened`."""
+    fd = None if lent is None else _open_lent(lent)
+    if fd is None:
         fd = _open(path, os.O_RDONLY)
     try:
         yield fd
@@ -175,6 +187,23 @@ def _open(path: str | Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _open_lent(lent: Lent) -> int | None:
+    fd = None
+    try:
+        fd = os.open(lent.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if _identity(os.fstat(fd)) == lent.identity:
+            return fd
+    except OSError:
+        pass
+    if fd is not None:
+        os.close(fd)
+    return None
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:

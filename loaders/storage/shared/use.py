@@ -1,18 +1,12 @@
-"""Who uses a kept file, and when it was last used: so that pruning removes nothing that a process needs.
-
-A process that keeps a file open, or that others will open later by its path, holds a shared lock (flock) on it. The
-kernel releases the lock when the process ends, so nothing is left of a killed one. Before a file is removed, it is
-locked alone, which fails while anyone holds it.
+"""When a kept file was last used, so that pruning removes what was not used for longest.
 
 The last use is a time of change: of the file itself if it is only read and belongs to this user, else of an empty
-mark next to it, which any user who can write to the folder may replace. Times of access are of no use: many file
-systems do not record them, and each backup changes them.
+mark next to it: a change of the time of a large file would tell its readers that it was changed. Times of access are
+of no use: many file systems do not record them, and each backup changes them.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import time
 from contextlib import suppress
@@ -25,58 +19,8 @@ from orchdata.loaders.storage.shared.files import status_of
 USED_SUFFIX: Final = ".used"
 MARK_SECONDS: Final = 3600.0
 """A use is recorded if the last one was recorded so long ago."""
-_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF})
-"""Errors of file systems that have no such locks, or, over a network, none on files that cannot be written."""
-_TRIES: Final = 100
-_POLL_SECONDS: Final = 0.02
+STILL_SECONDS: Final = 24 * 3600.0
 _refreshed: dict[str, float] = {}
-
-
-class NoLocks(OSError):
-    """The file system has no locks."""
-
-
-def hold(fd: int, path: str | Path) -> None:
-    """Hold an open file until its descriptor, and all copies of it, are closed; and record its use.
-
-    Where the file system has no locks, it is not held.
-
-    Raises:
-        FileNotFoundError: it was removed since it was opened.
-        OSError: it cannot be looked at now.
-    """
-    lock_shared(fd)
-    if status_of(path) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    mark_used(path)
-
-
-def lock_shared(fd: int) -> None:
-    """Lock an open file, together with others, until its descriptor and all copies of it are closed; best effort."""
-    for _ in range(_TRIES):  # whoever removes a file has it locked for a moment
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(_POLL_SECONDS)
-        except OSError:
-            break
-
-
-def lock_alone(fd: int) -> bool:
-    """Lock an open file until its descriptor is closed. Return False if a process holds it.
-
-    Raises NoLocks, or OSError if that cannot be known now.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            raise NoLocks(error.errno, error.strerror) from error
-        raise
-    return True
 
 
 def last_used(path: str | Path, status: os.stat_result) -> float:
@@ -94,9 +38,9 @@ def mark_used(path: str | Path) -> None:
 
 
 def still_used(path: str | Path) -> None:
-    """Record that a file is still used, as `mark_used`; often called, so it looks at the file once in a while."""
+    """Record that a running job uses a file, once a day; best effort."""
     now = time.monotonic()
-    if now - _refreshed.setdefault(str(path), now) > MARK_SECONDS:
+    if now - _refreshed.setdefault(str(path), now) > STILL_SECONDS:
         _refreshed[str(path)] = now
         mark_used(path)
 

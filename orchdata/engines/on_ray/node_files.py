@@ -28,7 +28,7 @@ from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.loaders.storage.sealed import Damaged, head_of
-from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.shared.files import lend, opened, opened_lent
 from orchdata.loaders.versions import TABLE_FORMAT
 
 _PIECE_BYTES: Final = 16 << 20
@@ -56,14 +56,14 @@ class NodeFile:
 
 def file_of_index(index: Index, node: str) -> NodeFile:
     """Return what another node finds an index by."""
-    with opened(index.path) as fd:
+    with opened_lent(index.path, lend(index._fd)) as fd:
         head, size = head_of(fd, KIND, TABLE_FORMAT), os.fstat(fd).st_size
     return NodeFile(path=str(index.path), kind=_INDEX, size=size, digest=head.digest, node=node)
 
 
 def file_of_array(array: MappedArray, node: str) -> NodeFile:
     """Return what another node finds an array by; its file is written. Raises StorageError."""
-    path, digest = array.__reduce__()[1]
+    path, digest, _ = array.__reduce__()[1]
     return NodeFile(path=path, kind=mapped_array.KIND, size=array.array.nbytes, digest=digest, node=node)
 
 

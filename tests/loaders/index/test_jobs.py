@@ -28,7 +28,6 @@ from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.jobs import jobs, work
 from orchdata.loaders.index.jobs.work import Measurer
-from orchdata.loaders.kept.builds import building
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -101,10 +100,10 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "orchdata-measures-of-others").mkdir()
     for folder in (killed, young):
         (folder / "locks").mkdir(parents=True)
-        (folder / "locks" / "build-0").touch()  # nothing holds it, as after a kill
-    with building(CacheFolder(alive)) as build:
-        for lock in (killed / "locks" / "build-0", build.path):
-            os.utime(lock, (0, 0))
+        (folder / "locks" / "alive").touch()  # nothing holds it, as after a kill
+    with CacheFolder(alive).lock("alive"):
+        for folder in (killed, alive):
+            os.utime(folder / "locks" / "alive", (0, 0))
         work._remove_abandoned(tmp_path)
     assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["alive", "others", "young"]
 

@@ -23,7 +23,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.kept.prune import remove_leftovers
+from orchdata.loaders.kept import remove_leftovers
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
@@ -339,7 +339,9 @@ def test_the_default_folder_is_for_its_user_alone(tmp_path: Path, monkeypatch: p
     try:
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "named"))
-        assert mode_of(CacheFolder().file("index", "x").parent.parent) == 0o775  # so that a team can share it
+        assert mode_of(CacheFolder().file("index", "x").parent.parent) == 0o700
+        (tmp_path / "named").chmod(0o775)  # so that a team can share it
+        assert mode_of(CacheFolder().file("index", "y").parent.parent) == 0o775
         monkeypatch.delenv("ORCHDATA_CACHE")
         CacheFolder().make("index")
         assert mode_of(tmp_path / ".cache" / "orchdata") == 0o700

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.kept.listing import listing
-from orchdata.loaders.kept.prune import prune
+from orchdata.loaders.kept import kept_files, prune
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.node.copies import FOLDER, Copies, name_of
 from orchdata.loaders.storage.storage import FileVersion
@@ -137,9 +136,8 @@ def test_copies_are_listed_and_pruned_and_files_of_others_stay(copies: Copies, c
     folder = Path(cache.path) / FOLDER
     (folder / "mine.copy").write_bytes(b"of the user's own")
     (folder / "notes.txt").write_bytes(b"of the user's own")
-    kind = listing(CacheFolder(cache.path)).kinds[FOLDER]
-    assert (kind.files, kind.foreign) == (3, 2)
-    assert kind.bytes >= len(CONTENT)
+    (listed,) = kept_files(CacheFolder(cache.path))
+    assert listed.kind == FOLDER and listed.size >= len(CONTENT)
     pruned = prune(CacheFolder(cache.path), older_than_seconds=0)
     assert pruned.removed[FOLDER].files == 1
     assert sorted(os.listdir(folder)) == ["mine.copy", "notes.txt"]

@@ -1,1 +1,0 @@
-"""What the cache folder keeps: all kinds of files, who uses them, a list of them, and their removal."""
