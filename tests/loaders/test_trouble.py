@@ -431,6 +431,7 @@ def test_what_another_user_left_ends_no_build(tmp_path_factory: pytest.TempPathF
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         shard = text_shard(Path(folder) / "a.tar", "a-", count=3)
+        (Path(folder) / "cache").mkdir()  # one that exists keeps its mode
         cache = CacheFolder(Path(folder) / "cache")
         build_index([shard], Recipe(), cache=cache)
         for kind in ("facts", "costs", "index"):
