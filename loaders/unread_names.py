@@ -293,10 +293,7 @@ def _add_below(name: str, value: list[Any] | dict[str, Any], found: dict[str, No
                 _add_below(f"{name}[]", item, found, levels - isinstance(item, list))
     elif len(value) <= _MOST_KEYS:
         for key, item in value.items():
-            if type(item) in _FLAT and item != "":
-                found[_below(name, key)] = None
-            else:
-                _add(_below(name, key), item, found, levels - 1)
+            _add(_below(name, key), item, found, levels - 1)
 
 
 @lru_cache(maxsize=4096)

@@ -269,7 +269,7 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
     """Return the outline of a sample's spans: runs of text of equal loss, and numbers of parts."""
     parts = sample.composition.parts
     numbers: dict[tuple[str, int], list[int]] = {}
-    for number, part in enumerate(parts) if parts else ():
+    for number, part in enumerate(parts):
         numbers.setdefault(part, []).append(number)
     current: dict[tuple[str, int], int] = {}
     outline: list[TextRun | int] = []
@@ -348,7 +348,7 @@ def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Membe
     if len(pieces) > 1:
         counts = [each._replace(text_start=at) for each, at in zip(counts, outline.starts, strict=True)]
     parts = [MeasuredPart(name, member, size) for (name, member), size in zip(outline.parts, sizes, strict=True)]
-    measured = Measured(counts, parts, sorted(used) if len(used) > 1 else [*used], cut_tokens)
+    measured = Measured(counts, parts, sorted(used), cut_tokens)
     _check_sample(measured, members, recipe)
     return measured
 
