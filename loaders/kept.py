@@ -21,9 +21,8 @@ from typing import Final, NamedTuple
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.node.entries import PARTIAL_SUFFIX, SUM_SUFFIX
+from orchdata.loaders.storage.opening import names_in, status_of
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import names_in, status_of
-from orchdata.loaders.storage.shared.use import USED_SUFFIX
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
 
 _DIGEST: Final = re.compile("[0-9a-f]{32,64}$")
@@ -61,7 +60,8 @@ class KeptFile(NamedTuple):
         last_used: in seconds as of `time.time`.
         size: bytes of the file and of its companions.
         kind: name of its folder.
-        paths: the file, then its companions: its mark of use, its checksum, notes that it was verified.
+        paths: the file, then its companions: its checksum, and notes that it was verified. Their times too are times
+            of use.
     """
 
     last_used: float
@@ -116,8 +116,6 @@ def prune(
     Raises StorageError if something cannot be removed, or looked at.
     """
     pruned, now = Pruned(), time.time()
-    if not dry_run:
-        remove_leftovers(cache)
     found = kept_files(cache)
     left = sum(file.size for file in found)
     for file in found:
@@ -129,6 +127,8 @@ def prune(
             left -= file.size
         else:
             pruned.left.add(file)
+    if not dry_run:
+        remove_leftovers(cache)
     return pruned
 
 
@@ -155,13 +155,13 @@ def _files(folder: Path) -> Iterator[KeptFile]:
             statuses[name] = status
     companions: dict[str, list[str]] = defaultdict(list)
     for name in statuses:
-        if name.endswith((USED_SUFFIX, SUM_SUFFIX)):
+        if name.endswith(SUM_SUFFIX):
             companions[name.partition(".")[0]].append(name)
         elif name.startswith(".") and name.endswith(NOTE_SUFFIX):
             companions[name[1:].partition(".")[0]].append(name)
     for name, status in statuses.items():
         mine = companions[name.partition(".")[0]]
-        used = max((statuses[each].st_mtime for each in mine if each.endswith(USED_SUFFIX)), default=0.0)
+        used = max((statuses[each].st_mtime for each in mine), default=0.0)
         size = status.st_size + sum(statuses[each].st_size for each in mine)
         paths = (folder / name, *(folder / each for each in mine))
         yield KeptFile(max(status.st_mtime, used), size, folder.name, paths)

@@ -19,7 +19,7 @@ from typing import Final
 
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.atomic import write_whole
-from orchdata.loaders.storage.shared.files import check_given, read_given
+from orchdata.loaders.storage.opening import check_given, read_small
 
 _MOST_BYTES: Final = 1 << 30
 
@@ -74,7 +74,7 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def _lines(path: str | os.PathLike[str]) -> io.TextIOWrapper:
-    content = read_given(path, _MOST_BYTES)
+    content = read_small(path, _MOST_BYTES)
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
-from orchdata.loaders.storage.shared.files import read_given
+from orchdata.loaders.storage.opening import read_small
 
 MOST_BYTES: Final = 4 << 20
 MOST_VALUES: Final = 50_000
@@ -31,7 +31,7 @@ def read_yaml(path: str | Path) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: it is not a regular file, not YAML, or beyond a limit; names the file.
     """
-    data = read_given(path, MOST_BYTES)
+    data = read_small(path, MOST_BYTES)
     try:
         return _Loader(data.decode()).get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError) as error:

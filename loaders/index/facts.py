@@ -23,7 +23,6 @@ from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
 from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"fact"
@@ -40,7 +39,6 @@ def load_facts(
     media_root: str | None = None,
     rules: FieldRules = NO_RULES,
     force: bool = False,
-    access: Access | None = None,
     files: Files = PLAIN_FILES,
 ) -> Facts:
     """Return the facts of a shard.
@@ -54,7 +52,6 @@ def load_facts(
         media_root: folder of the files that its records name.
         rules: names of its fields, and the function that makes records.
         force: scan even if the cache has fresh facts.
-        access: the most that the permissions of stored facts may allow; default: from `access_of`.
         files: where the shard is.
 
     Raises:
@@ -65,8 +62,7 @@ def load_facts(
     if rules.container is None:
         suffix_of(url)
     path = facts_path(url, cache=cache, media_root=media_root, rules=rules)
-    access = access or access_of(url)
-    if not force and (kept := _kept(path, url, limits, opened, access, files)) is not None:
+    if not force and (kept := _kept(path, url, limits, opened, files)) is not None:
         return kept
     try:
         facts = opened().facts()
@@ -81,7 +77,7 @@ def load_facts(
     # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar") or rules.container is not None:
         cache.make("facts")
-        _keep(path, facts, topic_of(url, rules), limits, access)
+        _keep(path, facts, topic_of(url, rules), limits)
     return facts
 
 
@@ -108,7 +104,7 @@ def _rules_of(table: FactsTable, topic: str) -> dict[str, int]:
     return {name: RULES[name] for name in (topic, *sorted(kinds))}
 
 
-def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -> None:
+def _keep(path: str, facts: Facts, topic: str, limits: Limits) -> None:
     """Store the table as one Arrow record batch, compressed if it is large; the head has the metadata."""
     batches = facts.table.arrow().to_batches()
     if len(batches) != 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
@@ -126,14 +122,11 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits, access: Access) -
         pa.default_memory_pool().release_unused()  # a multiple of the facts
     if facts.marks:  # after the batch
         values["marks"] = len(facts.marks)
-    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0], access)
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0])
 
 
-def _kept(
-    path: str, url: str, limits: Limits, opened: Callable[[], Shard], access: Access, files: Files
-) -> Facts | None:
+def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], files: Files) -> Facts | None:
     """Return the facts stored at `path`, or None if they are not those of the current shard."""
-    restrict(path, access)
     try:
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)

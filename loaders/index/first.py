@@ -201,7 +201,7 @@ class _First:
                         if isinstance(shard, JsonLinesShard) and shard.folder is not None:
                             self._builder.missing_media.add(shard.folder)
                         table = _table_of(url, costs, first, root)
-                        return named(replace(table, access=self._builder.access_of(url)), rules)
+                        return named(table, rules)
                     most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
             return None
         except Exception as error:  # noqa: BLE001 - it is measured whole, which records what is wrong with it

@@ -17,6 +17,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -37,19 +38,22 @@ from orchdata.loaders.shards.fields import SPARSE
 from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.opening import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
-from orchdata.loaders.storage.shared.files import Lent, lend, opened_lent
-from orchdata.loaders.storage.shared.use import mark_used, still_used
-from orchdata.loaders.storage.verified import forget, is_noted, note
+from orchdata.loaders.storage.verified import forget, is_noted, note, still_used
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
 
 KIND = b"indx"
+
+
+_STILL_SECONDS = 24 * 3600.0
+"""So often a running job records that it uses its index."""
 
 
 class Index:
@@ -114,6 +118,7 @@ class Index:
         except ValueError as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
+        self._used = time.monotonic()
         self.fingerprint: str = metadata["fingerprint"]
         self.build_id: str = metadata["build_id"]
         self.fields: tuple[str, ...] = tuple(metadata["fields"])
@@ -166,7 +171,9 @@ class Index:
             now = retry(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise self.damaged("it was changed while it was open")
-        still_used(self.path)
+        if time.monotonic() - self._used > _STILL_SECONDS:
+            self._used = time.monotonic()
+            still_used(self.path)
 
     def _mapped(self, lent: Lent | None) -> _Mapped:
         def map_if_there() -> _Mapped | None:
@@ -486,7 +493,6 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
     Raises ValueError, OSError.
     """
     with opened_lent(path, lent) as fd:
-        mark_used(path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted = is_noted(path, status)

@@ -18,7 +18,6 @@ from orchdata.loaders.index.totals import Totals, sum_totals
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, replaced
 from orchdata.loaders.storage.sealed import body_start, finish
-from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.versions import TABLE_FORMAT
 
 
@@ -52,7 +51,6 @@ def merge_tables(
     recipe: RecipeIdentity,
     *,
     build_id: str = "",
-    access: Access | None = None,
 ) -> None:
     """Write the index of `sources`, in their order, to `path`.
 
@@ -61,7 +59,6 @@ def merge_tables(
         sources: one table per shard.
         recipe: stored in the index.
         build_id: stored in the index, to recognize whether it was made from the same tables.
-        access: the most that its permissions may allow.
 
     Raises:
         StorageError: the disk is full, or not writable.
@@ -84,7 +81,7 @@ def merge_tables(
         values["marks"] = True
     length = marked_bytes(size) if has_marks else body_bytes(size)
     start = body_start(values, length)
-    with replaced(path, access) as fd:
+    with replaced(path) as fd:
         writer = TableWriter(fd, start, size, has_marks=has_marks)
         for number, source in enumerate(sources):
             writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])

@@ -36,7 +36,6 @@ from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import identity as identity_of_file
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import Accesses, restrict
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"head"
@@ -64,16 +63,12 @@ class Probes:
         recipe: with the modalities to probe.
         cache: stores headers; None: they are not kept.
         force: probe again even if the cache has fresh headers.
-        accesses: who may read copies of shards; default: computed here.
     """
 
-    def __init__(
-        self, recipe: Recipe, cache: CacheFolder | None, *, force: bool = False, accesses: Accesses | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, cache: CacheFolder | None, *, force: bool = False) -> None:
         self._recipe = recipe
         self._cache = cache
         self._force = force
-        self._accesses = accesses or Accesses()
         # By kind: the modalities with headers that are not in the facts, or that count from bytes and have no headers.
         self._own = dict(_own(recipe))
 
@@ -127,8 +122,7 @@ class Probes:
         """Return the header of each of `rows`, or the reason why there is none."""
         headers: dict[int, Header | str] = {}
         if self._cache is not None:
-            path, access = self._path(self._cache, facts, modality), self._accesses.of(facts.meta.url)
-            restrict(path, access)
+            path = self._path(self._cache, facts, modality)
             identity = facts.identity()
             if not self._force:
                 headers = _cached(path, identity, self._recipe.limits)
@@ -142,7 +136,7 @@ class Probes:
             current.key = None
             if self._cache is not None:
                 self._cache.make("facts")
-                write_whole(path, _sealed(headers, identity, self._recipe.limits), access)
+                write_whole(path, _sealed(headers, identity, self._recipe.limits))
         return [headers[row] for row in rows]
 
     def _path(self, cache: CacheFolder, facts: Facts, modality: Modality) -> str:

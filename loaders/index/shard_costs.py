@@ -38,7 +38,6 @@ from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
-from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.text.words import WORDS_SUFFIX
 from orchdata.loaders.unread_names import name_of_member
 from orchdata.loaders.versions import COSTS_FORMAT
@@ -68,7 +67,6 @@ class CostTable:
         kinds: modalities of the recipe by their codes, text first.
         has_marks: whether the marks of its rows follow its columns, see `moved.marks`.
         packed: its columns, and marks; if None, `body` reads and verifies them again.
-        access: the most that permissions of an index with this table may allow.
         columns: (old name, new name) of each renamed field.
         container, reach: as in ShardInfo.
     """
@@ -83,7 +81,6 @@ class CostTable:
     kinds: Sequence[str]
     packed: Buffer | None = field(repr=False, compare=False)
     media_root: str = ""
-    access: Access | None = None
     columns: tuple[tuple[str, str], ...] = ()
     container: str = ""
     key: str = ""
@@ -91,9 +88,7 @@ class CostTable:
     has_marks: bool = False
 
     @classmethod
-    def open(
-        cls, path: str, url: str, kinds: Sequence[str], media_root: str = "", access: Access | None = None
-    ) -> CostTable:
+    def open(cls, path: str, url: str, kinds: Sequence[str], media_root: str = "") -> CostTable:
         """Read and verify the file, with its columns. Raises OSError, or ValueError if it has changed.
 
         The values in its columns are checked when an index is made of all tables.
@@ -104,7 +99,7 @@ class CostTable:
         head, body = read_sealed(path, KIND, COSTS_FORMAT)
         if (head.values["url"], head.values["media_root"]) != (url, media_root):
             raise Damaged(f"it belongs to {head.values['url']}")
-        return cls.of(path, head.values, head.digest, body, kinds, access)
+        return cls.of(path, head.values, head.digest, body, kinds)
 
     @classmethod
     def of(
@@ -114,7 +109,6 @@ class CostTable:
         digest: str,
         body: Buffer,
         kinds: Sequence[str],
-        access: Access | None = None,
     ) -> CostTable:
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
         has_marks = bool(values.get("marks"))
@@ -122,7 +116,7 @@ class CostTable:
         if memoryview(body).nbytes != expected:
             raise Damaged(f"a table of {size} has {expected} bytes, there are {memoryview(body).nbytes}")
         fields, totals, root = tuple(values["fields"]), values["totals"], values["media_root"]
-        named = {"media_root": root, "access": access, "has_marks": has_marks}
+        named = {"media_root": root, "has_marks": has_marks}
         return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, **named)
 
     @property
@@ -180,15 +174,13 @@ class ShardCosts(NamedTuple):
             "media_root": media_root or "",
         }
 
-    def write(
-        self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
-    ) -> CostTable:
+    def write(self, path: str, url: str, meta: FactsMeta, media_root: str | None = None) -> CostTable:
         """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
         values = self.values(url, meta, media_root) | ({"marks": True} if self.marks else {})
         body = pack(self.columns) + self.marks
         head, digest = head_for(KIND, COSTS_FORMAT, values, body)
-        write_whole(path, body, access, head=head)
-        return CostTable.of(path, values, digest, body, self.kinds, access)
+        write_whole(path, body, head=head)
+        return CostTable.of(path, values, digest, body, self.kinds)
 
 
 def cost_shard(

@@ -20,7 +20,6 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.remote.file import in_order
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.shared.access import access_of
 from orchdata.loaders.storage.storage import Storage
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -86,7 +85,7 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
             file.check_unchanged()  # a change of the file can look like damage
 
     while True:
-        path = cache.entry(name, make, access_of(file.url), changed_ns=file.changed_ns)
+        path = cache.entry(name, make, changed_ns=file.changed_ns)
         try:
             return Decompressed(LocalFile(path, url=file.url, follow=False), is_new)
         except StorageError as error:

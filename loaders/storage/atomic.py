@@ -1,7 +1,7 @@
 """Files that appear completely or not at all: written under a temporary name in the same folder, then renamed.
 
 Writers of the same path do not disturb each other: the last one wins. A link with the name is replaced, and never
-followed. Permissions follow the umask; those of a copy also follow its source.
+followed. Permissions follow the umask.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from orchdata.loaders.storage.retries import storage_error, tried
-from orchdata.loaders.storage.shared.access import Access, create
 
 Buffer = bytes | bytearray | memoryview
 
@@ -21,17 +20,16 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
-def new_file(path: str | Path, *, sync: bool = False, access: Access | None = None) -> Iterator[int]:
+def new_file(path: str | Path, *, sync: bool = False) -> Iterator[int]:
     """Open a new file that replaces `path` when the block ends without an error; yields its descriptor.
 
     Args:
         path: of the file; its folder exists.
         sync: write it to the disk before the renaming.
-        access: the most that its permissions may allow.
 
     Raises OSError.
     """
-    fd, temporary = create_temporary(path, TEMPORARY_SUFFIX, access)
+    fd, temporary = create_temporary(path, TEMPORARY_SUFFIX)
     try:
         try:
             yield fd
@@ -46,27 +44,27 @@ def new_file(path: str | Path, *, sync: bool = False, access: Access | None = No
 
 
 @contextmanager
-def replaced(path: str | Path, access: Access | None = None) -> Iterator[int]:
+def replaced(path: str | Path) -> Iterator[int]:
     """Open a large file as `new_file` does, synced before it appears. Raises StorageError if it cannot be written."""
     try:
-        with new_file(path, sync=True, access=access) as fd:
+        with new_file(path, sync=True) as fd:
             yield fd
     except OSError as error:
         raise storage_error(str(path), "cannot be written", error) from error
 
 
-def write_whole(path: str | Path, data: Buffer, access: Access | None = None, *, head: bytes = b"") -> None:
+def write_whole(path: str | Path, data: Buffer, *, head: bytes = b"") -> None:
     """Write a small file, with some attempts. Raises StorageError if all of them fail.
 
     Args:
         head: comes before the data.
     """
-    tried(str(path), "cannot be written", lambda: write_once(path, data, access, head=head))
+    tried(str(path), "cannot be written", lambda: write_once(path, data, head=head))
 
 
-def write_once(path: str | Path, data: Buffer, access: Access | None = None, *, head: bytes = b"") -> None:
+def write_once(path: str | Path, data: Buffer, *, head: bytes = b"") -> None:
     """Write a small file. Raises OSError."""
-    with new_file(path, access=access) as fd:
+    with new_file(path) as fd:
         write_at(fd, head, 0)
         write_at(fd, data, len(head))
 
@@ -81,11 +79,11 @@ def write_at(fd: int, data: Buffer, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def create_temporary(path: str | Path, suffix: str, access: Access | None = None) -> tuple[int, str]:
+def create_temporary(path: str | Path, suffix: str) -> tuple[int, str]:
     """Create a hidden file in the folder of `path`; return its descriptor (read, write) and name. Raises OSError."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}{suffix}")
-    return create(temporary, access), temporary
+    return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
 
 
 def move(temporary: str | Path, path: str | Path) -> None:

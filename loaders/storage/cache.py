@@ -2,9 +2,6 @@
 
 Every file appears by renaming, so a reader sees a whole file or none. Processes that write the same entry wait for one
 another on a file lock, which the kernel releases when a process ends: no old lock can block a later run.
-
-Other users may write to the folder too: `shared.files` defines which files are used, and `shared.access` who may read a
-copy.
 """
 
 from __future__ import annotations
@@ -27,9 +24,8 @@ from orchdata.loaders.storage.node.entries import (
     remove_entry,
     remove_partials,
 )
+from orchdata.loaders.storage.opening import open_lock
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.access import Access, restrict
-from orchdata.loaders.storage.shared.files import make_folder, open_lock
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 _ENTRY_SUFFIX = ".tar"
@@ -65,7 +61,7 @@ class CacheFolder:
         Raises StorageError if it cannot be created.
         """
         folder = self.make_root() / kind
-        tried(str(folder), "cannot be created", lambda: make_folder(folder))
+        tried(str(folder), "cannot be created", lambda: folder.mkdir(exist_ok=True))
         return folder
 
     def make_root(self) -> Path:
@@ -83,17 +79,16 @@ class CacheFolder:
         self,
         name: str,
         make: Callable[[IO[bytes], int], None],
-        access: Access | None = None,
         *,
         changed_ns: int = 0,
     ) -> Path:
-        """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing. It is never a link.
+        """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing.
 
         Another process may evict the entry before it is opened: then call again. An existing entry is only read, so a
         complete cache may be read-only, and belong to another user.
 
         Errors of `make` are passed on, and nothing stays in the cache; after a failed system call it is called again
-        from the start. `limit` is the cap on the size, `access` the most that the permissions may allow: the shard's.
+        from the start. `limit` is the cap on the size.
         An entry that is older than `changed_ns`, as `Storage.changed_ns`, is made again.
 
         Raises StorageError if the cache cannot be written.
@@ -101,9 +96,7 @@ class CacheFolder:
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
         if not tried(str(path), "cannot be read", lambda: is_whole(path, changed_ns)):
             self.make("shards")
-            tried(str(path), "cannot be written", lambda: self._make(name, path, make, access, changed_ns))
-        elif access is not None:
-            restrict(path, access)
+            tried(str(path), "cannot be written", lambda: self._make(name, path, make, changed_ns))
         mark_used(path)
         return path
 
@@ -111,15 +104,13 @@ class CacheFolder:
         """Remove a decompressed shard; best effort. Processes that have it open can still read it."""
         remove_entry(self.root / "shards" / (name + _ENTRY_SUFFIX))
 
-    def _make(
-        self, name: str, path: Path, make: Callable[[IO[bytes], int], None], access: Access | None, changed_ns: int
-    ) -> None:
+    def _make(self, name: str, path: Path, make: Callable[[IO[bytes], int], None], changed_ns: int) -> None:
         with self.lock(name):
             if is_whole(path, changed_ns):  # written while this process waited
                 return
             # Younger ones may be between creation and lock.
             remove_partials(path.parent, TOUCH_SECONDS)
-            descriptor, partial = new_partial(path, access)
+            descriptor, partial = new_partial(path)
             complete(
                 path,
                 descriptor,

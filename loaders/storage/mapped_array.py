@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.opening import Lent, lend, opened_lent
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import Lent, lend, opened_lent
-from orchdata.loaders.storage.shared.use import mark_used
 
 KIND = "arrays"
 _held: dict[int, int] = {}
@@ -69,7 +68,6 @@ def _map_verified(
     """
     try:
         with opened_lent(path, lent) as fd:
-            mark_used(path)
             with open(fd, "rb", closefd=False) as file:
                 actual = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
             if actual != digest:

@@ -15,6 +15,7 @@ from pathlib import Path
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
+from orchdata.loaders.storage.opening import read_small
 from orchdata.loaders.storage.remote.urls import (
     HTTP,
     check_key,
@@ -27,7 +28,6 @@ from orchdata.loaders.storage.remote.urls import (
     without_secrets,
 )
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import read_given
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -313,7 +313,7 @@ def _is_base(name: str) -> bool:
 
 
 def _read_json(path: str) -> dict[str, object]:
-    content = tried(path, "cannot be read", lambda: read_given(path, _STATE_BYTES))
+    content = tried(path, "cannot be read", lambda: read_small(path, _STATE_BYTES))
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -25,8 +25,7 @@ from typing import Any
 
 from orchdata.loaders.storage.atomic import Buffer, write_at
 from orchdata.loaders.storage.local import read_into_at
-from orchdata.loaders.storage.shared.files import opened
-from orchdata.loaders.storage.shared.use import touch
+from orchdata.loaders.storage.opening import opened, record_use
 
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -86,8 +85,8 @@ def read_sealed(path: str | Path, kind: bytes, format: int) -> tuple[Head, memor
         Damaged: as `head_of`, or the body has changed.
         OSError: it cannot be read.
     """
+    record_use(path)
     with opened(path) as fd:
-        touch(fd, os.fstat(fd))
         first = os.pread(fd, _READ_BYTES, 0)
         head = _read_head(fd, kind, format, first)
         body = memoryview(_pread(fd, head.start, head.size, first))

@@ -1,4 +1,5 @@
 """Notes that a large file was verified on this machine since it booted, so that it is read completely only once.
+The time of the note is that of the last use of the file.
 
 A note identifies the file by path, inode, size, mtime and ctime. It is a hidden file in the same folder, one per
 machine and boot; if it cannot be written, the file is verified each time.
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from orchdata.loaders.storage.atomic import remove, write_once
-from orchdata.loaders.storage.shared.files import read_small
+from orchdata.loaders.storage.opening import read_small, record_use
 
 NOTE_SUFFIX = ".verified"
 _MOST_BYTES = 64 << 10
@@ -24,9 +25,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def is_noted(path: Path, status: os.stat_result) -> bool:
     """Return whether a note says that the file, with this status, was verified."""
     try:
-        return bool(_boot_id()) and read_small(_note(path), _MOST_BYTES) == _identity(path, status)
+        is_right = bool(_boot_id()) and read_small(_note(path), _MOST_BYTES) == _identity(path, status)
     except (OSError, ValueError):
         return False
+    still_used(path)
+    return is_right
+
+
+def still_used(path: Path) -> None:
+    """Record that a noted file is used; best effort."""
+    record_use(_note(path))
 
 
 def note(path: Path, status: os.stat_result) -> None:

@@ -28,7 +28,6 @@ from orchdata.loaders.html import table as html_table
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.shared.access import Access
 from orchdata.profiling import tables
 from orchdata.profiling.plots import draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.scales import SETTINGS
@@ -378,12 +377,11 @@ def write_report(
     page = page_of(profile, drawn, named=samples > 0)
     # A file that exists keeps its permissions, and a link its target.
     target = Path(path).resolve()
-    access = None
-    if target.is_file():
-        status = target.stat()
-        access = Access(stat.S_IMODE(status.st_mode), status.st_gid)
+    mode = stat.S_IMODE(target.stat().st_mode) if target.is_file() else None
     # Strings of the data have no lone surrogate left, which UTF-8 lacks; another name may have one.
-    write_whole(target, page.encode("utf-8", "backslashreplace"), access)
+    write_whole(target, page.encode("utf-8", "backslashreplace"))
+    if mode is not None:
+        target.chmod(mode)
 
 
 LIGHT: Final = {

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.index import Index
@@ -31,7 +32,6 @@ from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.kept import KINDS, Pruned, prune
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.loaders.storage.shared import use
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def age(path: Path, days: float) -> None:
 
 
 def age_all(days: float) -> None:
-    for path in kept():
+    for path in [*kept(), *CacheFolder().root.glob("*/.*.verified")]:
         age(path, days)
 
 
@@ -107,16 +107,19 @@ def test_each_use_of_an_index_is_recorded_and_that_of_a_run_each_day(
     """Its own time does not change: readers would take it for another file."""
     path = build_index(shards, od.Recipe()).path
     age(path, 31)
+    (note,) = path.parent.glob(f".{path.name}.*.verified")
+    note.unlink()
+    open_index(shards, od.Recipe())  # verified, and noted
+    age(note, 31)
     before = path.stat()
     index = open_index(shards, od.Recipe())
     assert index is not None and path.stat().st_ctime_ns == before.st_ctime_ns
-    mark = path.with_suffix(use.USED_SUFFIX)
     assert "index" not in counts(prune(CacheFolder(), older_than_seconds=30 * DAY))
-    age(mark, 31)
-    monkeypatch.setitem(use._refreshed, str(path), -2 * use.STILL_SECONDS)
+    age(note, 31)
+    index._used -= 2 * index_module._STILL_SECONDS
     index.check_unchanged()
     assert "index" not in counts(prune(CacheFolder(), older_than_seconds=30 * DAY))
-    age(mark, 31)
+    age(note, 31)
     index.check_unchanged()  # it was recorded just now
     assert counts(prune(CacheFolder(), older_than_seconds=30 * DAY)) == {"index": 1} and not kept("index")
 

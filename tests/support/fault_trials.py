@@ -190,7 +190,7 @@ class Trial:
     def age(self) -> None:
         """Everything that is kept was last used long ago."""
         for path in self.cache.rglob("*"):
-            if path.is_file() and path.suffix != NOTE_SUFFIX:
+            if path.is_file():
                 os.utime(path, (path.stat().st_mtime - 1e7,) * 2)
 
     def prune(self) -> str:

@@ -46,7 +46,6 @@ from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
 from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
 
 _IN_MEMORY_BYTES = 256 << 20
@@ -73,8 +72,7 @@ class Builder:
         self._force = force
         self._folder = cache.make("costs")
         self._counts = CountsStore(cache, recipe)
-        self._accesses = Accesses()
-        self._probes = Probes(recipe, cache, force=force, accesses=self._accesses)
+        self._probes = Probes(recipe, cache, force=force)
         self._lock = threading.Lock()
         self._free_bytes = _IN_MEMORY_BYTES
         self.missing_media = MissingMedia()
@@ -91,10 +89,6 @@ class Builder:
         """Look at a shard again, which may have changed."""
         self._files.forget(url)
 
-    def access_of(self, url: str) -> Access:
-        """Return the most that permissions of what is known of a shard may allow."""
-        return self._accesses.of(url)
-
     def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
         """Return the costs of a shard, and whether they were measured now.
 
@@ -105,7 +99,7 @@ class Builder:
         limits, cache = self._recipe.limits, self._cache
         rules = self._reading.rules(url, self._recipe)
         root = self._reading.root_of(url, rules)
-        path, access = self._path(url, root, rules), self._accesses.of(url)
+        path = self._path(url, root, rules)
         with ExitStack() as resources, here().at(url):
 
             @functools.cache
@@ -118,7 +112,7 @@ class Builder:
                 return shard
 
             def cached() -> CostTable | None:
-                return None if self._force else self._cached(path, url, root, rules, access, opened)
+                return None if self._force else self._cached(path, url, root, rules, opened)
 
             if (table := cached()) is not None:
                 return self._kept_in_memory(table), False
@@ -130,8 +124,8 @@ class Builder:
                 if self.parts is not None and self.parts.take(path) and (table := cached()) is not None:
                     return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
-                    self._take(self.jobs.measure(url), access)
-                    table = self._stored(path, url, root, access)
+                    self._take(self.jobs.measure(url))
+                    table = self._stored(path, url, root)
                     self._give(table)
                     return self._kept_in_memory(named(table, rules)), True
                 facts = load_facts(
@@ -142,22 +136,21 @@ class Builder:
                     media_root=root,
                     rules=rules,
                     force=self._force,
-                    access=access,
                     files=self._files,
                 )
-                costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules), access)
+                costs = self._measured(facts, opened, spread, self._counts.files_of(facts, url, root, rules))
                 meta = facts.meta
                 del facts  # a large shard's take as much memory as its costs
-                table = costs.write(path, url, meta, root, access)
+                table = costs.write(path, url, meta, root)
                 self._give(table)
                 return self._kept_in_memory(named(table, rules)), True
 
-    def _take(self, measured: Measured, access: Access) -> None:
+    def _take(self, measured: Measured) -> None:
         """Keep what another process has measured."""
         self.missing_media.add_found(measured.found)
         for name, data in measured.files.items():
             self._cache.make(Path(name).parts[0])
-            write_whole(self._cache.root / name, data, access)
+            write_whole(self._cache.root / name, data)
 
     def _give(self, table: CostTable) -> None:
         if self.parts is not None and table.meta.checksum:  # without one it is not taken, see `_cached`
@@ -169,23 +162,21 @@ class Builder:
         url: str,
         media_root: str | None,
         rules: FieldRules,
-        access: Access,
         opened: Callable[[], Shard],
     ) -> CostTable | None:
         """Return the cached costs of a shard if the shard, and the files that it names, have not changed."""
-        restrict(path, access)
         try:
-            table = named(CostTable.open(path, url, self._recipe.kinds, media_root or "", access), rules)
+            table = named(CostTable.open(path, url, self._recipe.kinds, media_root or ""), rules)
             # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
             # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened, self._files) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
 
-    def _stored(self, path: str, url: str, media_root: str | None, access: Access) -> CostTable:
+    def _stored(self, path: str, url: str, media_root: str | None) -> CostTable:
         """Return the costs of a shard that a child has just stored. Raises StorageError."""
         try:
-            return CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
+            return CostTable.open(path, url, self._recipe.kinds, media_root or "")
         except (OSError, ValueError) as error:
             raise StorageError(path, f"was removed or damaged during the build: {error}") from error
 
@@ -193,15 +184,13 @@ class Builder:
         """Return the index of these tables: the existing one if it is valid, else a new one."""
         build_id = digest([table.digest for table in tables])
         content = content_fingerprint([table.shard for table in tables], self._fingerprint)
-        access = Access.joined(table.access for table in tables if table.access is not None)
-        restrict(path, access)
         index = _existing_index(path, [table.url for table in tables])
         if index is not None and not self._force and (index.build_id, index.fingerprint) == (build_id, content):
             return index
         self._cache.make("index")
         identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, stored_description(self._recipe))
         try:
-            merge_tables(path, tables, identity, build_id=build_id, access=access)
+            merge_tables(path, tables, identity, build_id=build_id)
             return Index(path)
         except StorageError as error:
             if error.errno != errno.ENOENT:
@@ -243,11 +232,11 @@ class Builder:
             return table
 
     def _measured(
-        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, files: CountsFiles, access: Access
+        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, files: CountsFiles
     ) -> ShardCosts:
         """Measure a shard, and keep its counts."""
         meta, recipe = facts.meta, self._recipe
-        kept = KeptCounts() if self._force else self._counts.read(files, access)
+        kept = KeptCounts() if self._force else self._counts.read(files)
 
         def shard() -> Shard:
             # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
@@ -265,7 +254,7 @@ class Builder:
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
-        self._counts.write(files, new, kept, access)
+        self._counts.write(files, new, kept)
         return costs
 
 

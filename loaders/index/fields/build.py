@@ -35,7 +35,6 @@ from orchdata.loaders.slow import here, shards_under_way, watching
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
-from orchdata.loaders.storage.shared.access import Access, Accesses
 
 _TICK_SECONDS = 0.5
 Progress = Callable[[float, int], None]
@@ -86,8 +85,7 @@ def open_fields(
         if fields is None:
             reader = _Reader(index, names, recipe, by_identity(containers), cache, force, files)
             layers = _all_layers(reader, progress)
-            access = Access.joined(reader.accesses.of(info.url) for info in index.shards)
-            write_merged(index, names, layers, cache, access)
+            write_merged(index, names, layers, cache)
             fields = open_merged(index, names, cache)
     if fields is None:
         raise StaleIndexError(str(index.path), "was built again while its index_fields were read: try again")
@@ -129,7 +127,6 @@ class _Reader:
         files: Files,
     ) -> None:
         self.index = index
-        self.accesses = Accesses()
         self.ended = threading.Event()
         self._names = names
         self._recipe = recipe
@@ -145,24 +142,24 @@ class _Reader:
         if self._is_failed(number):
             return None, ShardFields((), {}, ())
         rules = self._rules(info)
-        access, limits = self.accesses.of(info.url), self._recipe.limits
+        limits = self._recipe.limits
         path = layer_path(info, self._names, rules, limits, self._cache)
         with here().at(info.url):
-            if not self._force and (kept := read_layer(path, info, access)) is not None:
+            if not self._force and (kept := read_layer(path, info)) is not None:
                 return _layer(*kept)
-            write_layer(path, info, self._read(info, rules, access), access)
-        kept = read_layer(path, info, access)
+            write_layer(path, info, self._read(info, rules))
+        kept = read_layer(path, info)
         if kept is None:
             raise StaleIndexError(info.url, "its columns were removed while they were joined: try again")
         return _layer(*kept)
 
-    def _read(self, info: ShardInfo, rules: FieldRules, access: Access) -> ShardFields:
+    def _read(self, info: ShardInfo, rules: FieldRules) -> ShardFields:
         limits, root = self._recipe.limits, info.media_root or None
         how: dict[str, Any] = {"record": rules.record, "containers": self._containers, "files": self._files}
         shard: Shard = open_indexed(info.url, info, limits=limits, cache=self._cache, **how)
 
         def table() -> FactsTable:
-            given: dict[str, Any] = {"media_root": root, "rules": rules, "access": access, "files": self._files}
+            given: dict[str, Any] = {"media_root": root, "rules": rules, "files": self._files}
             return load_facts(info.url, lambda: shard, limits=limits, cache=self._cache, **given).table
 
         with closing(shard):

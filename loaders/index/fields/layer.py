@@ -20,7 +20,6 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
-from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.versions import FIELDS_FORMAT, RULES
 
 FOLDER: Final = "fields"
@@ -36,7 +35,7 @@ def layer_path(info: ShardInfo, names: Sequence[str], rules: FieldRules, limits:
     return f"{cache.root}/{FOLDER}/{name}.fields"
 
 
-def write_layer(path: str, info: ShardInfo, fields: ShardFields, access: Access) -> None:
+def write_layer(path: str, info: ShardInfo, fields: ShardFields) -> None:
     """Write the columns of a shard. Raises StorageError."""
     keys = [key.encode("utf-8", "backslashreplace") for key in fields.keys]
     kinds = [kind_of(piece.values.type) for piece in fields.columns.values()]
@@ -49,7 +48,7 @@ def write_layer(path: str, info: ShardInfo, fields: ShardFields, access: Access)
         "texts": [name for name, piece in fields.columns.items() if piece.is_text],
         "seen": [str(name) for name in fields.seen],
     }
-    write_whole(path, seal(KIND, FIELDS_FORMAT, values, [batch.serialize()])[0], access)
+    write_whole(path, seal(KIND, FIELDS_FORMAT, values, [batch.serialize()])[0])
 
 
 def _schema(kinds: Iterable[str]) -> pa.Schema:
@@ -57,9 +56,8 @@ def _schema(kinds: Iterable[str]) -> pa.Schema:
     return pa.schema([pa.field(_KEY, pa.large_binary(), nullable=False), *columns])
 
 
-def read_layer(path: str, info: ShardInfo, access: Access) -> tuple[pa.Array, ShardFields] | None:
+def read_layer(path: str, info: ShardInfo) -> tuple[pa.Array, ShardFields] | None:
     """Return the keys, and the columns, of a shard as it was indexed; None if they are not kept."""
-    restrict(path, access)
     try:
         head, body = read_sealed(path, KIND, FIELDS_FORMAT)
         if head.values.get("shard") != [info.url, info.size, info.version, info.checksum]:

@@ -20,11 +20,9 @@ from orchdata.loaders.index.fields.types import TYPES, Piece, joined, kind_of
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import Damaged, body_start, finish, head_of, verify_body
-from orchdata.loaders.storage.shared.access import Access
-from orchdata.loaders.storage.shared.files import opened
-from orchdata.loaders.storage.shared.use import mark_used
 from orchdata.loaders.storage.verified import is_noted, note
 from orchdata.loaders.versions import FIELDS_FORMAT
 from orchdata.native.key_hash import hash_keys
@@ -87,7 +85,6 @@ def open_merged(index: Index, names: Sequence[str], cache: CacheFolder) -> Index
 
 def _mapped(path: Path, index: Index, names: Sequence[str]) -> IndexFields:
     with opened(path) as fd:
-        mark_used(path)
         status = os.fstat(fd)
         head = head_of(fd, KIND, FIELDS_FORMAT)
         if head.values["build_id"] != index.build_id:
@@ -110,9 +107,7 @@ def _schema(names: Sequence[str], kinds: Sequence[str]) -> pa.Schema:
     return pa.schema([pa.field(name, TYPES[kind]) for name, kind in zip(names, kinds, strict=True)])
 
 
-def write_merged(
-    index: Index, names: Sequence[str], layers: Sequence[ShardLayer], cache: CacheFolder, access: Access
-) -> None:
+def write_merged(index: Index, names: Sequence[str], layers: Sequence[ShardLayer], cache: CacheFolder) -> None:
     """Join the columns of all shards, in the order of the index, and write them.
 
     Raises:
@@ -138,7 +133,7 @@ def write_merged(
     body = pa.RecordBatch.from_arrays(columns, schema=_schema(names, kinds)).serialize()
     values: dict[str, Any] = {"build_id": index.build_id, "kinds": kinds}
     start = body_start(values, body.size)
-    with replaced(fields_path(index, names, cache), access) as fd:
+    with replaced(fields_path(index, names, cache)) as fd:
         write_at(fd, memoryview(body), start)
         finish(fd, KIND, FIELDS_FORMAT, values, start, body.size)
 

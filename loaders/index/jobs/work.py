@@ -31,7 +31,7 @@ from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.jsonl.media_files import Found, MissingMedia
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.shared.files import status_of
+from orchdata.loaders.storage.opening import status_of
 from orchdata.loaders.tokenizer_threads import share_cores
 
 _OWN_PREFIX: Final = "orchdata-measures-"

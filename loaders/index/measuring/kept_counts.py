@@ -21,7 +21,6 @@ from orchdata.loaders.samples.measure import Sizes
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.shared.access import Access
 
 if TYPE_CHECKING:
     from orchdata.loaders.index.measuring.rows import ShardSample
@@ -106,22 +105,22 @@ class CountsStore:
         sizes = {name: f"{self._sizes}/{digest([mark, *shard])}.sizes" for name, mark in self._fingerprints.items()}
         return CountsFiles(facts.identity(), texts, sizes)
 
-    def read(self, files: CountsFiles, access: Access) -> KeptCounts:
+    def read(self, files: CountsFiles) -> KeptCounts:
         """Return what is kept of a shard. Raises FunctionError if that is of another function of the user's."""
-        texts = read_texts(files.texts, files.identity, access)
+        texts = read_texts(files.texts, files.identity)
         if texts is not None:
             refuse_other_source(texts.source, self._recipe)
-        found = {name: read_sizes(path, files.identity, self._limits, access) for name, path in files.sizes.items()}
+        found = {name: read_sizes(path, files.identity, self._limits) for name, path in files.sizes.items()}
         return KeptCounts(texts, {name: sizes for name, sizes in found.items() if sizes is not None})
 
-    def write(self, files: CountsFiles, new: NewCounts, before: KeptCounts, access: Access) -> None:
+    def write(self, files: CountsFiles, new: NewCounts, before: KeptCounts) -> None:
         """Keep what is new. Raises StorageError."""
         recipe = self._recipe
         if new.has_texts:
             source = recipe.record.digest if recipe.record is not None and recipe.record.digest else ""
             former = {} if before.texts is None else before.texts.limits
             limits = {name: max(limit, former.get(name, limit)) for name, limit in scan_limits(recipe.limits).items()}
-            new.texts.write(files.texts, files.identity, source, limits, access)
+            new.texts.write(files.texts, files.identity, source, limits)
         if new.has_sizes:
             for path, writer in zip(files.sizes.values(), new.sizes, strict=True):
-                writer.write(path, files.identity, self._limits, access)
+                writer.write(path, files.identity, self._limits)

@@ -19,7 +19,6 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.measure import Sizes
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.versions import SIZES_FORMAT
 
 FOLDER: Final = "sizes"
@@ -53,14 +52,13 @@ class KeptSizes:
         }
 
 
-def read_sizes(path: str, identity: Sequence[str], limits: Mapping[str, float], access: Access) -> KeptSizes | None:
+def read_sizes(path: str, identity: Sequence[str], limits: Mapping[str, float]) -> KeptSizes | None:
     """Return what is kept of a modality's parts in a shard; None if there is nothing, it is of another shard or
     version, or a limit is lower now.
 
     Args:
         identity: of the facts of the shard.
     """
-    restrict(path, access)
     try:
         head, packed = read_sealed(path, KIND, SIZES_FORMAT)
         values = head.values
@@ -100,7 +98,7 @@ class SizesWriter:
                 filled = (*extent, *(0,) * (self._num_extents - len(extent)))
                 self._rows.extend((number, code, member, positions, tokens, num_rows, *filled))
 
-    def write(self, path: str, identity: Sequence[str], limits: Mapping[str, float], access: Access) -> None:
+    def write(self, path: str, identity: Sequence[str], limits: Mapping[str, float]) -> None:
         """Write the file for `read_sizes`, which appears when it is complete. Raises StorageError."""
         width = _FIXED + self._num_extents
         values: dict[str, Any] = {
@@ -111,4 +109,4 @@ class SizesWriter:
             "width": width,
         }
         packed = pa.compress(self._rows.tobytes(), codec="zstd")
-        write_whole(path, seal(KIND, SIZES_FORMAT, values, [packed])[0], access)
+        write_whole(path, seal(KIND, SIZES_FORMAT, values, [packed])[0])

@@ -26,7 +26,6 @@ from orchdata.loaders.samples.measure import Outline
 from orchdata.loaders.samples.spans import TextRun
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.unread_names import UnreadNames
 from orchdata.loaders.versions import RULES, TEXTS_FORMAT
 
@@ -146,13 +145,12 @@ class KeptTexts:
         return Outline(parts, tuple(texts), is_chat, tuple(spans), tuple(lists["start"]), cut_at)
 
 
-def read_texts(path: str, identity: Sequence[str], access: Access) -> KeptTexts | None:
+def read_texts(path: str, identity: Sequence[str]) -> KeptTexts | None:
     """Return what is kept of the texts of a shard; None if there is nothing, or it is of another shard or version.
 
     Args:
         identity: of the facts of the shard.
     """
-    restrict(path, access)
     try:
         head, packed = read_sealed(path, KIND, TEXTS_FORMAT)
         values = head.values
@@ -226,9 +224,7 @@ class TextsWriter:
         columns["num_names"].append(len(names) + others)
         columns["name"].extend([*names, *[_OTHER_NAME] * others] if others else names)
 
-    def write(
-        self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float], access: Access
-    ) -> None:
+    def write(self, path: str, identity: Sequence[str], source: str, limits: Mapping[str, float]) -> None:
         """Write the file for `read_texts`, which appears when it is complete. Raises StorageError."""
         # Names are numbered as they came; of those that are kept, in the order in which they are stored.
         names = self._names.numbers()
@@ -253,7 +249,7 @@ class TextsWriter:
             "uncompressed_bytes": len(body),
         }
         packed = pa.compress(body, codec="zstd")
-        write_whole(path, seal(KIND, TEXTS_FORMAT, values, [packed])[0], access)
+        write_whole(path, seal(KIND, TEXTS_FORMAT, values, [packed])[0])
 
 
 _NO_OUTLINE: Final = Outline((), (), False, ())

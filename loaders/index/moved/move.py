@@ -21,11 +21,10 @@ from orchdata.loaders.shards.builtin import RecordContainer, TarContainer, built
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.local import read_into_at
+from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.paths import is_compressed, media_root_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import BLOCK_BYTES, body_start, finish, head_of
-from orchdata.loaders.storage.shared.access import Access, Accesses, access_of
-from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.loaders.versions import TABLE_FORMAT
 
@@ -99,7 +98,7 @@ def write_moved(index: Index, path: Path, shards: Sequence[ShardInfo]) -> None:
         build_id = index.build_id if is_same else digest([index.build_id, listed])
         values = {**head.values, "shards": listed, "build_id": build_id}
         start = body_start(values, head.size)
-        with replaced(path, _access(index, shards)) as fd:
+        with replaced(path) as fd:
             buffer = memoryview(bytearray(BLOCK_BYTES))
             for number, expected in enumerate(head.crcs):
                 at = number * BLOCK_BYTES
@@ -125,9 +124,3 @@ def _may_be_packed(shard: ShardInfo, has_unmarked: bool) -> bool:
     if isinstance(container, TarContainer):
         return has_unmarked
     return isinstance(container, RecordContainer) and is_compressed(shard.url)
-
-
-def _access(index: Index, shards: Sequence[ShardInfo]) -> Access:
-    accesses = Accesses()
-    local = [accesses.of(shard.url) for shard in shards if not is_remote(shard.url)]
-    return Access.joined([access_of(str(index.path)), *local])

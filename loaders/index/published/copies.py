@@ -20,9 +20,8 @@ from orchdata.loaders.index.published.manifest import Manifest
 from orchdata.loaders.storage.atomic import remove, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.opening import opened, status_of
 from orchdata.loaders.storage.remote.clients.client import Buffer
-from orchdata.loaders.storage.shared.access import Access, access_of
-from orchdata.loaders.storage.shared.files import opened, status_of
 
 _READ_BYTES: Final = 8 << 20
 _ATTEMPTS: Final = 3
@@ -86,7 +85,7 @@ def _make(
         if status_of(path) is not None:  # another rank has made it
             return
         if local is not None and _is_same(local, manifest):
-            _write(path, manifest, lambda write: _copy(local, write), str(local), access_of(str(local)))
+            _write(path, manifest, lambda write: _copy(local, write), str(local))
             return
         where = f"{folder.url}/{manifest.file}"
 
@@ -102,12 +101,11 @@ def _write(
     manifest: Manifest,
     fetch: Callable[[Callable[[Buffer], None]], None],
     where: str,
-    access: Access | None = None,
     again: str = "",
 ) -> None:
     """Write a file that appears once its size and digest are verified."""
     summed, at = _hasher(), 0
-    with replaced(path, access) as fd:
+    with replaced(path) as fd:
 
         def write(data: Buffer) -> None:
             nonlocal at

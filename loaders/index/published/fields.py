@@ -18,7 +18,7 @@ from orchdata.loaders.index.published.folder import PublishedFolder
 from orchdata.loaders.index.published.publish import mapped
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.shared.files import status_of
+from orchdata.loaders.storage.opening import status_of
 
 
 def fetch_fields(folder: PublishedFolder, index: Index, names: Sequence[str]) -> bool:

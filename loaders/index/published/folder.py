@@ -197,7 +197,7 @@ class _Local:
 
 def _created(path: Path, data: Buffer) -> bool:
     """Write a file under a name that no file has; it appears whole. Return False if one has it. Raises OSError."""
-    fd, temporary = create_temporary(path, ".tmp", None)
+    fd, temporary = create_temporary(path, ".tmp")
     try:
         try:
             write_at(fd, data, 0)

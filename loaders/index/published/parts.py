@@ -18,7 +18,7 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.published.folder import PublishedFolder
 from orchdata.loaders.index.published.manifest import generations
 from orchdata.loaders.storage.atomic import write_whole
-from orchdata.loaders.storage.shared.files import opened
+from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.storage import FileVersion
 
 _LEAST_SECONDS: Final = 1.0

@@ -15,9 +15,9 @@ from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.published.copies import file_digest
 from orchdata.loaders.index.published.folder import PublishedFolder
 from orchdata.loaders.index.published.manifest import Manifest, generations, path_of, read_manifest
+from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.remote.clients.client import Buffer
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import opened
 
 
 def publish(

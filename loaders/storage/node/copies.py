@@ -29,15 +29,14 @@ from orchdata.loaders.storage.node.entries import (
     remove_entry,
     remove_partials,
 )
+from orchdata.loaders.storage.opening import names_in, opened, status_of
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.shared.access import access_of
-from orchdata.loaders.storage.shared.files import names_in, opened, status_of
 from orchdata.loaders.storage.storage import FileVersion
 
 FOLDER: Final = "copies"
 SUFFIX: Final = ".copy"
 _NEXT_TO_IT_BYTES: Final = 1 << 10
-"""Most bytes of what lies next to a copy: its checksum, its mark of use, a note that it was verified."""
+"""Most bytes of what lies next to a copy: its checksum, a note that it was verified."""
 
 Added = Literal["added", "there", "busy", "full", "too large"]
 """What became of a copy: another process is making it ("busy"), there is no room for it now below the cap ("full"), or
@@ -129,7 +128,7 @@ class Copies:
                 if free.f_bavail * free.f_frsize < file.size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
                 remove_entry(path)  # a damaged one
-                descriptor, partial = new_partial(path, access_of(url))
+                descriptor, partial = new_partial(path)
                 with suppress(OSError):  # where files have no holes, it grows as it is written
                     os.ftruncate(descriptor, file.size)
             complete(path, descriptor, partial, make)

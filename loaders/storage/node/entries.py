@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
 
 from orchdata.loaders.storage.atomic import create_temporary, move, remove, write_once
-from orchdata.loaders.storage.shared.access import Access
-from orchdata.loaders.storage.shared.files import names_in, opened, read_small, status_of
-from orchdata.loaders.storage.shared.use import USED_SUFFIX, mark_of
+from orchdata.loaders.storage.opening import names_in, opened, read_small, record_use, status_of
 from orchdata.loaders.storage.verified import forget, is_noted, note
 
 PARTIAL_SUFFIX: Final = ".part"
@@ -64,12 +62,12 @@ class _Summed:
         return self._file.write(data)
 
 
-def new_partial(path: Path, access: Access | None) -> tuple[int, str]:
+def new_partial(path: Path) -> tuple[int, str]:
     """Create the partial file of an entry, locked until its descriptor is closed; return this and its name.
 
     The lock shows other processes that its writer is alive. Raises OSError.
     """
-    descriptor, partial = create_temporary(path, PARTIAL_SUFFIX, access)
+    descriptor, partial = create_temporary(path, PARTIAL_SUFFIX)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except BaseException:
@@ -162,15 +160,8 @@ def is_whole(path: Path, changed_ns: int = 0) -> bool:
 
 
 def mark_used(path: Path) -> None:
-    """Record the time of use as the mtime of a file next to the entry; best effort.
-
-    That file is written again each time: changing its times in place could change another user's file.
-    """
-    mark = mark_of(path)
-    with contextlib.suppress(OSError):
-        status = status_of(mark)
-        if status is None or time.time() - status.st_mtime > TOUCH_SECONDS:
-            write_once(mark, b"")
+    """Record the use of an entry as the time of its checksum; best effort."""
+    record_use(path.with_suffix(SUM_SUFFIX), TOUCH_SECONDS)
 
 
 def entries(folder: Path, suffix: str, stay: Container[str] = ()) -> list[Entry]:
@@ -185,7 +176,7 @@ def entries(folder: Path, suffix: str, stay: Container[str] = ()) -> list[Entry]
 
 def remove_entry(path: Path) -> bool:
     """Remove an entry, and return whether it is gone. Processes that have it open can still read it."""
-    for each in (path, *(path.with_suffix(suffix) for suffix in (USED_SUFFIX, SUM_SUFFIX))):
+    for each in (path, path.with_suffix(SUM_SUFFIX)):
         remove(each)
     forget(path)
     return not os.path.lexists(path)
@@ -204,8 +195,8 @@ def remove_partials(folder: Path, older_than_seconds: float) -> None:
 
 def last_used(path: Path, status: os.stat_result) -> float:
     """Return when an entry was last used, as it was recorded. Raises OSError."""
-    mark = status_of(mark_of(path))
-    return status.st_mtime if mark is None else mark.st_mtime
+    kept = status_of(path.with_suffix(SUM_SUFFIX))
+    return status.st_mtime if kept is None else kept.st_mtime
 
 
 def _files_in(folder: Path, suffix: str) -> Iterator[Path]:

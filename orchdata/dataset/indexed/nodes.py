@@ -13,8 +13,8 @@ from typing import Final
 from orchdata.loaders.errors import MissingIndexError
 from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.opening import read_small
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.shared.files import read_small
 from orchdata.ranks.first_comer import done_by_first, is_said, say
 from orchdata.ranks.parallel import ranks_per_node
 

@@ -29,8 +29,8 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.functions import source_digest
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.opening import names_in
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.files import names_in
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 

@@ -27,8 +27,8 @@ from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.opening import lend, opened, opened_lent
 from orchdata.loaders.storage.sealed import Damaged, head_of
-from orchdata.loaders.storage.shared.files import lend, opened, opened_lent
 from orchdata.loaders.versions import TABLE_FORMAT
 
 _PIECE_BYTES: Final = 16 << 20

@@ -28,8 +28,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import verified
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.sealed import head_of
-from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.versions import TABLE_FORMAT
 from orchdata.planning.costs import IndexCosts
 
