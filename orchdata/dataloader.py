@@ -288,11 +288,11 @@ class DataLoader(Generic[T_co]):
         Args:
             state: a result of `state_dict`, from any rank of any number of ranks.
             allow: what may differ from the loader that wrote the state: "global_batch_size" and "global_batch_tokens",
-                the "weights" of a mixture, and the "rules" of another release, by which other samples are usable. The
-                rest of the epoch is then cut again from there on, and of other weights later states store a stage.
+                and the "weights" of a mixture: the rest of the epoch is then cut again from there on. With "samples"
+                the next epoch begins if other samples are usable, or have other numbers of tokens.
 
-        Raises StateError, naming the difference, if the state belongs to another data set, recipe, order or size, or if
-        the data set in each worker has its own state and the number of workers differs.
+        Raises StateError, naming the difference, if the state belongs to another data set, recipe, order or size, or to
+        other usable samples, or if the data set in each worker has its own state and the number of workers differs.
         """
         position = self._runtime.load_state(state, allow, self.num_workers)
         self._progress.load(position, by_trainer=calling_trainer() is not None)

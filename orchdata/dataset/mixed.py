@@ -20,7 +20,7 @@ from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loop.position import Position
-from orchdata.loop.state import WINDOWS, has_weights, is_of_mixture, load_state
+from orchdata.loop.state import WINDOWS, has_weights, is_of_mixture, load_state, place_of
 from orchdata.order.merge import MixedSource, Stage
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
@@ -184,7 +184,7 @@ def restore_mixture(
         return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
     if prepared.has_windows or WINDOWS in state["fingerprint"]:
         return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
-    mixture = mixture_of(state, order, _epoch_of(state))
+    mixture = mixture_of(state, order, place_of(state)[0])
     if has_weights(state, prepared.bound_fingerprint):
         continued = _continued(order, mixture, state)
         if continued is None:
@@ -232,10 +232,3 @@ def _continued(order: MixtureOrder, mixture: MixtureState, state: Mapping[str, A
         except (IndexError, ValueError):
             continue
     return None
-
-
-def _epoch_of(state: Mapping[str, Any]) -> int:
-    epoch = state.get("epoch")
-    if type(epoch) is not int or epoch < 0:
-        raise StateError(f"the state points at epoch {epoch!r}, step {state.get('step')!r}")
-    return epoch

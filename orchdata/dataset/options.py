@@ -15,17 +15,14 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
-from orchdata.dataset.resume.begun import begun_of, dump_begun
-from orchdata.dataset.resume.form import bound, written_now
 from orchdata.dataset.resume.mixture import dump_mixture
-from orchdata.dataset.resume.rows import SourceRows, dump_rows
+from orchdata.dataset.resume.rows import SourceRows, bound, dump_rows
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, SampleOrder, Shuffle
+from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sums, TokenBatches
-from orchdata.order.token_sums import TokenSums
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
@@ -178,25 +175,19 @@ class PreparedDataset:
 
     @property
     def bound_fingerprint(self) -> Mapping[str, Any]:
-        """What a state must agree with: for shards `rows` are in place of what rules decide about them."""
+        """What a state must agree with, besides the `rows` of shards."""
         return bound(self.fingerprint) if self.rows else self.fingerprint
 
     @property
     def order_is_in_states(self) -> bool:
-        """Whether a loaded state may have changed the order: of a mixture, or in an epoch that samples changed in."""
-        order = self.spec.plan.order
-        return isinstance(order, MixtureOrder) or (isinstance(order, Order) and order.begun is not None)
+        """Whether a loaded state may have changed the order: that of a mixture."""
+        return isinstance(self.spec.plan.order, MixtureOrder)
 
-    def with_order(self, order: Order | MixtureOrder) -> PreparedDataset:
-        """Return the same data set with another order."""
+    def with_order(self, order: MixtureOrder) -> PreparedDataset:
+        """Return the same mixture with another order."""
         batches = self.spec.plan.batches
         if isinstance(batches, TokenBatches):
-            sums = batches.sums
-            if isinstance(order, MixtureOrder):
-                sums = order
-            elif isinstance(sums, TokenSums):
-                sums = sums.continuing(order)
-            batches = replace(batches, sums=sums)
+            batches = replace(batches, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec)
 
@@ -204,17 +195,10 @@ class PreparedDataset:
         """Return what a state with this position stores of samples and their order, besides the fingerprint."""
         if not self.rows:
             return {}
-        order, found = self.spec.plan.order, {}
-        begun = begun_of(order, state["epoch"])
-        if any(epoch is not None or anchor is not None for epoch, anchor in begun):
-            found["begun"] = dump_begun(self.rows, begun)
+        order, found = self.spec.plan.order, dump_rows(self.rows)
         if isinstance(order, MixtureOrder) and not self.has_windows:
             found |= dump_mixture(order, state["epoch"], state["position"])
-        generations = [row.dataset.generation for row in self.rows]
-        if any(each is not None for each in generations):
-            found["generations"] = generations
-        recipes = [row.dataset.recipe.describe() for row in self.rows[:1]]
-        return found | {"written_by": written_now(recipes[0]), "rows": dump_rows(self.rows)}
+        return found
 
 
 def batch_sizes(

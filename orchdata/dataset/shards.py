@@ -124,7 +124,7 @@ def prepare_shards(
             among = excluded[excluded < num_rows]
             order = Order(num_rows, shuffle=options.shuffle, seed=options.seed, excluded=among)
         else:
-            order = ListedOrder(options.listed[~np.isin(options.listed, excluded)])
+            order = ListedOrder(options.listed, excluded)
         identity = {
             "dataset": content_of(index, dataset.selections),
             "shards": shards_in_words(chosen_shards(index, dataset.selections)),
@@ -152,9 +152,7 @@ def prepare_shards(
     spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,
-        rows=rows_of(
-            dataset, index, order, batches, options.listed, excluded, partial(_excluded_of, options, layout, named)
-        ),
+        rows=rows_of(dataset, index, order, batches, excluded),
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
@@ -167,22 +165,6 @@ def _refuse_none_left(index: Index | JoinedIndex) -> None:
     left_out = index.totals["ignored_fields"].get(LEFT_OUT, 0)
     if left_out and not index.num_rows:
         raise ValueError(f"Recipe.record returned None for all {left_out:,} samples: does it end without a return?")
-
-
-def _excluded_of(
-    options: LoaderOptions, layout: Layout, named: Sequence[tuple[str, str]], dataset: ShardDataset, index: Index
-) -> Ints:
-    """Return the rows of another index that are left out under the same arguments. Raises as `prepare_shards`."""
-    named = [pair for pair in named if index.find_all(*pair)]
-    chosen = np.union1d(_quarantined_rows(dataset, index, named), dataset.left_out(index))
-    excluded = np.union1d(chosen, index.bad_rows())
-    costs = layout_costs(index, options.cost, layout)
-    if options.balance.caps and options.balance.oversize != "own" and window_length(layout) is None:
-        excluded = np.union1d(excluded, np.concatenate([*oversize_rows(costs, options.balance, excluded).values()]))
-    if isinstance(options.batches, TokenBudgets):
-        counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
-        excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
-    return excluded
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:

@@ -1,7 +1,7 @@
 """The state of a loader: its position in which epoch, and the fingerprint of what it loads.
 
-Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. `dataset/resume/` continues a run
-whose samples have changed.
+Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. `dataset/resume/` compares what
+samples are usable.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from orchdata.order.steps import Begin, Draw, Steps, draw_of_cut, is_begin
 VERSION = 1
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
-RULES = "rules"  # by which samples are judged, which may too: see `dataset/resume`
+SAMPLES = "samples"  # that are usable, which may too: the next epoch begins, see `dataset/resume`
 WINDOWS = "windows"  # of concatenated documents: neither may differ, because windows of all epochs follow each other
 _MOST_BYTES = 8192  # of a mixture's fingerprint; a larger one is stored as digests
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
     **dict.fromkeys(("fingerprint", "drawn", "document", "written_by"), Mapping),
-    **dict.fromkeys(("left", "workers", "rows", "begun", "generations"), (list, tuple)),
+    **dict.fromkeys(("left", "workers", "rows"), (list, tuple)),
 }
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
 _LARGEST = 1 << 63
@@ -64,22 +64,32 @@ def load_state(
     allow: Sequence[str] = (),
     num_workers: int = 0,
     *,
-    cut: bool = False,
     check: bool = True,
 ) -> Position:
     """Return the position of `state`. Raises StateError, with each difference, if it belongs to another loader.
 
     Args:
         steps: of this loader; of a mixture, in the stages that the state stores.
-        allow: names of SIZES, WEIGHTS or RULES, that may differ: the rest of the epoch is then cut again, from the
-            state's position on.
+        allow: names of SIZES or WEIGHTS, that may differ: the rest of the epoch is then cut again, from the state's
+            position on.
         num_workers: of this loader.
-        cut: whether the rest of the epoch is cut again in any case.
         check: whether `steps` can locate the state's step, to compare it with the state.
     """
     check_form(state)
+    is_other_size, has_other_weights = check_loader(state, fingerprint, allow)
+    position = _position(state, num_workers)
+    if not is_other_size:
+        if check:
+            _check_location(state, position, steps)
+        if not has_other_weights:
+            return position
+    return _cut_again(state, position, steps)
 
-    # The loader that wrote the state: it may differ from this one only in what `allow` names.
+
+def check_loader(state: Mapping[str, Any], fingerprint: Mapping[str, Any], allow: Sequence[str]) -> tuple[bool, bool]:
+    """Raise StateError if another loader wrote a state: it may differ from this one only in what `allow` names. Return
+    whether the size of a step and the weights are others.
+    """
     theirs = state.get("fingerprint", {})
     if _is_small(theirs):
         fingerprint = _digested(fingerprint)
@@ -96,15 +106,7 @@ def load_state(
             differences.append(f"weights are {there} in the state and {here} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
-
-    # The position. After another size or other weights, the rest of the epoch is cut again.
-    position = _position(state, num_workers)
-    if other_size is None:
-        if check:
-            _check_location(state, position, steps)
-        if not other_weights and not cut:
-            return position
-    return _cut_again(state, position, steps)
+    return other_size is not None, other_weights
 
 
 def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -117,6 +119,20 @@ def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) 
             "that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
         )
     return differences
+
+
+def is_alike(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Return whether a state is of shards, and of as many sources with the same names, as a fingerprint of shards."""
+    theirs = state.get("fingerprint")
+    if not isinstance(theirs, Mapping) or ("mixture" in theirs) != ("mixture" in ours):
+        return False
+    if "mixture" not in ours:
+        return isinstance(theirs.get("order"), Mapping)
+    mixture, named = theirs["mixture"], theirs.get("sources")
+    orders = mixture.get("sources") if isinstance(mixture, Mapping) else None
+    if not isinstance(orders, Mapping) or not isinstance(named, Mapping):
+        return False
+    return bool(orders.keys() == named.keys() == ours["sources"].keys())
 
 
 def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
@@ -177,7 +193,7 @@ def _digest(value: Any) -> str:
 
 def check_allowed(allow: Sequence[str]) -> None:
     """Raise ValueError for names that may never differ."""
-    known = (*SIZES, WEIGHTS, RULES)
+    known = (*SIZES, WEIGHTS, SAMPLES)
     if isinstance(allow, str) or any(name not in known for name in allow):
         raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
 
@@ -201,10 +217,16 @@ def check_form(state: Any) -> None:
             raise StateError(f"the state is damaged: its {name!r} is {value!r}"[:200])
 
 
-def _position(state: Mapping[str, Any], num_workers: int) -> Position:
-    epoch, step, draw = state.get("epoch"), state.get("step"), state.get("drawn")
+def place_of(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epoch and the step of a state. Raises StateError for what are none."""
+    epoch, step = state.get("epoch"), state.get("step")
     if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and step >= 0):
         raise StateError(f"the state points at epoch {epoch!r}, step {step!r}")
+    return epoch, step
+
+
+def _position(state: Mapping[str, Any], num_workers: int) -> Position:
+    (epoch, step), draw = place_of(state), state.get("drawn")
     _check_draw(draw)
     workers = state.get("workers", [])
     if workers and len(workers) != max(1, num_workers):

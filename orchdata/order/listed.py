@@ -15,13 +15,15 @@ class ListedOrder(Order):
     """The same rows in the same sequence in every epoch. It pickles, with the rows as a mapped file.
 
     Args:
-        rows: distinct, int64 (num_samples,).
+        listed: distinct rows, int64 (num_listed,).
+        excluded: rows to leave out.
     """
 
-    def __init__(self, rows: NDArray[np.int64]) -> None:
+    def __init__(self, listed: NDArray[np.int64], excluded: NDArray[np.int64]) -> None:
+        rows = listed[~np.isin(listed, excluded)]
         super().__init__(len(rows), shuffle=None, seed=0)
         self._rows = MappedArray(rows)
-        self._digest = hashlib.blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
+        self._digest = hashlib.blake2b(np.ascontiguousarray(listed).tobytes(), digest_size=8).hexdigest()
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         source, indices = super().located(samples)

@@ -30,7 +30,7 @@ class ResumePoint(NamedTuple):
         given_before: samples and tokens of the epochs before; (0, 0) for "repeat".
         start: for "repeat", the start of the epoch.
         stretch_start: the start of the current stretch; None in the first stretch of an epoch, or of a run.
-        is_changed: whether what came before does not follow from the stages: other weights, or another version.
+        is_changed: whether what came before does not follow from the stages: other weights.
     """
 
     epoch: int
@@ -52,7 +52,7 @@ class MixtureOrder:
         stop: where an epoch ends: "first": when the first source is exhausted; "all": when all are; "repeat": after
             `epoch_size` tokens or samples.
         epoch_size: with "repeat" only. An epoch of tokens ends with the sample that fills it.
-        resumed: where a run continues that had other weights or another version before, or that has many stages.
+        resumed: where a run continues that had other weights before, or that has many stages.
     """
 
     def __init__(
@@ -83,10 +83,6 @@ class MixtureOrder:
     def restaged(self, stages: Sequence[Stage], resumed: ResumePoint | None = None) -> MixtureOrder:
         """Return the same mixture with other stages, from `resumed` on if it is given."""
         return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
-
-    def continuing(self, sources: Sequence[MixedSource]) -> MixtureOrder:
-        """Return the same mixture with other passes of its sources that are begun."""
-        return _mixture_order(tuple(sources), self.stages, self.by, self.stop, self.epoch_size, self.resumed)
 
     @property
     def streams(self) -> int:

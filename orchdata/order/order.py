@@ -3,13 +3,11 @@
     position --stream, window, block (native.permutation)--> k-th usable sample --skip the excluded--> index row
 
 Any position is computed independently, so resuming costs nothing, and all ranks compute the same samples without
-communication. The order depends only on the number of samples, the excluded rows, `Shuffle`, seed and epoch. An epoch
-that began before the samples changed goes on as it began (`begun.py`).
+communication. The order depends only on the number of samples, the excluded rows, `Shuffle`, seed and epoch.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,7 +17,6 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, shuffled_rows
-from orchdata.order.begun import BegunEpoch
 
 FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
 _WINDOW = 64
@@ -79,11 +76,8 @@ class Order:
         source: number of the dataset in a mixture; `rows` returns it for every sample.
 
     Attributes:
-        begun: an epoch that goes on in the order that it began with; None if there is none.
         excluded_digest: hex digest of the excluded rows.
     """
-
-    begun: BegunEpoch | None = None
 
     def __init__(
         self,
@@ -108,15 +102,6 @@ class Order:
         # Usable samples before each excluded row: sample k comes after every excluded row with at most k before it.
         self._before = MappedArray(rows - np.arange(rows.size))
 
-    def continuing(self, begun: BegunEpoch | None) -> Order:
-        """Return the same order with an epoch that goes on as it began."""
-        order = copy.copy(self)
-        order.begun = begun
-        return order
-
-    def _begun(self, epoch: int) -> BegunEpoch | None:
-        return self.begun if self.begun is not None and self.begun.number == epoch else None
-
     @property
     def excluded(self) -> NDArray[np.int64]:
         """The excluded rows, ascending."""
@@ -129,9 +114,8 @@ class Order:
         return 1 if self.shuffle is None else self.shuffle.streams
 
     def length(self, epoch: int) -> int:
-        """Return the samples of an epoch, equal for all epochs but one that is `begun`."""
-        begun = self._begun(epoch)
-        return self.num_samples if begun is None else begun.length
+        """Return the samples of an epoch, equal for all epochs."""
+        return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
@@ -140,21 +124,16 @@ class Order:
 
         Raises:
             ValueError: positions outside of the epoch, or a negative epoch.
-            IndexError: positions of an epoch that is `begun`, before its samples changed.
         """
-        if not 0 <= start <= stop <= self.length(epoch):
-            raise ValueError(f"positions [{start}, {stop}) are not within an epoch of {self.length(epoch)} samples")
+        if not 0 <= start <= stop <= self.num_samples:
+            raise ValueError(f"positions [{start}, {stop}) are not within an epoch of {self.num_samples} samples")
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
-
-        if (begun := self._begun(epoch)) is not None:
-            return np.full(stop - start, self.source, np.int32), begun.rows_at(start, stop)
         return self.located(self._samples(epoch, start, stop))
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the stream that each of these samples is drawn from: int64 (stop - start,)."""
-        begun = self._begun(epoch)
-        return np.arange(start, stop) % self.streams if begun is None else begun.drawn_from(start, stop)
+        return np.arange(start, stop) % self.streams
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return (source, row) of usable samples, given by number in [0, num_samples). Overwrites `samples`."""

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.begun import BegunEpoch
 from orchdata.order.order import Order
 from orchdata.order.token_sums import TokenCounts, TokenSums
 
@@ -29,7 +28,6 @@ class MixedSource(NamedTuple):
         sums: sums of `counts` along `order`.
         first_row: index of its first row among the rows of all sources.
         loss_weight: weight of each of its loss tokens.
-        anchor: where a pass begins, if what came before does not follow from the samples of now; None: at 0.
     """
 
     name: str
@@ -38,25 +36,6 @@ class MixedSource(NamedTuple):
     sums: TokenSums
     first_row: int
     loss_weight: float = 1.0
-    anchor: PassStart | None = None
-
-    def continuing(self, begun: BegunEpoch | None, anchor: PassStart | None) -> MixedSource:
-        """Return the same source with a pass that goes on in the order that it began with."""
-        order = self.order.continuing(begun)
-        return self._replace(order=order, sums=self.sums.continuing(order), anchor=anchor)
-
-
-class PassStart(NamedTuple):
-    """The start of a pass of a source, in a run without passes of the whole mixture ("repeat").
-
-    Attributes:
-        number: of the pass.
-        samples, tokens: that the source had given before it.
-    """
-
-    number: int
-    samples: int
-    tokens: int
 
 
 class Stage(NamedTuple):
@@ -127,75 +106,41 @@ class Supply:
         self._number = number
 
     def limit(self, source: int) -> int:
-        """Return the samples of a source's pass; for "repeat" of each pass that it has not begun."""
-        order = self._sources[source].order
-        return order.num_samples if self.endless else order.length(self._number)
+        """Return the samples of each pass of a source."""
+        return self._sources[source].order.num_samples
 
     def total(self, source: int) -> int:
-        """Return the tokens of a source's pass; for "repeat" of each pass that it has not begun."""
-        sums = self._sources[source].sums
-        return sums.total if self.endless else sums.of_epoch(self._number)
+        """Return the tokens of each pass of a source."""
+        return self._sources[source].sums.total
 
     def tokens_of(self, source: int, count: int) -> int:
         """Return the tokens of the first `count` samples of a source."""
         sums = self._sources[source].sums
         if not self.endless:
             return self.total(source) if count == self.limit(source) else sums.before(self._number, count)
-        number, rest = self._pass_at(source, count)
-        return self._pass_start(source, number).tokens + sums.before(number, rest)
+        number, rest = divmod(count, self.limit(source))
+        return number * sums.total + sums.before(number, rest)
 
     def count_of(self, source: int, tokens: int) -> int:
         """Return how many samples of a source end within its first `tokens` tokens."""
         sums = self._sources[source].sums
         if not self.endless:
             return self.limit(source) if tokens >= self.total(source) else sums.position(self._number, tokens)
-        begin = self._pass_with(source, tokens)
-        return begin.samples + sums.position(begin.number, tokens - begin.tokens)
+        number, rest = divmod(tokens, sums.total)
+        return number * self.limit(source) + sums.position(number, rest)
 
     def given(self, source: int, start: int, stop: int) -> Samples:
         """Return samples [start, stop) of a source."""
         mine, parts = self._sources[source], []
         while start < stop:
-            number, at = self._pass_at(source, start) if self.endless else (self._number, start)
-            end = min(at + stop - start, mine.order.length(number))
+            number, at = divmod(start, self.limit(source)) if self.endless else (self._number, start)
+            end = min(at + stop - start, self.limit(source))
             numbers, row = mine.order.rows(number, at, end)
             passes = np.full(len(row), number, np.int32)
             tokens, stream = mine.counts(row), mine.order.drawn_from(number, at, end)
             parts.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
             start += end - at
         return Samples.concatenate(parts)
-
-    def _pass_at(self, source: int, count: int) -> tuple[int, int]:
-        """Return the pass of a sample of a source, and its position there."""
-        size, anchor = self.limit(source), self._sources[source].anchor
-        if anchor is None:
-            return divmod(count, size)
-        following = self._pass_start(source, anchor.number + 1)
-        if count < following.samples:
-            return anchor.number, count - anchor.samples
-        number, at = divmod(count - following.samples, size)
-        return following.number + number, at
-
-    def _pass_with(self, source: int, tokens: int) -> PassStart:
-        """Return the start of the pass in which a source has given these tokens."""
-        anchor, first = self._sources[source].anchor, PassStart(0, 0, 0)
-        if anchor is not None:
-            first = self._pass_start(source, anchor.number + 1)
-            if tokens < first.tokens:
-                return anchor
-        number = (tokens - first.tokens) // self.total(source)
-        return self._pass_start(source, first.number + number)
-
-    def _pass_start(self, source: int, number: int) -> PassStart:
-        mine, size, total = self._sources[source], self.limit(source), self.total(source)
-        anchor = mine.anchor
-        if anchor is None:
-            return PassStart(number, number * size, number * total)
-        if number == anchor.number:
-            return anchor
-        later = number - anchor.number - 1
-        count = anchor.samples + mine.order.length(anchor.number) + later * size
-        return PassStart(number, count, anchor.tokens + mine.sums.of_epoch(anchor.number) + later * total)
 
     def whole(self, source: int) -> int:
         """Return the tokens, or samples, of a source's pass."""

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.order.begun import BegunSums
 from orchdata.order.order import Order
 
 Ints = NDArray[np.int64]
@@ -39,7 +38,7 @@ class TokenSums:
         blocks: tokens of every block, stream after stream; by default they are computed.
 
     Attributes:
-        total: tokens of an epoch that is not begun.
+        total: tokens of an epoch.
     """
 
     def __init__(self, order: Order, counts: TokenCounts, blocks: MappedArray | None = None) -> None:
@@ -49,34 +48,20 @@ class TokenSums:
         self.total = int(self._blocks.array.sum())
         self._epochs: dict[int, _Epoch] = {}
         self._span: tuple[int, _Span] | None = None
-        self._begun = None if order.begun is None else BegunSums(order.begun, counts)
-
-    def continuing(self, order: Order) -> TokenSums:
-        """Return the sums along the same order with another epoch that is begun."""
-        return TokenSums(order, self._counts, self._blocks)
-
-    def _begun_of(self, epoch: int) -> BegunSums | None:
-        return self._begun if self._order.begun is not None and self._order.begun.number == epoch else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenSums, (self._order, self._counts, self._blocks)
 
     def of_epoch(self, epoch: int) -> int:
-        """Return the tokens of an epoch, equal for all epochs but one that is begun."""
-        begun = self._begun_of(epoch)
-        return self.total if begun is None else begun.total
+        """Return the tokens of an epoch, equal for all epochs."""
+        return self.total
 
     def of_epochs_before(self, epoch: int) -> int:
         """Return the tokens of all epochs before this one."""
-        begun = self._order.begun
-        if self._begun is None or begun is None or epoch <= begun.number:
-            return epoch * self.total
-        return (epoch - 1) * self.total + self._begun.total
+        return epoch * self.total
 
     def before(self, epoch: int, position: int) -> int:
         """Return the tokens of the samples before a position, from 0 to num_samples."""
-        if (begun := self._begun_of(epoch)) is not None:
-            return begun.before(position)
         if position == 0:
             return 0
         span, number = self._known_span(epoch), position - 1
@@ -88,8 +73,6 @@ class TokenSums:
 
     def position(self, epoch: int, tokens: int) -> int:
         """Return how many samples end within the first `tokens` tokens of the epoch."""
-        if (begun := self._begun_of(epoch)) is not None:
-            return begun.position(tokens)
         if tokens >= self.total:
             return self._order.num_samples
         span = self._known_span(epoch)

@@ -1,32 +1,30 @@
-"""The usable rows of a data set as states store them: digests, and the rows that are left out.
+"""The usable samples that a state belongs to: their number, and digests of their (shard, key) in order.
 
-    index, excluded rows --hashed once, when a state is first needed--> digests of samples, usable rows and tokens
-    excluded rows --runs, deltas, zlib, base64--> text of a state
+    index, excluded rows --hashed once, when a state is first needed--> digests of 64 equal runs of usable rows
+                                                                    --> one digest of all, and one of their tokens
 
-Digests bind a state to content: names of samples in their shards, not rules or formats. A state with other digests goes
-on in the order that its epoch began with, for which it has the rows that were left out.
+The digests are of content: names of samples in their shards. Where they differ, the runs say in which shards.
 """
 
 from __future__ import annotations
 
 import binascii
 import hashlib
-import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.first import chosen_shards, num_first_rows
+import orchdata
+from orchdata.dataset.indexed.first import num_first_rows
 from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.selection import Split, left_out
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
@@ -35,272 +33,236 @@ from orchdata.planning.windows import WindowBatches
 
 Ints = NDArray[np.int64]
 
-MOST_TEXT = 64 << 10
-"""Characters of rows in a state. What does not fit comes from the index of then."""
+_RUNS = 64
 _CHUNK_ROWS = 1 << 20
-_MOST_BYTES = 1 << 32
 _DIGEST_BYTES = 8
+_RUN_BYTES = 4  # stored of each run's digest: they only name shards
+_NAMED = 3
+_LARGEST = 1 << 48
+_OF_ROWS = ("num_samples", "excluded", "num_excluded")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceRows:
-    """The rows of a data set, or of a source of a mixture.
+    """The usable rows of a data set, or of a source of a mixture.
 
     Attributes:
         name: of the source; "" without a mixture.
-        order: of its usable rows.
-        excluded: rows that do not come, ascending.
+        num_rows: rows of the index that the data set may choose from.
+        excluded: those that do not come, ascending.
+        excluded_digest: digest of them.
         by_tokens: whether steps or shares go by tokens, as pieces always do.
-        exclude: returns the excluded rows of another index of the same shards, under the same arguments.
-        listed: rows of the user's own order.
     """
 
     name: str
     dataset: ShardDataset
     index: Index
-    order: Order
+    num_rows: int
     excluded: Ints
+    excluded_digest: str
     by_tokens: bool
-    exclude: Callable[[Index], Ints]
-    listed: Ints | None = None
-
-    def __len__(self) -> int:
-        """Number of rows: those of the index, or of its first samples."""
-        return self.num_rows
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Number of rows: those of the index, or of its first samples."""
-        return num_first_rows(self.index, self.dataset.selections)
-
-    @cached_property
-    def is_split(self) -> bool:
-        """Whether any sample has several rows."""
-        return self.index.is_split and bool(np.any(self.index.piece[: self.num_rows]))
 
     @property
     def called(self) -> str:
         """Its name in messages."""
         return f"source {self.name!r}" if self.name else "the data set"
 
-    @cached_property
-    def samples(self) -> str:
-        """Digest of all samples by shard and key, usable or not."""
-        if not len(self.excluded) and not self.is_split:
-            return self.usable
-        return self._digest(lambda start, stop: self.index.piece[start:stop] == 0)
+    @property
+    def num_usable(self) -> int:
+        return self.num_rows - len(self.excluded)
 
     @cached_property
-    def usable(self) -> str:
-        """Digest of the usable rows by shard, key and piece."""
-        return self._digest(self.is_usable, pieces=self.is_split)
+    def is_split(self) -> bool:
+        """Whether any sample has several rows, its pieces."""
+        return self.index.is_split and bool(np.any(self.index.piece[: self.num_rows]))
 
     @cached_property
-    def tokens(self) -> str:
-        """Digest of the tokens of the usable rows."""
+    def entry(self) -> dict[str, Any]:
+        """What a state stores of the rows, JSON-safe."""
+        runs = self._runs(self.num_usable)
+        whole = _hasher()
+        for run in runs:
+            whole.update(run)
+        stored = b64encode(b"".join(run[:_RUN_BYTES] for run in runs)).decode()
+        found = {"num_usable": self.num_usable, "usable": whole.hexdigest(), "runs": stored}
+        return found | ({"tokens": self._tokens()} if self.by_tokens or self.is_split else {})
+
+    def change_since(self, then: Mapping[str, Any]) -> str:
+        """Return how the rows differ from those of a state's entry, in words; "" for equal ones."""
+        now, count = self.entry, then["num_usable"]
+        if (count, then["usable"]) == (self.num_usable, now["usable"]):
+            is_same = "tokens" not in then or then["tokens"] == now.get("tokens", then["tokens"])
+            return "" if is_same else f"usable samples of {self.called} have other numbers of tokens than in the state"
+        what = "pieces of samples" if self.is_split else "samples"
+        words = f"usable {what} of {self.called} are others: {count:,} in the state and {self.num_usable:,} here"
+        differing = [k for k, run in enumerate(self._runs(count)) if run[:_RUN_BYTES] != _stored_run(then, k)]
+        return f"{words}, first in {self._shards_of(differing[0], count)}" if differing else words
+
+    def _shards_of(self, run: int, count: int) -> str:
+        """Return the shards of a run, with the rows that are left out before, among and after its usable ones."""
+        first, last = _bounds(count)[run : run + 2].tolist()
+        start = min(self._row(first - 1) + 1 if first else 0, max(0, self.num_rows - 1))
+        stop = self.num_rows if run == _RUNS - 1 else self._row(last)
+        number, end = np.searchsorted(self.index.shard_rows, [start, max(start, stop - 1)], side="right").tolist()
+        shards = self.index.shards[number - 1 : end]
+        names = ", ".join(basename(shard.url) for shard in shards[:_NAMED])
+        return names + (f" and {len(shards) - _NAMED:,} more shards" if len(shards) > _NAMED else "")
+
+    def _row(self, number: int) -> int:
+        """Return the row of a usable sample, by number; of one that is not there, the number of rows."""
+        if number >= self.num_usable:
+            return self.num_rows
+        before = self.excluded - np.arange(len(self.excluded))
+        return number + int(np.searchsorted(before, number, side="right"))
+
+    def _runs(self, count: int) -> list[bytes]:
+        """Return a digest of each run of usable rows: how many each shard has, their keys and numbers of pieces.
+
+        Args:
+            count: number of usable rows that bound the runs; rows beyond belong to the last one.
+        """
+        index, bounds = self.index, np.minimum(_bounds(count), self.num_usable)
+        bounds[-1] = self.num_usable
+        hashers = [[_hasher() for _ in range(3)] for _ in range(_RUNS)]
+        before = 0
+        for start, stop in _chunks(self.num_rows):
+            usable = self._is_usable(start, stop)
+            offsets, keys = index.keys(start, stop)
+            lengths, pieces = np.diff(offsets), index.piece[start:stop]
+            if not usable.all():
+                keys, lengths, pieces = keys[np.repeat(usable, lengths)], lengths[usable], pieces[usable]
+            ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+            columns = lengths.astype("<i4"), np.ascontiguousarray(keys), pieces.astype("<i4")
+            cuts = np.clip(bounds - before, 0, len(lengths))
+            for number in np.flatnonzero(np.diff(cuts)).tolist():
+                low, high = cuts[number : number + 2].tolist()
+                of_keys = slice(int(ends[low]), int(ends[high]))
+                slices = slice(low, high), of_keys, slice(low, high if self.is_split else low)
+                for hasher, column, part in zip(hashers[number], columns, slices, strict=True):
+                    hasher.update(column[part])
+            before += len(lengths)
+
+        # Rows are in the order of their shards.
+        shard_rows = np.minimum(index.shard_rows, self.num_rows)
+        shard_ends = shard_rows - np.searchsorted(self.excluded, shard_rows)
+        runs = []
+        for number, of_rows in enumerate(hashers):
+            low, high = bounds[number : number + 2].tolist()
+            first, last = np.searchsorted(shard_ends, low, side="right"), np.searchsorted(shard_ends, high)
+            whole = _hasher()
+            if low < high:
+                whole.update(np.append(first, np.minimum(shard_ends[first : last + 1], high) - low).astype("<i8"))
+            for hasher in of_rows:
+                whole.update(hasher.digest())
+            runs.append(whole.digest())
+        return runs
+
+    def _tokens(self) -> str:
+        """Return a digest of the tokens of the usable rows."""
         digest = _hasher()
         for start, stop in _chunks(self.num_rows):
-            digest.update(self.index.llm_tokens[start:stop][self.is_usable(start, stop)].astype("<i4").tobytes())
+            digest.update(self.index.llm_tokens[start:stop][self._is_usable(start, stop)].astype("<i4"))
         return str(digest.hexdigest())
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """The digests that must be equal for a state to go on as if nothing had changed."""
-        return {"usable": self.usable} | ({"tokens": self.tokens} if self.by_tokens or self.is_split else {})
-
-    @cached_property
-    def pieces(self) -> Ints:
-        """Rows of each sample."""
-        return np.diff(self.first_rows, append=self.num_rows)
-
-    @cached_property
-    def first_rows(self) -> Ints:
-        """First row of each sample."""
-        rows = self.index.sample_rows()
-        return rows[: int(np.searchsorted(rows, self.num_rows))]
-
-    @cached_property
-    def split_samples(self) -> Ints:
-        """Numbers of the samples that a split leaves out. They follow from keys, so no state stores them."""
-        splits = [each for each in self.dataset.selections if isinstance(each, Split)]
-        rows = left_out(self.index, splits) if splits else np.zeros(0, np.int64)
-        found: Ints = np.searchsorted(self.first_rows, rows[self.index.piece[rows] == 0]).astype(np.int64)
-        return found
-
-    def is_usable(self, start: int, stop: int) -> NDArray[np.bool_]:
+    def _is_usable(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return which of the rows [start, stop) are usable."""
         usable = np.ones(stop - start, bool)
         low, high = np.searchsorted(self.excluded, [start, stop])
         usable[self.excluded[low:high] - start] = False
         return usable
 
-    def numbers(self) -> dict[str, Any]:
-        """Return what a state stores of these rows, JSON-safe; `texts` is the rest."""
-        found: dict[str, Any] = {
-            "num_rows": self.num_rows,
-            "num_usable": self.num_rows - len(self.excluded),
-            **self.digests,
-        }
-        return found | ({} if self.samples == self.usable else {"samples": self.samples})
-
-    @cached_property
-    def texts(self) -> dict[str, str]:
-        """The excluded rows, and the rows of each sample, as texts."""
-        rows = self.excluded
-        if len(self.split_samples):
-            rows = np.setdiff1d(rows, rows_of_samples(self.split_samples, self.pieces), assume_unique=True)
-        found = {"excluded": rows_text(rows)} if len(rows) else {}
-        return found | ({"pieces": ints_text(self.pieces)} if self.is_split else {})
-
-    def _digest(self, chosen: Callable[[int, int], NDArray[np.bool_]], *, pieces: bool = False) -> str:
-        """Return a digest of chosen rows: how many each shard has, their keys, and the numbers of their pieces."""
-        index = self.index
-        lengths_of, keys_of, pieces_of = _hasher(), _hasher(), _hasher()
-        counts = np.zeros(len(chosen_shards(index, self.dataset.selections)), np.int64)
-        for start, stop in _chunks(self.num_rows):
-            mask = chosen(start, stop)
-            offsets, data = index.keys(start, stop)
-            lengths = np.diff(offsets)
-            if not mask.all():
-                data, lengths = data[np.repeat(mask, lengths)], lengths[mask]
-            lengths_of.update(lengths.astype("<i4").tobytes())
-            keys_of.update(np.ascontiguousarray(data))
-            if pieces:
-                pieces_of.update(index.piece[start:stop][mask].astype("<i4").tobytes())
-            counts += np.bincount(index.shard[start:stop][mask], minlength=len(counts))
-        whole = _hasher()
-        for part in (counts.astype("<i8").tobytes(), *(each.digest() for each in (lengths_of, keys_of, pieces_of))):
-            whole.update(part)
-        return str(whole.hexdigest())
-
 
 def rows_of(
-    dataset: ShardDataset | Mixture,
-    index: Index,
-    order: Order | MixtureOrder,
-    batches: Batches,
-    listed: Ints | None,
-    excluded: Ints,
-    excluded_of: Callable[[ShardDataset, Index], Ints],
+    dataset: ShardDataset | Mixture, index: Index, order: Order | MixtureOrder, batches: Batches, excluded: Ints
 ) -> tuple[SourceRows, ...]:
-    """Return the usable rows of the data set, or of each source, for states."""
-    parts: list[tuple[str, ShardDataset, Index, Order]] = []
+    """Return the usable rows of the data set, or of each source, for states.
+
+    Args:
+        excluded: rows that do not come, of all sources, ascending.
+    """
+    parts: list[tuple[str, ShardDataset, Index, Order, Ints]] = []
     by_tokens = isinstance(batches, TokenBatches | WindowBatches)
-    if isinstance(dataset, Mixture) and isinstance(order, MixtureOrder) and isinstance(index, JoinedIndex):
+    if isinstance(order, MixtureOrder):
+        assert isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)
         by_tokens = by_tokens or order.by == "tokens"
         for leaf, own, source in zip(dataset.leaves, index.indexes, order.sources, strict=True):
-            parts.append((leaf.name, leaf.dataset, own, source.order))
-    elif isinstance(dataset, ShardDataset) and isinstance(order, Order):
-        parts.append(("", dataset, index, order))
-    return tuple(
-        SourceRows(
-            name=name,
-            dataset=of,
-            index=own,
-            order=own_order,
-            excluded=own_order.excluded if listed is None else excluded,
-            by_tokens=by_tokens,
-            exclude=partial(excluded_of, of),
-            listed=listed,
+            parts.append((leaf.name, leaf.dataset, own, source.order, source.order.excluded))
+    else:
+        assert isinstance(dataset, ShardDataset)
+        parts.append(("", dataset, index, order, excluded))
+    found = []
+    for name, of, own, own_order, rows in parts:
+        num_rows = num_first_rows(own, of.selections)
+        found.append(
+            SourceRows(
+                name=name,
+                dataset=of,
+                index=own,
+                num_rows=num_rows,
+                excluded=rows[rows < num_rows],
+                excluded_digest=own_order.excluded_digest,
+                by_tokens=by_tokens,
+            )
         )
-        for name, of, own, own_order in parts
-    )
+    return tuple(found)
 
 
-def dump_rows(sources: Sequence[SourceRows]) -> list[Any]:
+def dump_rows(sources: Sequence[SourceRows]) -> dict[str, Any]:
     """Return what a state stores of the rows of its sources, in their order; a number stands for an equal entry."""
     found: list[Any] = []
-    left = MOST_TEXT
-    seen: dict[tuple[str, int, str, str], int] = {}
+    seen: dict[tuple[str, int, str], int] = {}
     for source in sources:
-        # The first samples of an index have fewer rows, and rows that a split leaves out are not stored.
-        split = hashlib.blake2b(source.split_samples.tobytes()).hexdigest()
-        rows = (str(source.index.path), source.num_rows, source.order.excluded_digest, split)
-        same = seen.setdefault(rows, len(found))
-        if same < len(found):
-            found.append(same)
-            continue
-        entry, texts = source.numbers(), source.texts
-        size = sum(map(len, texts.values()))
-        if size <= left:
-            left -= size
-            entry |= texts
-        else:
-            entry["too_large"] = True
-        found.append(entry)
-    return found
+        same = seen.setdefault((str(source.index.path), source.num_rows, source.excluded_digest), len(found))
+        found.append(dict(source.entry) if same == len(found) else same)
+    return {"rows": found, "written_by": {"orchdata": orchdata.__version__}}
 
 
-def load_rows(state: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """Return the entry of each source that `dump_rows` has written. Raises StateError."""
+def changes_since(state: Mapping[str, Any], sources: Sequence[SourceRows]) -> list[str]:
+    """Return how the rows of sources differ from those of a state, in words. Raises StateError for a damaged one."""
     stored = state.get("rows")
-    if not isinstance(stored, list | tuple) or len(stored) != count:
+    if not isinstance(stored, list | tuple) or len(stored) != len(sources):
         raise StateError(f"the state is damaged: its 'rows' are {stored!r:.80}")
     entries: list[Mapping[str, Any]] = []
     for each in stored:
         entry = entries[each] if type(each) is int and 0 <= each < len(entries) else each
-        kinds = {"num_rows": int, "num_usable": int, "usable": str}
-        if not isinstance(entry, Mapping) or any(type(entry.get(name)) is not kind for name, kind in kinds.items()):
+        kinds = {"num_usable": int, "usable": str, "runs": str}
+        is_entry = isinstance(entry, Mapping) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
+        if not is_entry or not 0 <= entry["num_usable"] < _LARGEST:
             raise StateError(f"the state is damaged: its 'rows' have {each!r:.80}")
         entries.append(entry)
-    return entries
+    words = [source.change_since(entry) for source, entry in zip(sources, entries, strict=True)]
+    return [each for each in words if each]
 
 
-def rows_of_samples(samples: Ints, pieces: Ints) -> Ints:
-    """Return the rows of samples, ascending, where each sample has so many rows."""
-    first = np.cumsum(pieces) - pieces
-    counts = pieces[samples]
-    ends = np.cumsum(counts)
-    return np.repeat(first[samples] - (ends - counts), counts) + np.arange(int(counts.sum()))
+def bound(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a fingerprint of shards without the usable rows, which `dump_rows` has, and the rules that judged them."""
+    found = dict(fingerprint)
+    if "order" in found:
+        return found | {"order": _without(found["order"], _OF_ROWS), "recipe": _without_rules(found["recipe"])}
+    mixture = {**found["mixture"]}
+    mixture["sources"] = {name: _without(order, _OF_ROWS) for name, order in mixture["sources"].items()}
+    sources = {name: {**each, "recipe": _without_rules(each["recipe"])} for name, each in found["sources"].items()}
+    return found | {"mixture": mixture, "sources": sources}
 
 
-def rows_text(rows: Ints) -> str:
-    """Return ascending rows as text: their runs, packed."""
-    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    stops = np.append(starts[1:], len(rows))
-    first, lengths = rows[starts], stops - starts
-    gaps = np.diff(first, prepend=0)
-    return ints_text(np.concatenate([gaps, lengths]))
+def _without_rules(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return _without(recipe, ("rules_version",))
 
 
-def text_rows(text: Any, below: int) -> Ints:
-    """Return the rows of `rows_text`. Raises StateError for anything but ascending rows below a number."""
-    both = text_ints(text)
-    gaps, lengths = both[: len(both) // 2], both[len(both) // 2 :]
-    # Each number is compared before any sum: sums of damaged numbers wrap around.
-    are_runs = len(gaps) == len(lengths) <= below and within(gaps, 0, below) and within(lengths, 1, below)
-    if not are_runs or int(lengths.sum()) > below:
-        raise StateError(f"the state is damaged: {text!r:.60} are no rows")
-    first, ends = np.cumsum(gaps), np.cumsum(lengths)
-    rows = np.repeat(first - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
-    if len(rows) and (rows[0] < 0 or rows[-1] >= below or (np.diff(rows) <= 0).any()):
-        raise StateError(f"the state is damaged: {text!r:.60} are no rows below {below}")
-    return rows
+def _without(described: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in described.items() if name not in names}
 
 
-def within(values: Ints, least: int, most: int) -> bool:
-    """Return whether all values are at least `least` and at most `most`."""
-    return bool(((values >= least) & (values <= most)).all())
+def _bounds(count: int) -> Ints:
+    """Return where the runs of so many rows begin, and the end: int64 (_RUNS + 1,)."""
+    return np.array([count * number // _RUNS for number in range(_RUNS + 1)], np.int64)
 
 
-def ints_text(values: Ints) -> str:
-    """Return integers as text, with as many bytes each as the largest needs."""
-    least, most = int(values.min(initial=0)), int(values.max(initial=0))
-    width = next(size for size in (1, 2, 4, 8) if -(1 << (8 * size - 1)) <= least and most < 1 << (8 * size - 1))
-    return f"{width}{b64encode(zlib.compress(values.astype(f'<i{width}').tobytes(), 9)).decode()}"
-
-
-def text_ints(text: Any) -> Ints:
-    """Return the integers of `ints_text`. Raises StateError for anything else."""
+def _stored_run(entry: Mapping[str, Any], number: int) -> bytes:
     try:
-        width = int(text[:1])
-        unpacked = zlib.decompressobj()
-        data = unpacked.decompress(b64decode(text[1:], validate=True), _MOST_BYTES)
-        if width not in (1, 2, 4, 8) or not unpacked.eof:
-            raise ValueError(text[:1])
-        return np.frombuffer(data, f"<i{width}").astype(np.int64)
-    except (TypeError, ValueError, binascii.Error, zlib.error) as error:
-        raise StateError(f"the state is damaged: {text!r:.60} stands for no rows") from error
+        return b64decode(entry["runs"], validate=True)[_RUN_BYTES * number : _RUN_BYTES * (number + 1)]
+    except (ValueError, binascii.Error) as error:
+        raise StateError(f"the state is damaged: {entry['runs']!r:.60} stands for no runs of rows") from error
 
 
 def _hasher() -> Any:

@@ -174,25 +174,21 @@ class TestNextGeneration:
         assert len(bucket.keys("index/")) == 4, "two manifests and two files"
 
     @pytest.mark.filterwarnings("ignore:.*are not in generation")
-    def test_a_job_keeps_its_own_and_a_state_names_it(self, bucket: Bucket) -> None:
+    def test_a_job_keeps_its_own_and_goes_on_with_it(self, bucket: Bucket) -> None:
         loader = od.DataLoader(bucket.dataset(), batch_size=4, num_threads=0)
         steps = iter(loader)
         next(steps)
         state = loader.state_dict()
-        assert state["generations"] == [1]
         bucket.put(more_shard(bucket))
         command(bucket)
         assert len(list(steps)) == SHARDS * SAMPLES // 4 - 1
 
         later = od.DataLoader(bucket.dataset(), batch_size=4, num_threads=0)
-        with pytest.raises(od.StateError, match=rf"generation 1 .* generation 2: index_store='{bucket.store}/@1'"):
+        with pytest.raises(od.StateError, match="the list of shards"):
             later.load_state_dict(state)
         same = od.DataLoader(bucket.dataset(index_store=f"{bucket.store}/@1"), batch_size=4, num_threads=0)
         same.load_state_dict(state)
         assert len(list(same)) == SHARDS * SAMPLES // 4 - 1
-        del state["generations"]
-        again = od.DataLoader(bucket.dataset(index_store=f"{bucket.store}/@1"), batch_size=4, num_threads=0)
-        again.load_state_dict(state)
         wait_for_looks()
 
     def test_shards_that_the_index_lacks_are_one_warning_after_the_first_step(self, bucket: Bucket) -> None:

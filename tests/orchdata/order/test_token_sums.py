@@ -53,13 +53,12 @@ def test_sums_are_those_of_the_whole_epoch(case: tuple[Order, Listed], data: st.
 def test_streams_may_have_a_window_less_than_others(num_samples: int, window: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(window=window, streams=3), seed=8)
     counts = Listed(np.random.default_rng(1).integers(1, 900, num_samples))
-    sums = TokenSums(order, counts)
     ends = running(order, counts, 1)
     for position in range(num_samples, 0, -31):
         # Others each time, because a look-up begins with the span of the last one.
-        assert sums.continuing(order).before(1, position) == ends[position - 1]
-        assert sums.continuing(order).position(1, int(ends[position - 1])) == position
-        assert sums.continuing(order).position(1, int(ends[position - 1]) - 1) == position - 1
+        assert TokenSums(order, counts).before(1, position) == ends[position - 1]
+        assert TokenSums(order, counts).position(1, int(ends[position - 1])) == position
+        assert TokenSums(order, counts).position(1, int(ends[position - 1]) - 1) == position - 1
 
 
 def test_a_small_source_in_many_streams_is_looked_up_once_an_epoch() -> None:
