@@ -25,7 +25,7 @@ from orchdata.cli.options import Kind, check_name, load_object
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.reading import used_containers
 from orchdata.yaml_file import read_yaml
 
