@@ -34,7 +34,6 @@ from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.index.index import KIND, Index, digest
 from orchdata.loaders.index.own_columns import (
     MOST_BYTES,
-    TYPES,
     Piece,
     column_of_array,
     column_of_values,
@@ -120,7 +119,7 @@ def with_fields(
                 read = partial(_read, names, recipe, by_identity(containers), cache, files)
                 _write(path, index, _columns(index, names, _read_all(index, read, progress)))
                 kept = Index(path)
-    kept.fetch = index.fetch  # its rows are the same
+    kept.fetch, kept.base = index.fetch, index.path  # its rows are the same
     return kept
 
 
@@ -134,17 +133,16 @@ def _kept(path: Path, index: Index) -> Index | None:
 
 def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
     """Write the index with these columns behind its table. Raises StorageError."""
-    values, batch = index.head().values, columns.serialize()
+    head, batch = index.head(), columns.serialize()
     kinds = [field["type"] for field in fields_of(columns).values()]
     own = {"names": columns.schema.names, "kinds": kinds, "bytes": batch.size}
-    with index.body() as body, replaced(path, access_of(str(index.path))) as fd:
-        table = body[: len(body) - values.get("own", {"bytes": 0})["bytes"]]
-        values, size = {**values, "own": own}, len(table) + batch.size
-        start = body_start(values, size)
+    end = head.size - head.values.get("own", {"bytes": 0})["bytes"]
+    values, size = {**head.values, "own": own}, end + batch.size
+    start = body_start(values, size)
+    with index.body() as body, body[:end] as table, replaced(path, access_of(str(index.path))) as fd:
         write_at(fd, table, start)
-        write_at(fd, memoryview(batch), start + len(table))
+        write_at(fd, memoryview(batch), start + end)
         finish(fd, KIND, TABLE_FORMAT, values, start, size)
-        table.release()
     index.check_unchanged()
 
 
@@ -194,9 +192,7 @@ def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.Re
         if known and name not in known:  # none are known if no shard can be read
             others = ", ".join(map(repr, [each for each in known if each not in names][:_MOST_NAMED])) or "none"
             raise ValueError(f"index_fields names {name!r}, and no sample has a field of this name; there are {others}")
-        kind = arrays[0].type if arrays else TYPES["null"]
-        taken = [array.take(mine) for array, mine in zip(arrays, rows, strict=True)]
-        columns.append(pa.concat_arrays(taken) if taken else pa.nulls(0, kind))
+        columns.append(pa.concat_arrays([array.take(mine) for array, mine in zip(arrays, rows, strict=True)]))
     return pa.RecordBatch.from_arrays(columns, names=list(names))
 
 

@@ -99,9 +99,11 @@ class Index:
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
         fetch: opens the index from where it is published, on a machine without a copy of it; it pickles. None: it is
             not published.
+        base: the index that it was made of, if `own` columns were added to it; it is in use as long.
     """
 
     fetch: Callable[[], Index] | None = None
+    base: Path | None = None
 
     def __init__(self, path: str | Path, lent: Lent | None = None) -> None:
         """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
@@ -170,7 +172,8 @@ class Index:
             now = retry(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise self.damaged("it was changed while it was open")
-        still_used(self.path)
+        for path in filter(None, (self.path, self.base)):
+            still_used(path)
 
     def _mapped(self, lent: Lent | None) -> _Mapped:
         def map_if_there() -> _Mapped | None:

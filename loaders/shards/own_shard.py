@@ -216,7 +216,7 @@ class OpenedShard:
             error = problem.reason
         except MemoryError as problem:
             raise measured_at(problem, self.url, key, name) from problem
-        more = {"kind": kind, "offset": row, "size": size, "header": header, "error": error}
+        more: dict[str, Any] = {"kind": kind, "offset": row, "size": size, "header": header, "error": error}
         table.append(sample, key, name, encoding=OWN_BYTES, **more)
 
 

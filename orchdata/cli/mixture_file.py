@@ -89,7 +89,8 @@ class _Described(NamedTuple):
             return used_containers(self.containers, paths)
         if not isinstance(names, list):
             raise ValueError(f"{field} must be a list of MODULE:NAME, got {names!r:.80}")
-        return tuple(self._imported(name, Container, field, "container") for name in names)
+        kind: Any = Container  # abstract
+        return tuple(self._imported(name, kind, field, "container") for name in names)
 
     def _imported(self, name: Any, kind: type[Kind], field: str, option: str) -> Kind:
         module = check_name(name, field)

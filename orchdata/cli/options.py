@@ -179,7 +179,8 @@ def containers_of(given: Sequence[str] | None) -> tuple[Container, ...]:
     """Return the containers that `--container` names. Raises ValueError as `load_object`."""
     from orchdata.loaders.shards.container import Container
 
-    return tuple(load_object(name, Container, "--container") for name in given or ())
+    kind: Any = Container  # abstract
+    return tuple(load_object(name, kind, "--container") for name in given or ())
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:

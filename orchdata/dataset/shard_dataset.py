@@ -397,10 +397,12 @@ class ShardDataset(Seen):
 
     def own_columns(self, index: Index, *, may_build: bool = True) -> OwnColumns:
         """Return the columns of `index_fields`; they are read when a filter uses one that this index lacks."""
-        opened = cache(lambda: self.with_fields(index, may_build=may_build).own)
+        opened = cache(lambda: self.with_fields(index, may_build=may_build))
 
         def column(name: str, start: int, stop: int) -> Any:
-            return opened().column(name).slice(start, stop - start)
+            own = opened().own
+            assert own is not None
+            return own.column(name).slice(start, stop - start)
 
         return {name: partial(column, name) for name in self.index_fields}
 
