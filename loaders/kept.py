@@ -42,7 +42,6 @@ KINDS: Final = {
     "texts": Kind("counts of texts", (".texts",)),
     "sizes": Kind("sizes of parts that are counted from their bytes", (".sizes",)),
     "costs": Kind("costs of a shard under a recipe", (".costs",)),
-    "fields": Kind("values of index_fields", (".fields", ".merged")),
     "index": Kind("indexes", (".index",)),
     "item_costs": Kind("costs of map-style items", (".costs",)),
     "arrays": Kind("arrays of loaders with workers", (".int64",)),

@@ -22,9 +22,6 @@ COSTS_FORMAT = 1
 TABLE_FORMAT = 1
 """Layout of the merged index."""
 
-FIELDS_FORMAT = 1
-"""Layout of files with the user's own columns of a shard, and of a data set."""
-
 RULES: Final = {
     "tar": 11,
     "parquet": 11,

@@ -40,10 +40,10 @@ from .loaders.modalities.video.preprocessor import VideoPreprocessor as VideoPre
 from .loaders.recipe import Recipe as Recipe
 from .loaders.records import Media as Media
 from .loaders.samples.sample import Sample as Sample
-from .loaders.shards.own.shard import Container as Container
-from .loaders.shards.own.shard import Shard as Shard
-from .loaders.shards.own.shard import ShardSource as ShardSource
-from .loaders.shards.own.shard import TextFiles as TextFiles
+from .loaders.shards.container import Container as Container
+from .loaders.shards.container import Shard as Shard
+from .loaders.shards.container import ShardSource as ShardSource
+from .loaders.shards.container import TextFiles as TextFiles
 from .loaders.storage.node.cache import Cache as Cache
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate

@@ -20,7 +20,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.foreign import check_columns, check_head
+from orchdata.loaders.index.own_columns import stored_columns
 from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, body_bytes, marked_bytes, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
@@ -42,11 +43,13 @@ from orchdata.loaders.storage.opening import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.retries import retry, tried
-from orchdata.loaders.storage.sealed import head_of, verify_body
+from orchdata.loaders.storage.sealed import Head, head_of, verify_body
 from orchdata.loaders.storage.verified import forget, is_noted, note, still_used
 from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from orchdata.loaders.recipe import Recipe
 
 KIND = b"indx"
@@ -95,13 +98,16 @@ class Index:
         marks: by which each row is recognized in another place, see `moved.marks`, int64 (n,); 0 where there is none;
             None if no row has one.
         fields: names of all fields in use.
+        own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
         fetch: opens the index from where it is published, on a machine without a copy of it; it pickles. None: it is
             not published.
+        base: the index that it was made of, if `own` columns were added to it; it is in use as long.
     """
 
     fetch: Callable[[], Index] | None = None
+    base: Path | None = None
 
     def __init__(self, path: str | Path, lent: Lent | None = None) -> None:
         """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
@@ -114,7 +120,7 @@ class Index:
         """
         self.path = Path(path)
         try:
-            metadata, columns, self.marks, self._fd, self._opened = self._mapped(lent)
+            metadata, columns, self.marks, self.own, self._fd, self._opened = self._mapped(lent)
         except ValueError as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -173,7 +179,8 @@ class Index:
             raise self.damaged("it was changed while it was open")
         if time.monotonic() - self._used > _STILL_SECONDS:
             self._used = time.monotonic()
-            still_used(self.path)
+            for path in filter(None, (self.path, self.base)):
+                still_used(path)
 
     def _mapped(self, lent: Lent | None) -> _Mapped:
         def map_if_there() -> _Mapped | None:
@@ -197,6 +204,20 @@ class Index:
 
     def __reduce__(self) -> tuple[Callable[[Path, Lent], Index], tuple[Path, Lent]]:
         return _opened_again, (self.path, lend(self._fd))
+
+    def head(self) -> Head:
+        """Return the head of its file."""
+        return head_of(self._fd, KIND, TABLE_FORMAT)
+
+    @contextmanager
+    def body(self) -> Iterator[memoryview]:
+        """Yield its columns as they are stored, with all that follows them."""
+        with (
+            mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+            view[self.head().start :] as body,
+        ):
+            yield body
 
     def damaged(self, reason: str) -> DamagedIndexError:
         """Return the error to raise for impossible values. The file will be verified again when it is next opened."""
@@ -484,11 +505,11 @@ def _opened_again(path: Path, lent: Lent) -> Index:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 
 
-_Mapped = tuple[dict[str, Any], Columns, NDArray[np.int64] | None, int, os.stat_result]
+_Mapped = tuple[dict[str, Any], Columns, NDArray[np.int64] | None, "pa.RecordBatch | None", int, os.stat_result]
 
 
 def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns and marks of an index, a descriptor, and its status.
+    """Return verified head, mapped columns, marks and the user's own columns of an index, a descriptor, its status.
 
     Raises ValueError, OSError.
     """
@@ -500,10 +521,12 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
             check_head(head.values)
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
+        own, own_bytes = stored_columns(head.values, mapped[head.start :], check=not noted)
+        mapped = mapped[: status.st_size - own_bytes]
         size, has_marks = TableSize(**head.values["size"]), "marks" in head.values
         end = head.start + body_bytes(size)
         columns = views(mapped[head.start : end if has_marks else None], size)
-        if has_marks and status.st_size != head.start + marked_bytes(size):
+        if has_marks and len(mapped) != head.start + marked_bytes(size):
             raise ValueError(f"{size.rows} rows have {status.st_size - end} bytes of marks")
         marks = np.frombuffer(mapped, np.int64, size.rows, end) if has_marks else None
         if noted:
@@ -513,7 +536,7 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
             now = os.fstat(fd)
             if all(getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 note(path, status)
-        return head.values, columns, marks, os.dup(fd), status
+        return head.values, columns, marks, own, os.dup(fd), status
 
 
 def _check_all(columns: Columns, values: dict[str, Any]) -> None:

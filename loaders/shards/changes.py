@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import NO_CONTAINERS, describe_change, open_shard, rules_of
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL

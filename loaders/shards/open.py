@@ -14,9 +14,9 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.recent import Recent
 from orchdata.loaders.shards.builtin import OpenContext, RecordContainer, TarContainer, builtin_of
 from orchdata.loaders.shards.compressed import copy_name
+from orchdata.loaders.shards.container import Container, identity_of
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
-from orchdata.loaders.shards.own.opened import OpenedShard
-from orchdata.loaders.shards.own.shard import Container, identity_of
+from orchdata.loaders.shards.own_shard import OpenedShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ReadBytes

@@ -36,8 +36,8 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import is_remote

@@ -94,6 +94,7 @@ def index(
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
     from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.index.own_columns import fields_of
 
     start = time.perf_counter()
     given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key, ignore)
@@ -116,7 +117,8 @@ def index(
         built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, **measured_by)
     else:
         built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
-    own = _open_fields(dataset, built, force=force)
+    built = _with_fields(dataset, built, force=force)
+    own = {} if built.own is None else fields_of(built.own)
     if not dataset.recipe.text.learns_end:
         _warn_of_unended(dataset, built)
     report = (
@@ -374,17 +376,15 @@ def _build_of(dataset: ShardDataset) -> Index:
     else:
         with progress_bar("indexing shards") as advance:
             index = dataset.index(progress=advance)
-    _open_fields(dataset, index, force=False)
-    return index
+    return _with_fields(dataset, index, force=False)
 
 
-def _open_fields(dataset: ShardDataset, index: Index, *, force: bool) -> dict[str, dict[str, Any]]:
-    """Have the index keep the data set's `index_fields`, and return what it keeps, JSON-safe."""
+def _with_fields(dataset: ShardDataset, index: Index, *, force: bool) -> Index:
+    """Return the index with the data set's `index_fields`."""
     if not dataset.index_fields:
-        return {}
+        return index
     with progress_bar("reading index fields") as advance:
-        fields = dataset.open_fields(index, force=force, progress=advance).fields
-    return {name: {"type": kind, "nulls": nulls} for name, (kind, nulls) in fields.items()}
+        return dataset.with_fields(index, force=force, progress=advance)
 
 
 def _publish(

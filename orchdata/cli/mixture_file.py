@@ -25,7 +25,7 @@ from orchdata.cli.options import Kind, check_name, load_object
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.own.shard import Container
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.reading import used_containers
 from orchdata.yaml_file import read_yaml
 
@@ -89,7 +89,8 @@ class _Described(NamedTuple):
             return used_containers(self.containers, paths)
         if not isinstance(names, list):
             raise ValueError(f"{field} must be a list of MODULE:NAME, got {names!r:.80}")
-        return tuple(self._imported(name, Container, field, "container") for name in names)
+        kind: Any = Container  # abstract
+        return tuple(self._imported(name, kind, field, "container") for name in names)
 
     def _imported(self, name: Any, kind: type[Kind], field: str, option: str) -> Kind:
         module = check_name(name, field)

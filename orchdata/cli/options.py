@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from orchdata.loaders.shards.own.shard import Container
+    from orchdata.loaders.shards.container import Container
 
 Paths = Annotated[
     list[str],
@@ -177,9 +177,10 @@ def storage_options_of(given: Sequence[str] | None) -> dict[str, str] | None:
 
 def containers_of(given: Sequence[str] | None) -> tuple[Container, ...]:
     """Return the containers that `--container` names. Raises ValueError as `load_object`."""
-    from orchdata.loaders.shards.own.shard import Container
+    from orchdata.loaders.shards.container import Container
 
-    return tuple(load_object(name, Container, "--container") for name in given or ())
+    kind: Any = Container  # abstract
+    return tuple(load_object(name, kind, "--container") for name in given or ())
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:

@@ -15,8 +15,8 @@ from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.views.seen import Seen, mixture_view
 from orchdata.loaders.html import never_raises
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.files import Files, joined_files
 from orchdata.order.merge import By, Stage, Stop
 

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -43,15 +43,14 @@ from orchdata.dataset.views.seen import Seen, dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.html import never_raises
-from orchdata.loaders.index.fields.build import open_fields
-from orchdata.loaders.index.fields.merged import IndexFields
+from orchdata.loaders.index.fields import with_fields
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.index.published.manifest import IndexStore, Manifest
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.samples.sample import Sample
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import Matching, needs_listing
@@ -333,39 +332,23 @@ class ShardDataset(Seen):
         looks = check and builds and not rebuild and self.index_store is None
         if looks and has_changed(index, self.recipe, self.containers, self.files.listed, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
-        self._opened.note(index)
         if self.index_fields:
-            self.open_fields(index, num_ranks=num_ranks, rank=rank, progress=progress)
+            index = self.with_fields(index, may_build=builds, progress=progress)
+        self._opened.note(index)
         return index
 
-    def open_fields(
-        self,
-        index: Index,
-        *,
-        num_ranks: int = 1,
-        rank: int | None = None,
-        force: bool = False,
-        progress: Callable[[float, int], None] | None = None,
-    ) -> IndexFields:
-        """Return the columns of `index_fields`, memory-mapped. Arguments are those of `index`; `force` reads all shards
-        again.
+    def with_fields(self, index: Index, *, may_build: bool = True, force: bool = False, progress: Any = None) -> Index:
+        """Return an index of these shards with the columns of `index_fields`. Arguments are as of `fields.with_fields`.
 
         Raises:
             ValueError: a value that the index does not keep, columns of several types, or a name that no sample has.
-            MissingIndexError: as `index`.
+            MissingIndexError: it was not built with them, and `may_build` is false.
         """
-        if self._opened.fields is None or self._opened.fields[0] != index.build_id or force:
-            may_build = num_ranks == 1 or rank is not None
-            how: dict[str, Any] = {"containers": self.containers, "files": self.files, "force": force}
-            how |= {"may_build": may_build, "progress": progress}
-            open_ = partial(open_fields, index, self.index_fields, self.recipe, **how)
-            stored = None if self.generation is None else self.stored_index
-            try:
-                fields = open_() if stored is None else stored.fields(index, self.index_fields, open_, force=force)
-            except MissingIndexError as error:
-                raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
-            self._opened.fields = index.build_id, fields
-        return self._opened.fields[1]
+        how: dict[str, Any] = {"containers": self.containers, "files": self.files, "may_build": may_build}
+        try:
+            return with_fields(index, self.index_fields, self.recipe, force=force, progress=progress, **how)
+        except MissingIndexError as error:
+            raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
 
     def _index(
         self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[float, int], None] | None
@@ -410,13 +393,16 @@ class ShardDataset(Seen):
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
-        return left_out(index, self.selections, self._own_columns(index))
+        return left_out(index, self.selections, self.own_columns(index))
 
-    def _own_columns(self, index: Index) -> OwnColumns:
-        """Return the columns of `index_fields`; they are opened when a filter uses one."""
+    def own_columns(self, index: Index, *, may_build: bool = True) -> OwnColumns:
+        """Return the columns of `index_fields`; they are read when a filter uses one that this index lacks."""
+        opened = cache(lambda: self.with_fields(index, may_build=may_build))
 
         def column(name: str, start: int, stop: int) -> Any:
-            return self.open_fields(index).column(name, start, stop)
+            own = opened().own
+            assert own is not None
+            return own.column(name).slice(start, stop - start)
 
         return {name: partial(column, name) for name in self.index_fields}
 

@@ -12,39 +12,32 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from orchdata.engines.pickling import pickle_container
 from orchdata.loaders.errors import ContainerError, FieldError, ShardError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import KINDS, OTHER
+from orchdata.loaders.shards.container import Container, checked_containers, name_of
 from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.own.shard import Container, checked_containers, name_of
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 
 __all__ = ["check_container"]
 
-Members = list[tuple[int, int, int, str]]
-
-_THREADS: Final = 8
-_PROCESS_SECONDS: Final = 120
-_MOST_DAMAGED_BYTES: Final = 64 << 20
-"""Size up to which a file is copied, to cut it."""
 _CHILD: Final = """
 import pickle, sys
 path, given, url, samples = pickle.loads(sys.stdin.buffer.read())
 sys.path[:] = path
-from orchdata.testing.containers import _digest, _opened
-sys.stdout.buffer.write(_digest(_opened(pickle.loads(given), url), samples))
+from orchdata.testing.containers import _read
+sys.stdout.buffer.write(_read(pickle.loads(given), url, samples))
 """
 
 
@@ -72,29 +65,24 @@ def check_container(
     checked_containers([container])
     given = pickle_container(container)
     copy: Container = pickle.loads(given)  # noqa: S301 - made just now
-    if copy.describe() != container.describe():
-        raise ContainerError(f"{where}: a pickled copy describes itself as something else: make it a frozen dataclass")
     if not container.claims(url):
         raise ContainerError(f"{where}: claims() does not claim it: let it return True for this path")
     try:
-        table, again = (_facts(_opened(each, url)) for each in (container, copy))
-        if table.errors:
-            row, reason = next(iter(table.errors.items()))
+        table = _facts(container, url)
+        for row, reason in table.errors.items():
             raise ContainerError(f"{where}: sample {table.key[row]!r}, field {table.field[row]!r}: {reason}")
-        if table != again:
+        if table != _facts(copy, url):
             raise ContainerError(f"{where}: facts() and read() must give the same each time")
-        samples = _members_of(table)[:most_samples]
-        digest = _digest(_opened(container, url), samples)
-        mixed = random.Random(0).sample(samples, len(samples))
-        with closing(_opened(copy, url)) as shard, ThreadPoolExecutor(_THREADS) as pool:
-            found = dict(zip(map(repr, mixed), pool.map(shard.read_many, mixed), strict=True))
-        if digest != _digest_of([found[repr(each)] for each in samples]):
+        members = list(zip(table.offset, table.size, table.encoding, table.field, strict=True))
+        samples = [[members[row] for row in rows] for _, rows in groupby(range(len(table)), table.sample.__getitem__)]
+        digest = _read(container, url, samples[:most_samples])
+        if digest != _read(copy, url, samples[:most_samples], threads=8):
             raise ContainerError(f"{where}: read() returns other bytes in another order, or from several threads")
         # A new process has another __main__.
         if other_process and type(container).__module__ != "__main__":
-            asked = pickle.dumps((sys.path, given, url, samples))
+            asked = pickle.dumps((sys.path, given, url, samples[:most_samples]))
             command = [sys.executable, "-c", _CHILD]
-            child = subprocess.run(command, input=asked, capture_output=True, timeout=_PROCESS_SECONDS, check=False)
+            child = subprocess.run(command, input=asked, capture_output=True, timeout=120, check=False)
             if child.stdout != digest:
                 last = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
                 raise ContainerError(
@@ -105,10 +93,10 @@ def check_container(
         raise ContainerError(f"{where}: field {error.field!r}: {error.reason}") from error
     except ShardError as error:
         raise ContainerError(str(error)) from error
-    if not LOCAL.is_folder(url) and os.path.getsize(url) <= _MOST_DAMAGED_BYTES:
+    if not LOCAL.is_folder(url) and os.path.getsize(url) <= 64 << 20:
         _check_damaged(container, Path(url), where)
     named = zip(table.field, table.kind, strict=True)
-    return {field: "other" if kind == OTHER else KINDS[kind] for field, kind in sorted(named) if field}
+    return {field: "other" if kind == OTHER else KINDS[kind] for field, kind in sorted(named)}
 
 
 def _check_damaged(container: Container, path: Path, where: str) -> None:
@@ -120,7 +108,7 @@ def _check_damaged(container: Container, path: Path, where: str) -> None:
             copy.write_bytes(content[:kept])
             try:
                 with suppress(ShardError):
-                    _facts(_opened(container, str(copy)))
+                    _facts(container, str(copy))
             except Exception as error:
                 raise ContainerError(
                     f"{where}: a copy that is cut after {kept} bytes raises {type(error).__name__}: {error}. Raise any "
@@ -128,32 +116,18 @@ def _check_damaged(container: Container, path: Path, where: str) -> None:
                 ) from error
 
 
-def _opened(container: Container, url: str) -> Shard:
-    return open_shard(url, limits=Limits(), cache=CacheFolder(), rules=FieldRules(container=container))
+def _opened(container: Container, url: str) -> closing[Shard]:
+    return closing(open_shard(url, limits=Limits(), cache=CacheFolder(), rules=FieldRules(container=container)))
 
 
-def _facts(shard: Shard) -> FactsTable:
-    with closing(shard):
+def _facts(container: Container, url: str) -> FactsTable:
+    with _opened(container, url) as shard:
         return shard.facts().table
 
 
-def _members_of(table: FactsTable) -> list[Members]:
-    """Return the members of each sample."""
-    rows = [row for row in range(len(table)) if table.field[row]]
-    return [
-        [(table.offset[row], table.size[row], table.encoding[row], table.field[row]) for row in group]
-        for _, group in groupby(rows, key=lambda row: table.sample[row])
-    ]
-
-
-def _digest(shard: Shard, samples: Sequence[Members]) -> bytes:
-    """Read samples, and return a digest of their bytes."""
-    with closing(shard):
-        return _digest_of([shard.read_many(members) for members in samples])
-
-
-def _digest_of(contents: Sequence[Sequence[bytes | memoryview]]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for data in (data for sample in contents for data in sample):
-        digest.update(f"{len(data)} ".encode() + bytes(data))
-    return digest.digest()
+def _read(container: Container, url: str, samples: list[Any], threads: int = 1) -> bytes:
+    """Read samples, and return a digest of their bytes; with several threads in a mixed order."""
+    order = range(len(samples)) if threads == 1 else random.Random(0).sample(range(len(samples)), len(samples))
+    with _opened(container, url) as shard, ThreadPoolExecutor(threads) as pool:
+        found = dict(zip(order, pool.map(lambda number: shard.read_many(samples[number]), order), strict=True))
+    return hashlib.sha256(repr([list(map(bytes, found[number])) for number in sorted(found)]).encode()).digest()

@@ -31,8 +31,8 @@ from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.order.order import Order

@@ -34,12 +34,12 @@ from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import marked_bytes
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.container import identity_of
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.own.shard import identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchdata.loaders.index.index import KIND, basename, content_fingerprint
-from orchdata.loaders.shards.own.shard import container_of, identity_of
+from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder

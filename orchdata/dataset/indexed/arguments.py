@@ -12,7 +12,7 @@ from typing import Any
 from orchdata.dataset.selection import names_of_counts
 from orchdata.loaders.index.published.manifest import IndexStore
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.own.shard import Container, checked_containers
+from orchdata.loaders.shards.container import Container, checked_containers
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import expand_paths, is_folder

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity, open_indexed
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ParquetShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files

@@ -16,9 +16,9 @@ from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.changes import find_changes
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.jsonl.media_changes import changed_media
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import is_remote

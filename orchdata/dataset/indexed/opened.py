@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.index.fields.merged import IndexFields
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import OpenShards, by_identity
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 
@@ -88,14 +87,12 @@ class Opened:
     Attributes:
         index: the index, once it was requested.
         chosen: the rows of its samples.
-        fields: the user's own columns, and the build id of their index.
     """
 
     def __init__(self, index: Index | None = None) -> None:
         self.lock = threading.RLock()
         self.index = index
         self.chosen: Chosen | None = None
-        self.fields: tuple[str, IndexFields] | None = None
         self._shards: OpenShards | None = None
 
     def note(self, index: Index) -> None:

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.found import Wanted, built
 from orchdata.dataset.indexed.other_place import moved_index
-from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StorageError
-from orchdata.loaders.index.fields.merged import IndexFields
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of
 from orchdata.loaders.index.published.copies import fetched, opened_copy
-from orchdata.loaders.index.published.fields import fetch_fields, publish_fields
 from orchdata.loaders.index.published.folder import PublishedFolder, opened_folder
 from orchdata.loaders.index.published.manifest import (
     IndexStore,
@@ -32,7 +30,6 @@ from orchdata.loaders.index.published.parts import Parts, PublishedMeanwhile
 from orchdata.loaders.index.published.publish import publish
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import Reading
-from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first
 
 
@@ -127,31 +124,6 @@ class StoredIndex:
             return Generation(self.opened(manifest), manifest), False
         manifest = self.published(index, parts, force=force)
         return Generation(self.opened(manifest, index), manifest), manifest.generation > newest
-
-    def fields(
-        self, index: Index, names: Sequence[str], open_: Callable[[], IndexFields], *, force: bool
-    ) -> IndexFields:
-        """Return the user's own columns of the index: those that are published, or those that are read now.
-
-        Args:
-            open_: opens them, or reads them from the shards. Its errors are raised.
-            force: read and publish them again.
-        """
-        is_there = not force and fetch_fields(self.folder, index, names)
-        opened = open_()
-        if not is_there:
-
-            def publish_them() -> str:
-                try:
-                    publish_fields(self.folder, index, names, force=force)
-                except StorageError as error:
-                    return str(error)
-                return ""
-
-            failed = done_by_first(f"fields/{self._key(index.path.name, *names)}", publish_them)
-            if failed:
-                warn_once(f"index fields of {index.build_id}", f"index_fields cannot be published: {failed}")
-        return opened
 
     def _newest_manifest(self) -> Manifest:
         folder, known = self.folder, generations(self.folder, self.name)

@@ -11,9 +11,9 @@ from orchdata.dataset.indexed.first import is_partial
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.harmless_names import HARMLESS
-from orchdata.loaders.index.fields.missing import missing_names
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.index.missing import missing_names
 from orchdata.loaders.index.totals import UNREAD
 from orchdata.loaders.media_names import modality_of_name
 from orchdata.loaders.modalities.builtin import BUILTINS

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.errors import MissingIndexError, OrchdataError, one_line
+from orchdata.loaders.errors import OrchdataError, one_line
 from orchdata.loaders.html import bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.totals import Totals
@@ -86,7 +85,7 @@ def dataset_view(dataset: ShardDataset, opened: Opened, urls: Sequence[str] | No
     # Without the choice, which may take long or be impossible, the figures of all samples are shown as such.
     totals, note = index.totals, ""
     try:
-        totals = _totals_in_time(dataset, index, opened)
+        totals = _totals_in_time(dataset, index)
     except TimeoutError:
         note = f"{_OF_ALL}, because counting the chosen ones takes long. len(dataset) counts them."
     except (ValueError, OrchdataError) as error:
@@ -121,7 +120,7 @@ def _modalities(totals: Totals) -> str:
     return table(("modality", "share of samples", "share of LLM tokens", "LLM tokens"), rows, numbers_from=3)
 
 
-def _totals_in_time(dataset: ShardDataset, index: Index, opened: Opened) -> Totals:
+def _totals_in_time(dataset: ShardDataset, index: Index) -> Totals:
     """Return totals of the chosen samples.
 
     Raises:
@@ -129,14 +128,8 @@ def _totals_in_time(dataset: ShardDataset, index: Index, opened: Opened) -> Tota
         ValueError: a filter cannot be used with this index.
         MissingIndexError: columns of the user's that a filter needs were not read yet.
     """
-
-    def own(name: str, start: int, stop: int) -> Any:
-        if opened.fields is None and dataset.index_store is not None:
-            raise MissingIndexError(f"the column {name!r} is in the published index, and was not read yet")
-        return dataset.open_fields(index, num_ranks=2).column(name, start, stop)  # one of two ranks builds nothing
-
     until = time.monotonic() + _MOST_SECONDS
-    columns = {name: partial(own, name) for name in dataset.index_fields}
+    columns = dataset.own_columns(index, may_build=False)
     return chosen_totals(index, left_out(index, dataset.selections, columns, until=until), until=until)
 
 

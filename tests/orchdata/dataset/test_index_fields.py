@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,12 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.index.fields import build, merged
-from orchdata.loaders.index.fields.merged import FieldInfo
-from orchdata.loaders.index.fields.reading import read_fields
+from orchdata.loaders.index import fields
+from orchdata.loaders.index.index import KIND, Index
+from orchdata.loaders.index.own_columns import fields_of
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.sealed import seal
+from orchdata.loaders.versions import TABLE_FORMAT
 
 KEYS = [f"s{number}" for number in range(8)]
 SCORES = [None if number == 3 else number / 2 for number in range(8)]
@@ -96,8 +96,8 @@ FILTERS = {
 @pytest.mark.parametrize("container", ["parquet", "arrow", "jsonl", "csv", "tar"])
 def test_every_container_gives_the_same_values(shards: dict[str, str], container: str) -> None:
     dataset = od.ShardDataset(shards[container], index_fields=FIELDS)
-    fields = dataset.open_fields(dataset.index()).fields
-    assert fields == {"lang": FieldInfo("str", 2), "score": FieldInfo("float", 1)}
+    own = fields_of(dataset.index().own)
+    assert own == {"lang": {"type": "str", "nulls": 2}, "score": {"type": "float", "nulls": 1}}
     for expression, own in FILTERS.items():
         assert keys_of(dataset.filter(expression)) == chosen(expression, own), expression
 
@@ -110,7 +110,7 @@ def test_a_pyarrow_expression_and_other_selections_compose(shards: dict[str, str
     assert keys_of(high.take(2)) == keys_of(high)[:2] == keys_of(high[:2]) == keys_of(high.select([0, 1]))
 
 
-def test_nothing_is_tokenized_again_and_the_index_stays(shards: dict[str, str]) -> None:
+def test_nothing_is_tokenized_again_and_the_index_without_them_stays(shards: dict[str, str]) -> None:
     calls: list[str] = []
 
     def tokens(text: str) -> list[int]:
@@ -124,19 +124,18 @@ def test_nothing_is_tokenized_again_and_the_index_stays(shards: dict[str, str]) 
     calls.clear()
     own = od.ShardDataset(list(shards.values()), recipe, index_fields=FIELDS)
     again = own.filter("score > 2").index()
-    assert calls == [] and again.path == index.path and index.path.read_bytes() == content
-    assert again.fingerprint == index.fingerprint
+    assert calls == [] and index.path.read_bytes() == content and plain.index().own is None
+    assert (again.fingerprint, again.build_id) == (index.fingerprint, index.build_id) and again.path != index.path
 
 
 def test_values_are_read_once(shards: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     paths = list(shards.values())
     expected = keys_of(od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2"))
-    monkeypatch.setattr(build, "read_fields", None)  # must not be called
-    dataset = od.ShardDataset(paths, index_fields=FIELDS[::-1])
-    assert keys_of(dataset.filter("score > 2")) == expected
-    # Another order of shards joins them again.
     other = od.ShardDataset(paths[::-1], index_fields=FIELDS).filter("score > 2")
     assert sorted(keys_of(other)) == sorted(expected)
+    monkeypatch.setattr(fields, "_read", None)  # must not be called
+    dataset = od.ShardDataset(paths, index_fields=FIELDS[::-1])
+    assert keys_of(dataset.filter("score > 2")) == expected
 
 
 def test_a_changed_shard_is_read_again(tmp_path: Path) -> None:
@@ -184,16 +183,35 @@ def test_a_mask_from_a_join_of_ones_own_chooses(tmp_path: Path) -> None:
         len(od.ShardDataset(paths, recipe).filter("key != 'k1'")._with(dataset.where(every_second).selections[-1]))
 
 
-@pytest.mark.parametrize("suffix", [".fields", ".merged"])
-def test_damaged_files_are_made_again(shards: dict[str, str], suffix: str) -> None:
+def test_a_damaged_file_is_made_again(shards: dict[str, str]) -> None:
     paths = [shards["jsonl"], shards["csv"]]
-    expected = keys_of(od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2"))
-    for path in (CacheFolder().root / "fields").iterdir():
-        if suffix in path.name or suffix == ".fields":
-            data = bytearray(path.read_bytes())
-            data[-9] ^= 255
-            path.write_bytes(data)
+    dataset = od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2")
+    expected, path = keys_of(dataset), dataset.index().path
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 255
+    path.write_bytes(data)
     assert keys_of(od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2")) == expected
+
+
+def test_an_index_of_another_hand_is_checked(shards: dict[str, str]) -> None:
+    index = od.ShardDataset(shards["csv"], index_fields=FIELDS).index()
+    with index.body() as body:
+        values, table = index.head().values, bytes(body)
+    own = values["own"]
+    at = len(table) - own["bytes"]
+    batch = index.own.set_column(0, "lang", pa.array(range(len(KEYS))))
+    forged = {
+        "columns of index_fields": ({**values, "own": {**own, "kinds": ["int", "str"]}}, table),
+        "bytes of": ({**values, "own": {**own, "bytes": len(table) + 1}}, table),
+        "other rows": (values, table[:at] + bytes(batch.slice(0, 5).serialize())),
+        "'names'": ({**values, "own": {}}, table),
+    }
+    for what, (head, body) in forged.items():
+        if what == "other rows":
+            head = {**head, "own": {**own, "kinds": ["int", "float"], "bytes": len(body) - at}}
+        index.path.write_bytes(seal(KIND, TABLE_FORMAT, head, [body])[0])
+        with pytest.raises(od.DamagedIndexError, match=what):
+            Index(index.path)
 
 
 def three(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -221,7 +239,7 @@ def test_bad_samples_and_shards_have_no_value(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "a", "text": "x", "score": 3}\n{broken\n{"id": "c", "score": 4}\n')
     (tmp_path / "b.parquet").write_bytes(b"no Parquet")
     dataset = od.ShardDataset([tmp_path / "a.jsonl", tmp_path / "b.parquet"], index_fields=("score",))
-    assert dataset.open_fields(dataset.index()).column("score", 0, 4).to_pylist() == [3, None, 4, None]
+    assert dataset.index().own["score"].to_pylist() == [3, None, 4, None]
     assert keys_of(dataset.filter("score > 2")) == ["a"]
 
 
@@ -264,7 +282,7 @@ def test_ranks_that_may_not_build_name_the_command(shards: dict[str, str]) -> No
     with pytest.raises(od.MissingIndexError, match=r"lacks index_fields=\('lang',\).*--index-field lang"):
         dataset.index(num_ranks=2)
     built = dataset.index(num_ranks=2, rank=1)  # together
-    assert dataset.open_fields(built, num_ranks=2).fields["lang"].kind == "str"
+    assert built.own.schema.names == ["lang"] == dataset.index(num_ranks=2).own.schema.names
 
 
 def test_sources_of_a_mixture_have_fields_of_their_own(shards: dict[str, str]) -> None:
@@ -331,15 +349,6 @@ def test_the_command_line(shards: dict[str, str], tmp_path: Path) -> None:
     assert refused.exit_code and "index_fields:" in refused.output
 
 
-def test_an_index_without_fields_has_no_files_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
-    path = write_shard(tmp_path / "a.tar", [{"__key__": "a", "txt": b"x", "score": b"1"}])
-    dataset = od.ShardDataset(path)
-    assert len(dataset.filter("tokens > 0")) == 1
-    assert "fields" not in os.listdir(tmp_path / "cache")
-    assert merged.open_merged(dataset.index(), ("score",), CacheFolder()) is None
-
-
 def test_builds_at_the_same_time_read_each_shard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
     paths = [
@@ -347,19 +356,18 @@ def test_builds_at_the_same_time_read_each_shard_once(tmp_path: Path, monkeypatc
         for number in range(6)
     ]
     od.ShardDataset(paths).index()
-    together, read = threading.Barrier(2), []
+    together, read, read_one = threading.Barrier(2), [], fields._read
 
-    def counted(shard: Any, *given: Any) -> Any:
-        read.append(shard.url)
-        return read_fields(shard, *given)
+    def counted(*given: Any) -> Any:
+        read.append(given[-1].url)
+        return read_one(*given)
 
-    def build_one(rank: int) -> list[Any]:
+    def build_one(_: int) -> list[Any]:
         index = od.ShardDataset(paths).index()
         together.wait()
-        dataset = od.ShardDataset(paths, index_fields=("score",))
-        return list(dataset.open_fields(index, num_ranks=2, rank=rank).column("score", 0, 6).to_pylist())
+        return list(od.ShardDataset(paths, index_fields=("score",)).with_fields(index).own["score"].to_pylist())
 
-    monkeypatch.setattr(build, "read_fields", counted)
+    monkeypatch.setattr(fields, "_read", counted)
     with ThreadPoolExecutor(2) as pool:
         built = list(pool.map(build_one, range(2)))
     assert built == [[0, 1, 2, 3, 4, 5]] * 2 and sorted(read) == sorted(paths)

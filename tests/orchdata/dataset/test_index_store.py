@@ -332,25 +332,6 @@ def test_bad_samples_do_not_make_one_rank_build_again(
     assert bucket.asked() == {"LIST index": 1, "GET manifest": 1, "GET files": 1}
 
 
-def test_index_fields_are_published_with_the_index(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(2):
-        samples = [{"__key__": f"f{number}-{each}", "txt": b"text", "score": str(each).encode()} for each in range(3)]
-        bucket.put(write_shard(tmp_path / f"scored-{number}.tar", samples))
-
-    def dataset() -> od.ShardDataset:
-        how: dict[str, Any] = {"storage_options": bucket.options, "index_store": bucket.store}
-        return od.ShardDataset(f"s3://{bucket.name}/data/scored-*.tar", RECIPE, index_fields=("score",), **how)
-
-    dataset().index()
-    new_cache(monkeypatch, tmp_path, "another")
-    bucket.asked()
-    assert len(dataset().filter("score >= 1")) == 4
-    of_index = {"LIST index": 1, "GET manifest": 1, "GET files": 1}
-    assert bucket.asked() == of_index | {"HEAD fields": 1, "GET fields": 1}
-
-
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_shared_folder_is_an_index_store_too(tmp_path: Path, is_there: bool) -> None:
     (tmp_path / "shards").mkdir()

@@ -15,8 +15,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.samples.kept import key_of
 from orchdata.loaders.samples.members import has_keys
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
-from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 

@@ -1,4 +1,4 @@
-"""Types of the user's own columns: values of one shard -> a column; columns of all shards -> one type.
+"""The user's own columns as an index has them: a type for all shards, and the bytes behind the table of the index.
 
 A column has integers, floats, strings or booleans, and nulls. Integers and floats together are floats. Other mixtures
 are an error, because a comparison would silently leave out a part of the samples.
@@ -6,10 +6,9 @@ are an error, because a comparison would silently leave out a part of the sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import one_line
@@ -24,9 +23,6 @@ TYPES: Final = {
     "str": pa.large_string(),
 }
 _KINDS: Final = {type_: kind for kind, type_ in TYPES.items()}
-_NUMBERS: Final = frozenset(("int", "float"))
-_PYTHON: Final = {bool: "bool", int: "int", float: "float", str: "str"}
-_INT64: Final = range(-(1 << 63), 1 << 63)
 
 
 class Piece(NamedTuple):
@@ -34,7 +30,7 @@ class Piece(NamedTuple):
 
     Attributes:
         url: of the shard.
-        values: of one of `TYPES`.
+        values: of one of the types.
         is_text: whether it is text that may stand for numbers, such as cells of CSV.
     """
 
@@ -43,66 +39,95 @@ class Piece(NamedTuple):
     is_text: bool
 
 
+def fields_of(columns: pa.RecordBatch) -> dict[str, dict[str, Any]]:
+    """Return the type of each column, and the number of its nulls, JSON-safe."""
+    return {
+        name: {"type": _KINDS[column.type], "nulls": column.null_count}
+        for name, column in zip(columns.schema.names, columns.columns, strict=True)
+    }
+
+
+def stored_columns(values: Mapping[str, Any], body: memoryview, *, check: bool) -> tuple[pa.RecordBatch | None, int]:
+    """Return the columns at the end of the body of an index, and the number of their bytes; None and 0 if it has none.
+
+    Args:
+        values: of its head.
+        check: check all offsets, and that strings are UTF-8.
+
+    Raises:
+        ValueError: they are not what `with_fields` writes.
+    """
+    if "own" not in values:
+        return None, 0
+    try:
+        names, kinds, size = (values["own"][name] for name in ("names", "kinds", "bytes"))
+        if not 0 <= size <= len(body):
+            raise ValueError(f"they have {size} bytes of {len(body)}")
+        schema = pa.schema([(name, TYPES[kind]) for name, kind in zip(names, kinds, strict=True)])
+        batch = pa.ipc.read_record_batch(pa.py_buffer(body[len(body) - size :]), schema)
+        if batch.num_rows != values["size"]["rows"]:
+            raise ValueError("they are of other rows")
+        if check:
+            batch.validate(full=True)
+    except (ValueError, LookupError, TypeError, OSError, pa.ArrowException) as error:
+        raise ValueError(f"columns of index_fields: {one_line(error)}") from error
+    return batch, size
+
+
 def column_of_values(values: Sequence[Any], url: str, keys: Sequence[str], name: str) -> pa.Array:
-    """Return a column of Python values. Raises ValueError for other types, mixed types, and long strings."""
-    kinds: dict[str, int] = {}  # and the first sample that has it
-    for at, value in enumerate(values):
-        if value is not None:
-            kind = _PYTHON.get(type(value))
-            if kind is None:
-                raise _wrong(url, name, f"has {_article(type(value).__name__)} of JSON in it", keys[at])
-            if kind == "int" and value not in _INT64:
-                raise _wrong(url, name, "has an integer that does not fit 64 bits", keys[at])
-            kinds.setdefault(kind, at)
-    if len(kinds) > 1 and not kinds.keys() <= _NUMBERS:
-        (one, _), (other, at) = sorted(kinds.items(), key=lambda item: item[1])[:2]
-        raise _wrong(url, name, f"is {_article(other)}, and {_article(one)} in an earlier sample", keys[at])
-    kind = "float" if len(kinds) > 1 else next(iter(kinds), "null")
-    if kind == "str":
-        return _strings(pa.array([_valid(value) for value in values], TYPES["str"]), url, keys, name)
-    return pa.array(values, TYPES[kind])
+    """Return a column of Python values of one type. Raises ValueError."""
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds <= {bool, int, float, str} or (len(kinds) > 1 and kinds != {int, float}):
+        raise _wrong(url, name, f"is {' and '.join(sorted(kind.__name__ for kind in kinds))}")
+    try:
+        return column_of_array(pa.array(values), (), url, keys, name)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise _wrong(url, name, f"cannot be kept: {one_line(error)}") from error
 
 
 def column_of_array(array: pa.Array, labels: Sequence[str], url: str, keys: Sequence[str], name: str) -> pa.Array:
-    """Return a column of a file, as one of `TYPES`. Names take the place of numbers of classes; times, dates and the
+    """Return a column of a file, as one of the types. Names take the place of numbers of classes; times, dates and the
     like are strings as Python writes them. Raises ValueError.
     """
     import pyarrow.compute as pc
 
     if pa.types.is_run_end_encoded(array.type):
         array = pc.run_end_decode(array)
-    type_, kinds = array.type, pa.types
+    type_, kinds, text = array.type, pa.types, TYPES["str"]
     try:
         if labels:
             numbers = pc.if_else(pc.less(array, 0), None, array)  # -1 is "no class"
-            return _strings(pa.array(list(labels), TYPES["str"]).take(numbers), url, keys, name)
-        if kinds.is_null(type_) or kinds.is_boolean(type_):
+            array = pa.array(list(labels), text).take(numbers)
+        elif kinds.is_null(type_) or kinds.is_boolean(type_):
             return array
-        if kinds.is_integer(type_):
+        elif kinds.is_integer(type_):
             return array.cast(TYPES["int"])
-        if kinds.is_floating(type_) or kinds.is_decimal(type_):
+        elif kinds.is_floating(type_) or kinds.is_decimal(type_):
             return array.cast(TYPES["float"])
-        if kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_):
+        elif kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_):
             array.validate(full=True)
-            return _strings(array.cast(TYPES["str"]), url, keys, name)
-        if kinds.is_temporal(type_):
-            values = [None if value is None else str(value) for value in array.to_pylist()]
-            return pa.array(values, TYPES["str"])
+            array = array.cast(text)
+        elif kinds.is_temporal(type_):
+            array = pa.array([None if value is None else str(value) for value in array.to_pylist()], text)
+        else:
+            raise _wrong(url, name, f"is {str(type_)[:80]}")
     except (pa.ArrowException, ArithmeticError, UnicodeDecodeError) as error:
         raise _wrong(url, name, f"cannot be kept: {one_line(error)}") from error
-    raise _wrong(url, name, f"is {str(type_)[:80]}")
+    lengths = pc.fill_null(pc.binary_length(array), 0)
+    most = pc.max(lengths).as_py() or 0
+    if most > MOST_BYTES:
+        at = pc.index(lengths, most).as_py()
+        raise _wrong(f"{url}: sample {keys[at]!r}", name, f"has {most} bytes, above {MOST_BYTES}")
+    return array
 
 
 def joined(pieces: Sequence[Piece], name: str) -> list[pa.Array]:
     """Return the columns of all shards with one type. Raises ValueError, naming the shards whose types differ."""
     kinds = [_text_kind(piece.values) if piece.is_text else _KINDS[piece.values.type] for piece in pieces]
-    stored = {kind for piece, kind in zip(pieces, kinds, strict=True) if not piece.is_text}
-    # Text stands for numbers only if all of it does, and all other shards have numbers.
-    texts = {kind for piece, kind in zip(pieces, kinds, strict=True) if piece.is_text}
-    if "str" in texts or "str" in stored:
+    if "str" in kinds:  # text stands for numbers only if all of it does, and all other shards have numbers
         kinds = ["str" if piece.is_text and kind != "null" else kind for piece, kind in zip(pieces, kinds, strict=True)]
     found = {kind: piece.url for piece, kind in zip(reversed(pieces), reversed(kinds), strict=True) if kind != "null"}
-    if len(found) > 1 and not found.keys() <= _NUMBERS:
+    if len(found) > 1 and found.keys() != {"int", "float"}:
         (one, first), (other, second) = sorted(found.items())[:2]
         raise ValueError(
             f"index_fields: {name!r} is {one} in {first} and {other} in {second}: write it with one type, or leave it "
@@ -110,11 +135,6 @@ def joined(pieces: Sequence[Piece], name: str) -> list[pa.Array]:
         )
     kind = "float" if len(found) > 1 else next(iter(found), "null")
     return [_converted(piece, kind, name) for piece in pieces]
-
-
-def kind_of(type_: pa.DataType) -> str:
-    """Return the name of the type of a column."""
-    return _KINDS[type_]
 
 
 def _converted(piece: Piece, kind: str, name: str) -> pa.Array:
@@ -155,27 +175,8 @@ def _stripped(texts: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(pc.binary_length(texts), 0), pa.scalar(None, texts.type), texts)
 
 
-def _strings(array: pa.Array, url: str, keys: Sequence[str], name: str) -> pa.Array:
-    import pyarrow.compute as pc
-
-    lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False)
-    if len(lengths) and int(lengths.max()) > MOST_BYTES:
-        at = int(np.argmax(lengths > MOST_BYTES))
-        raise _wrong(url, name, f"has {lengths[at]} bytes, above {MOST_BYTES}", keys[at])
-    return array
-
-
-def _valid(text: str | None) -> str | None:
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
-
-
-def _wrong(url: str, name: str, what: str, key: str | None = None) -> ValueError:
-    where = url if key is None else f"{url}: sample {key!r}"
+def _wrong(where: str, name: str, what: str) -> ValueError:
     return ValueError(
         f"index_fields: {where}: {name!r} {what}; the index keeps numbers, booleans and strings of up to {MOST_BYTES} "
         "bytes, of one type in all shards: leave it out of index_fields"
     )
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[:1] in 'aeiou' else 'a'} {name}"

@@ -11,21 +11,19 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol
 
 from orchdata.loaders.errors import ContainerError
 from orchdata.loaders.modalities.modality import dataclass_values, qualified
-from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.storage import Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_BUFFER_BYTES: Final = 1 << 16
 
 
 class ShardSource:
@@ -49,12 +47,7 @@ class ShardSource:
 
         It has a position, so one file object is not for several threads at the same time.
         """
-        return io.BufferedReader(_RawFile(self._storage), _BUFFER_BYTES)
-
-    def checksum(self) -> str:
-        """Return the checksum of its whole content."""
-        storage = self._storage
-        return storage.checksum() if isinstance(storage, LocalFolder) else ContentDigest(storage).hexdigest()
+        return io.BufferedReader(_RawFile(self._storage), 1 << 16)
 
 
 class _RawFile(io.RawIOBase):
@@ -81,10 +74,7 @@ class _RawFile(io.RawIOBase):
         if at < 0:  # as of a cut file, which has no such end
             raise ValueError(f"position {at} is before the start of {self.name}")
         self._at = at
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+        return at
 
 
 class Shard(Protocol):
@@ -101,15 +91,15 @@ class Shard(Protocol):
         ...
 
     def read(self, rows: Sequence[int]) -> Sequence[bytes | str]:
-        """Return the contents of some rows of the table. They must be the same each time, in every process.
+        """Return the contents of some rows of a sample. They must be the same each time, in every process.
 
         The name of a field says what it is ("jpg", "flac", "txt", "json"), or else its first bytes. An exception fails
-        the sample, not the shard; of several rows, those that fail when they are read alone.
+        the sample, not the shard.
         """
         ...
 
 
-class Container:
+class Container(ABC):
     """A kind of shard. Subclass it as a frozen dataclass; its fields are its parameters.
 
     It must pickle (so define it in a module, not in a function). `describe` is part of the identity of a data set:
@@ -121,21 +111,21 @@ class Container:
 
     version: ClassVar[int] = 1
 
+    @abstractmethod
     def claims(self, path: str) -> bool:
         """Return whether this container reads a file or folder. Decide by the name alone.
 
         Args:
             path: absolute.
         """
-        raise NotImplementedError(f"{type(self).__qualname__} must define claims()")
 
+    @abstractmethod
     def open(self, source: ShardSource) -> Shard:
         """Return an open shard. An exception fails the shard.
 
         Args:
             source: the bytes of the shard. It stays open as long as the shard.
         """
-        raise NotImplementedError(f"{type(self).__qualname__} must define open()")
 
     def describe(self) -> dict[str, Any]:
         """Return everything that its samples depend on, JSON-safe. Default: its class, version and dataclass fields."""
@@ -164,33 +154,29 @@ class TextFiles(Container):
             raise ValueError(f'suffixes is a tuple of suffixes with dots, as in (".txt", ".md"), got {self.suffixes!r}')
 
     def claims(self, path: str) -> bool:
-        return self._suffix(path) is not None
+        return path.lower().endswith(tuple(each.lower() for each in self.suffixes))
 
     def open(self, source: ShardSource) -> Shard:
-        return _Document(source, self._suffix(source.url) or "")
-
-    def _suffix(self, path: str) -> str | None:
-        """Return the longest suffix that a path has."""
-        found = [suffix for suffix in self.suffixes if path.lower().endswith(suffix.lower())]
-        return max(found, key=len, default=None)
+        name = PurePath(source.url).name
+        suffix = max((each for each in self.suffixes if name.lower().endswith(each.lower())), key=len)
+        return _Document(source, name[: -len(suffix)] or name, "txt.gz" if suffix.lower().endswith(".gz") else "txt")
 
 
+@dataclass(frozen=True)
 class _Document:
     """A file as a shard with one sample."""
 
-    def __init__(self, source: ShardSource, suffix: str) -> None:
-        name = PurePath(source.url).name
-        self._source = source
-        self._key = name[: len(name) - len(suffix)] or name
-        self._field = "txt.gz" if suffix.lower().endswith(".gz") else "txt"
+    source: ShardSource
+    key: str
+    field: str
 
     def facts(self) -> pa.Table:
         import pyarrow as pa
 
-        return pa.table({"key": [self._key], "field": [self._field]})
+        return pa.table({"key": [self.key], "field": [self.field]})
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
-        return [self._source.read(0, self._source.size) for _ in rows]
+        return [self.source.read(0, self.source.size) for _ in rows]
 
 
 def name_of(container: object) -> str:
@@ -224,6 +210,6 @@ def container_of(containers: Sequence[Container], path: str) -> Container | None
     """Return the container of the user's that claims a path; None if none does. Raises ContainerError if two do."""
     claiming = [each for each in containers if each.claims(path)]
     if len(claiming) > 1:
-        names = " and ".join(name_of(each) for each in claiming)
+        names = " and ".join(map(name_of, claiming))
         raise ContainerError(f"{path}: {names} both claim it: let claims() of only one return True for this path")
     return claiming[0] if claiming else None

@@ -1,6 +1,6 @@
-"""A shard of the user's container as the library reads it: read once for its facts, then by row.
+"""A shard of the user's container as the library reads it: each sample once for its facts, then by row.
 
-    Shard.facts, Shard.read --scan--> facts: (row, size) of each field --> Shard.read([row])
+    Shard.facts, Shard.read --> facts: (row, size) of each field --> Shard.read([row])
 
 All that the user's functions do wrong becomes an error that names the container, the shard and the sample.
 """
@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from itertools import groupby
+from typing import Any
 
 from orchdata.loaders.compact import RowsOfKeys
-from orchdata.loaders.errors import NOT_DATA, ContainerError, DecodeError, FieldError, ShardError, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, DecodeError, FieldError, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.shards.container import Container, Shard, ShardSource, name_of
 from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, Met, classify_renamed, printable
-from orchdata.loaders.shards.own.shard import Container, Shard, ShardSource, name_of
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
 from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.shards.tar import gunzip
 from orchdata.loaders.slow import SCANNING, here
+from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.storage import Storage
-
-_ROWS: Final = 16
-"""That are read together while a shard is indexed."""
 
 
 class OpenedShard:
@@ -43,7 +42,6 @@ class OpenedShard:
 
     Raises:
         ShardError: the container's `open` failed.
-        ContainerError: it returned something else than a shard.
     """
 
     is_new = False
@@ -53,7 +51,6 @@ class OpenedShard:
         self.url, self.size, self.version = storage.url, storage.size, storage.version
         self._name = name_of(container)
         self._storage = storage
-        self._source = ShardSource(storage)
         self._limits = limits
         self._names = dict(rules.columns)
         self._stored = {new: old for old, new in rules.columns}
@@ -61,12 +58,7 @@ class OpenedShard:
         self._lock = threading.Lock()
         self._closed = False
         try:
-            self._shard: Shard = self._called("open()", container.open, self._source)
-            if not hasattr(self._shard, "facts") or not hasattr(self._shard, "read"):
-                kind = type(self._shard).__name__
-                raise ContainerError(
-                    f"{self.url}: {self._name}: open() returned a {kind}: return an object with facts() and read()"
-                )
+            self._shard: Shard = self._called("open()", lambda: container.open(ShardSource(storage)))
         except BaseException:
             storage.close()
             raise
@@ -75,12 +67,12 @@ class OpenedShard:
 
     def checksum(self) -> str:
         """Return the checksum of its whole content."""
-        return self._source.checksum()
+        storage = self._storage
+        return storage.checksum() if isinstance(storage, LocalFolder) else ContentDigest(storage).hexdigest()
 
     def facts(self) -> Facts:
-        """Read every row once. Bad samples become rows with an error. Raises ShardError."""
-        table = self._scan(self._rows())
-        checksum = self.checksum()
+        """Read every sample once. Bad samples become rows with an error. Raises ShardError."""
+        table, checksum = self._scan(), self.checksum()
         self._storage.check_unchanged()
         return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
 
@@ -105,9 +97,7 @@ class OpenedShard:
                 contents.append(content)
         except (FieldError, ShardError) as error:
             self._storage.check_unchanged()  # a change of the file can look like damage
-            if isinstance(error, FieldError):
-                raise
-            raise FieldError(field, error.reason) from error
+            raise error if isinstance(error, FieldError) else FieldError(field, error.reason) from error
         self._storage.check_unchanged()
         return contents
 
@@ -127,24 +117,23 @@ class OpenedShard:
             self._closed = True
             self._finalizer()
 
-    def _rows(self) -> list[tuple[int, str, str]]:
-        """Return (number of the sample, key, field) of each row. Raises ShardError."""
-        table = self._called("facts()", self._shard.facts)
-        try:
-            keys, fields = (table.column(name).to_pylist() for name in ("key", "field"))
-        except (AttributeError, KeyError):
-            reason = f"facts() returned a {type(table).__name__}: return a table with the columns key and field"
-            raise self._unfit(reason) from None
-        if not keys:
-            raise ShardError(self.url, f"no samples: {self._name}: facts() has no rows")
-        for what, strings in (("key", keys), ("field", fields)):
-            if bad := [each for each in strings if not isinstance(each, str) or not each]:
-                raise self._unfit(f"facts() gives the {what} {bad[0]!r:.80}: these are strings, and not empty")
-        rows, sample = [], -1
-        for row, (key, field) in enumerate(zip(keys, fields, strict=True)):
-            sample += not row or keys[row - 1] != key
-            rows.append((sample, printable(key), field))
-        return rows
+    def _called(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call a function of the user's. Raises ShardError for an exception that may be about the data."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.url}: read after close")
+            try:
+                return function()
+            except NOT_DATA:
+                raise
+            except Exception as error:
+                pass_shortage(error)
+                pass_trouble(error)
+                said = error.reason if isinstance(error, ShardError) else " ".join(str(error).split())[:200]
+                raise self._unfit(f"{what} raised {type(error).__name__}{f': {said}' if said else ''}") from error
+
+    def _unfit(self, reason: str) -> ShardError:
+        return ShardError(self.url, f"{self._name}: {reason}")
 
     def _read(self, rows: Sequence[int]) -> list[Any]:
         """Return what the user's function returns for some rows. Raises ShardError."""
@@ -162,69 +151,46 @@ class OpenedShard:
         _, encoding = classify_renamed(self._stored.get(field, field).lower(), field.lower())
         return gunzip(bytes(data), field, self._limits) if encoding == GZIP else bytes(data)
 
-    def _called(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the user's. Raises ShardError for an exception that may be about the data."""
-        with self._lock:
-            if self._closed:
-                raise ValueError(f"{self.url}: read after close")
-            try:
-                return function(*arguments)
-            except NOT_DATA:
-                raise
-            except NotImplementedError as error:
-                raise ContainerError(f"{self.url}: {self._name}: {error}") from error
-            except Exception as error:
-                pass_shortage(error)
-                pass_trouble(error)
-                said = error.reason if isinstance(error, ShardError) else " ".join(str(error).split())[:200]
-                raise self._unfit(f"{what} raised {type(error).__name__}{f': {said}' if said else ''}") from error
-
-    def _unfit(self, reason: str) -> ShardError:
-        return ShardError(self.url, f"{self._name}: {reason}")
-
-    def _scan(self, rows: Sequence[tuple[int, str, str]]) -> FactsTable:
+    def _scan(self) -> FactsTable:
+        given = self._called("facts()", lambda: self._shard.facts())
+        try:
+            keys, fields = (given.column(name).to_pylist() for name in ("key", "field"))
+        except (AttributeError, KeyError):
+            reason = f"facts() returned a {type(given).__name__}: return a table with the columns key and field"
+            raise self._unfit(reason) from None
+        if not keys:
+            raise self._unfit("facts() has no rows: no samples")
+        if bad := [each for each in (*keys, *fields) if not isinstance(each, str) or not each]:
+            raise self._unfit(f"facts() gives the key or field {bad[0]!r:.80}: these are strings, and not empty")
+        if len(keys) > self._limits.shard_rows:
+            return shard_failure(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
         table, current = FactsTable(), here()
         first_row = RowsOfKeys(table.key)
-        for row, data in enumerate(self._each(len(rows))):
-            sample, current.key, _ = rows[row]
-            current.fraction = SCANNING * row / len(rows)
-            self._add(table, row, rows[row], data)
-            first = row
-            if not row or rows[row - 1][0] != sample:
-                fields: set[str] = set()
-                first = first_row.setdefault(table.key[row], row)
-            name = table.field[row]
-            if name in fields:
-                reason = f"{self._name}: facts() gives two fields with the name {name!r}, after columns="
-                table.fail_structure(row, reason)
-            fields.add(name)
-            if first != row:
+        for sample, (key, group) in enumerate(groupby(range(len(keys)), keys.__getitem__)):
+            rows = list(group)
+            current.key, current.fraction = printable(key), SCANNING * rows[0] / len(keys)
+            try:
+                contents = self._read(rows)
+            except ShardError as error:
+                contents = [error] * len(rows)
+            for row, data in zip(rows, contents, strict=True):
+                self._add(table, sample, row, printable(key), fields[row], data)
+            names = [table.field[row] for row in rows]
+            if twice := [name for name in names if names.count(name) > 1]:
+                reason = f"{self._name}: facts() gives two fields with the name {twice[0]!r}, after columns="
+                table.fail_structure(rows[-1], reason)
+            first = first_row.setdefault(table.key[rows[0]], rows[0])
+            if first != rows[0]:
                 reason = (
                     f"{self._name}: samples {table.sample[first]} and {sample} both have the key {current.key!r}: give "
                     "each sample of a shard a different key, and its rows one after the other"
                 )
                 table.fail_structure(first, reason)
-                table.fail_structure(row, reason)
-            if len(table) > self._limits.shard_rows:
-                return shard_failure(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
+                table.fail_structure(rows[0], reason)
         current.key = None
         return table
 
-    def _each(self, count: int) -> Iterator[Any]:
-        """Yield the value of each row, or an error. A few are read at a time; those that fail together one by one."""
-        for start in range(0, count, _ROWS):
-            rows = range(start, min(start + _ROWS, count))
-            try:
-                yield from self._read(rows)
-            except ShardError:
-                for row in rows:
-                    try:
-                        yield from self._read([row])
-                    except ShardError as error:
-                        yield error
-
-    def _add(self, table: FactsTable, row: int, facts: tuple[int, str, str], data: Any) -> None:
-        sample, key, stored = facts
+    def _add(self, table: FactsTable, sample: int, row: int, key: str, stored: str, data: Any) -> None:
         if self._names:
             self._met.add([stored])
         name = printable(self._names.get(stored, stored))
@@ -250,9 +216,8 @@ class OpenedShard:
             error = problem.reason
         except MemoryError as problem:
             raise measured_at(problem, self.url, key, name) from problem
-        table.append(
-            sample, key, name, kind=kind, offset=row, size=size, encoding=OWN_BYTES, header=header, error=error
-        )
+        more: dict[str, Any] = {"kind": kind, "offset": row, "size": size, "header": header, "error": error}
+        table.append(sample, key, name, encoding=OWN_BYTES, **more)
 
 
 def _close(shard: Shard, storage: Storage | LocalFolder) -> None:

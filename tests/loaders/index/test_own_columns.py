@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from orchdata.loaders.index.fields.types import Piece, column_of_array, column_of_values, joined
+from orchdata.loaders.index.own_columns import Piece, column_of_array, column_of_values, joined
 
 KEYS = ("a", "b", "c")
 
@@ -55,11 +55,13 @@ def test_shards_of_different_types_are_named(pieces: list[Piece]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((1, "x"), "sample 'b': 'x' is a str, and an int in an earlier sample"),
-        ((None, [1]), "sample 'b': 'x' has a list"),
-        (({"a": 1},), "sample 'a': 'x' has a dict"),
-        ((1, True), "sample 'b': 'x' is a bool, and an int"),
-        ((1 << 63,), "sample 'a': 'x' has an integer that does not fit 64 bits"),
+        ((1, "x"), "'x' is int and str; the index keeps"),
+        ((None, [1]), "'x' is list"),
+        (({"a": 1},), "'x' is dict"),
+        ((2.5, True), "'x' is bool and float"),
+        ((1 << 63,), "'x' cannot be kept: Python int too large"),
+        ((2.5, (1 << 53) + 1), "'x' cannot be kept: Integer value 9007199254740993 is outside"),
+        (("\ud800",), "'x' cannot be kept: 'utf-8' codec"),
         (("y", "y" * 2000), "sample 'b': 'x' has 2000 bytes, above 1024"),
     ],
 )

@@ -1,0 +1,327 @@
+"""The user's own columns of a data set: read from its shards, joined by keys, written behind the table of its index.
+
+    shard --_read--> keys, columns --joined, taken in the order of the index--> another index with the same rows
+
+Nothing is measured again: the index says what its samples are, and the facts of shards are those of its build.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from orchdata.loaders.amounts import these
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.errors import (
+    DamagedIndexError,
+    DecodeError,
+    FieldError,
+    MissingIndexError,
+    ShardError,
+    StaleIndexError,
+)
+from orchdata.loaders.index.facts import load_facts
+from orchdata.loaders.index.index import KIND, Index, digest
+from orchdata.loaders.index.own_columns import (
+    MOST_BYTES,
+    Piece,
+    column_of_array,
+    column_of_values,
+    fields_of,
+    joined,
+)
+from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.members import has_keys
+from orchdata.loaders.shards.arrow.shard import ArrowShard
+from orchdata.loaders.shards.container import Container
+from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.fields import TABLE_ROW
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.open import by_identity, open_indexed, rules_of
+from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.storage.atomic import replaced, write_at
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.sealed import body_start, finish
+from orchdata.loaders.text.conversation import parse_json
+from orchdata.loaders.text.preprocessor import decode_utf8
+from orchdata.loaders.versions import TABLE_FORMAT
+
+_MOST_NAMED: Final = 20
+_MOST_SEEN: Final = 40
+
+
+class _Read(NamedTuple):
+    """What was read of a shard: keys of its samples, columns by name, and names that its samples have."""
+
+    keys: Sequence[str]
+    columns: Mapping[str, Piece]
+    seen: Iterable[str]
+
+
+def with_fields(
+    index: Index,
+    names: Sequence[str],
+    recipe: Recipe,
+    *,
+    containers: Iterable[Container] = (),
+    may_build: bool = True,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    files: Files = PLAIN_FILES,
+) -> Index:
+    """Return the index with the user's own columns; they are read from the shards if no such index is kept.
+
+    Of several processes one reads them, and the others wait.
+
+    Args:
+        index: of the shards under the recipe.
+        names: of the columns, in order.
+        containers: of the user's, with which the index was built.
+        may_build: whether to read shards.
+        force: read all shards again.
+        progress: called with the shards that are done, and the number of all.
+        files: where the shards are.
+
+    Raises:
+        ValueError: values that the index does not keep, columns of several types, or a name that no sample has.
+        MissingIndexError: they are not kept, and `may_build` is false.
+        StaleIndexError: a shard changed since it was indexed.
+        StorageError: a shard cannot be read, or the cache cannot be written, now.
+    """
+    if index.own is not None and {*names} <= {*index.own.schema.names} and not force:
+        return index
+    cache = CacheFolder()
+    path = cache.root / "index" / f"{digest([index.path.name, list(names)])}.index"
+    kept = None if force else _kept(path, index)
+    if kept is None and not may_build:
+        raise MissingIndexError(f"the index of {these(len(index.shards), 'shard')} lacks index_fields={tuple(names)}")
+    if kept is None:
+        cache.make("index")
+        with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
+            kept = None if force else _kept(path, index)
+            if kept is None:
+                read = partial(_read, names, recipe, by_identity(containers), cache, files)
+                _write(path, index, _columns(index, names, _read_all(index, read, progress)))
+                kept = Index(path)
+    kept.fetch, kept.base = index.fetch, index.path  # its rows are the same
+    return kept
+
+
+def _kept(path: Path, index: Index) -> Index | None:
+    try:
+        kept = Index(path)
+    except (FileNotFoundError, DamagedIndexError):
+        return None
+    return kept if (kept.build_id, kept.shards) == (index.build_id, index.shards) else None
+
+
+def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
+    """Write the index with these columns behind its table. Raises StorageError."""
+    head, batch = index.head(), columns.serialize()
+    kinds = [field["type"] for field in fields_of(columns).values()]
+    own = {"names": columns.schema.names, "kinds": kinds, "bytes": batch.size}
+    end = head.size - head.values.get("own", {"bytes": 0})["bytes"]
+    values, size = {**head.values, "own": own}, end + batch.size
+    start = body_start(values, size)
+    with index.body() as body, body[:end] as table, replaced(path) as fd:
+        write_at(fd, table, start)
+        write_at(fd, memoryview(batch), start + end)
+        finish(fd, KIND, TABLE_FORMAT, values, start, size)
+    index.check_unchanged()
+
+
+def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -> list[_Read]:
+    """Return what is read of all shards. The first error ends it."""
+    total = len(index.shards)
+    workers = min(8, os.cpu_count() or 1, total)
+    with measuring(), ThreadPoolExecutor(workers, thread_name_prefix="orchdata-fields") as pool:
+        futures = [
+            pool.submit(read, info) if _is_readable(index, number) else pool.submit(_Read, (), {}, ())
+            for number, info in enumerate(index.shards)
+        ]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def _is_readable(index: Index, number: int) -> bool:
+    """Return whether a shard could be indexed: one that cannot has one row, without a key."""
+    start, stop = index.shard_rows[number : number + 2].tolist()
+    return stop > start + 1 or (stop == start + 1 and bool(index.key(start)))
+
+
+def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.RecordBatch:
+    """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample.
+
+    Raises:
+        ValueError: types of shards that differ, or a name that no sample has.
+        StaleIndexError: a shard has other samples than in the index.
+    """
+    bad = index.bad_rows()
+    rows = [_rows_of(index, number, keys, bad) for number, (keys, _, _) in enumerate(read)]
+    columns = []
+    for name in names:
+        pieces = [
+            of_shard.get(name) or Piece(info.url, pa.nulls(len(keys)), False)
+            for info, (keys, of_shard, _) in zip(index.shards, read, strict=True)
+        ]
+        arrays = joined(pieces, name)
+        known = list(dict.fromkeys(each for _, _, seen in read for each in seen))
+        if known and name not in known:  # none are known if no shard can be read
+            others = ", ".join(map(repr, [each for each in known if each not in names][:_MOST_NAMED])) or "none"
+            raise ValueError(f"index_fields names {name!r}, and no sample has a field of this name; there are {others}")
+        columns.append(pa.concat_arrays([array.take(mine) for array, mine in zip(arrays, rows, strict=True)]))
+    return pa.RecordBatch.from_arrays(columns, names=list(names))
+
+
+def _rows_of(index: Index, number: int, keys: Sequence[str], bad: Any) -> pa.Array:
+    """Return the number of the sample in its shard for each row of the index, null for none.
+
+    Rows are found by their keys: a function of the user's may leave samples out, and a split sample has several rows.
+    """
+    start, stop = index.shard_rows[number : number + 2].tolist()
+    offsets, data = index.keys(start, stop)
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(offsets)), pa.py_buffer(np.ascontiguousarray(data))]
+    own = pa.Array.from_buffers(pa.large_binary(), stop - start, buffers)
+    rows = pc.index_in(own, pa.array([key.encode("utf-8", "backslashreplace") for key in keys], pa.large_binary()))
+    missing = start + np.flatnonzero(rows.is_null().to_numpy(zero_copy_only=False))
+    if len(keys) and (good := missing[~np.isin(missing, bad)]).size:
+        key = index.key(int(good[0]))
+        raise StaleIndexError(index.shards[number].url, f"has no sample {key!r} any more: run `orchdata index --force`")
+    return rows
+
+
+def _read(
+    names: Sequence[str],
+    recipe: Recipe,
+    containers: Mapping[str, Container],
+    cache: CacheFolder,
+    files: Files,
+    info: ShardInfo,
+) -> _Read:
+    """Read the values of all samples of a shard. Samples that cannot be read have none.
+
+    Raises:
+        ValueError: a value that the index does not keep, naming shard and field, or the shard cannot be read any more.
+        StorageError, StaleIndexError: as `with_fields`.
+    """
+    uses_record = info.container or suffix_of(info.url) in RECORD_SUFFIXES
+    rules = rules_of(info, containers, recipe.record if uses_record else None)
+    how: dict[str, Any] = {"record": rules.record, "containers": containers, "files": files}
+    shard: Shard = open_indexed(info.url, info, limits=recipe.limits, cache=cache, **how)
+    with closing(shard):
+        try:
+            if isinstance(shard, ParquetShard | ArrowShard):
+                return _of_columns(shard, names)
+            how = {"media_root": info.media_root or None, "rules": rules, "files": files}
+            table = load_facts(info.url, lambda: shard, limits=recipe.limits, cache=cache, **how).table
+            return _of_samples(shard, names, table)
+        except StaleIndexError:
+            raise
+        except ShardError as error:
+            raise ValueError(f"index_fields: {error}") from error
+
+
+def _of_columns(shard: ParquetShard | ArrowShard, names: Sequence[str]) -> _Read:
+    values = shard.columns(names)
+    columns = {}
+    for name, array in values.columns.items():
+        if pa.types.is_dictionary(array.type):
+            array = pa.chunked_array([chunk.dictionary_decode() for chunk in array.chunks], array.type.value_type)
+        if pa.types.is_string(array.type):
+            array = array.cast(pa.large_string())  # many strings may be too long for one array of 32-bit offsets
+        whole = pa.concat_arrays(array.chunks)
+        labels = values.labels.get(name, ())
+        columns[name] = Piece(shard.url, column_of_array(whole, labels, shard.url, values.keys, name), False)
+    return _Read(values.keys, columns, [*columns, *values.names[:_MOST_SEEN]])
+
+
+def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
+    keys: list[str] = []
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    texts, others, seen = set[str](), set[str](), dict[str, None]()
+    start = 0
+    for _, group in groupby(table.sample):
+        rows = range(start, start + sum(1 for _ in group))
+        start = rows.stop
+        good = [row for row in rows if row not in table.errors]
+        text, own = dict[str, Any](), dict[str, Any]()
+        try:
+            if not isinstance(shard, JsonLinesShard):
+                text, own = _of_members(shard, names, table, good, seen)
+            elif good and isinstance(record := shard.value(table.offset[good[0]], table.size[good[0]]), dict):
+                _see(seen, record)
+                own = {name: record[name] for name in names if name in record}
+                if table.encoding[good[0]] == TABLE_ROW:  # where numbers are text too
+                    text, own = own, {}
+        except (DecodeError, FieldError):
+            text, own = {}, {}  # the sample is bad
+        texts |= text.keys()
+        others |= own.keys()
+        found = own | text
+        keys.append(table.key[rows.start])
+        for name in names:
+            values[name].append(found.get(name))
+    columns = {
+        name: Piece(shard.url, column_of_values(column, shard.url, keys, name), name in texts - others)
+        for name, column in values.items()
+    }
+    return _Read(keys, columns, [*seen, *texts, *others])
+
+
+def _of_members(
+    shard: Shard, names: Sequence[str], table: FactsTable, rows: Sequence[int], seen: dict[str, None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a sample of members has: members with these names, which are text, and keys of JSON members."""
+    members = {table.field[row].lower(): row for row in rows}
+    _see(seen, members)
+    text, own = dict[str, Any](), dict[str, Any]()
+
+    def read(row: int) -> bytes | memoryview:
+        return shard.read(table.offset[row], table.size[row], table.encoding[row], table.field[row])
+
+    for name in names:
+        if (row := members.get(name.lower())) is not None:
+            where = f"index_fields: {shard.url}: sample {table.key[row]!r}: the member {name!r}"
+            if table.size[row] > MOST_BYTES:
+                raise ValueError(
+                    f"{where} has {table.size[row]} bytes, above {MOST_BYTES}: leave it out of index_fields"
+                )
+            try:
+                text[name] = decode_utf8(read(row)).strip()
+            except DecodeError as error:
+                raise ValueError(f"{where} is {error.reason}: leave it out of index_fields") from error
+    for field, row in members.items():
+        missing = [name for name in names if name not in text and name not in own]
+        if missing and table.kind[row] == TEXT and has_keys(field):
+            record = parse_json(read(row))
+            if isinstance(record, dict):
+                _see(seen, record)
+                own |= {name: record[name] for name in missing if name in record}
+    return text, own
+
+
+def _see(seen: dict[str, None], names: Iterable[str]) -> None:
+    if len(seen) < _MOST_SEEN:
+        seen.update(dict.fromkeys(names))
