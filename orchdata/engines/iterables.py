@@ -21,7 +21,7 @@ from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import takes_step
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.restart_state import packed, unpacked
+from orchdata.engines.processes.message import packed, unpacked
 from orchdata.engines.seeds import seed_process
 from orchdata.engines.work import portable
 from orchdata.loaders.limited_process import lower_limit, taken_bytes

@@ -11,7 +11,7 @@ import resource
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +22,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine
 from orchdata.engines.inline import InlineEngine
-from orchdata.engines.processes.message import Unit, describe_value, read_value
-from orchdata.engines.processes.restart_state import RandomStates, packed, unpacked
+from orchdata.engines.processes.message import Unit, describe_value, read_value, unpacked
 from orchdata.engines.run import WorkerOptions
 from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine
@@ -53,7 +52,6 @@ class WorkerSpec:
         base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
         environ: variables that it sets: those of the training process, if it runs on the same machine.
         state: the data set's state that it starts with, pickled.
-        random_states: states from `RandomStates.changed` that it starts with, in place of its own.
     """
 
     spec: Opens
@@ -62,17 +60,11 @@ class WorkerSpec:
     base_seed: int
     environ: Mapping[str, str]
     state: bytes | None = None
-    random_states: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def num_loading_threads(self) -> int:
         """Threads that load samples."""
         return max(1, self.options.num_threads)
-
-    @property
-    def keeps_random_states(self) -> bool:
-        """Whether steps draw from the random states of its one thread, as in torch's workers."""
-        return self.options.as_torch and not self.options.num_threads
 
 
 class Work:
@@ -82,12 +74,10 @@ class Work:
         num_processes: workers that share the cores of this machine.
 
     Attributes:
-        random: the random states of this process, if steps draw from them.
         builder: once `open` has returned.
     """
 
     def __init__(self, worker: WorkerSpec, num_processes: int) -> None:
-        self.random = RandomStates() if worker.keeps_random_states else None
         self.builder: Builder | None = None
         self._worker = worker
         self._reads = [0, 0, 0]
@@ -104,28 +94,16 @@ class Work:
         _seed(worker)
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
-        """Open the data set, with the states of the worker that this one replaces. Raises what that raises."""
+        """Open the data set, with the state of the worker that this one replaces. Raises what that raises."""
         worker = self._worker
         if worker.options.worker_init_fn is not None:
             worker.options.worker_init_fn(worker.number)
         builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
         if worker.state is not None and builder.stateful is not None:
             builder.stateful.restore(unpacked(worker.state))
-        if self.random is not None:
-            self.random.begin(worker.random_states)
         if worker.options.num_threads:
             return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
         return InlineEngine(builder)
-
-    def restart_state(self, *, with_state: bool = True) -> dict[str, Any]:
-        """Return the states after a step that a process which replaces this one needs."""
-        states: dict[str, Any] = {}
-        if self.random is not None:
-            states["random_states"] = self.random.changed()
-            stateful = self.builder and self.builder.stateful
-            if stateful and with_state:
-                states["state"] = packed(stateful.state())
-        return states
 
     def take_reads(self) -> tuple[list[int], dict[str, int]]:
         """Return the bytes read, and the requests made, since the last call."""

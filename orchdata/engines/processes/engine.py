@@ -14,7 +14,7 @@ from typing import Any
 
 from orchdata.engines.engine import JobEngine
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.restart_state import packed
+from orchdata.engines.processes.message import packed
 from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.run import WorkerOptions

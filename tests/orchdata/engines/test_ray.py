@@ -125,22 +125,6 @@ def test_map_style_batches_and_random_states_are_those_of_processes() -> None:
     assert drawn() == expected
 
 
-@pytest.mark.slow
-def test_random_states_continue_where_a_lost_actor_was() -> None:
-    """Its replacement begins with the states that the last built step left."""
-    torch.manual_seed(5)
-    by_processes = loader(Drawn(), multiprocessing_context="fork", engine=None)
-    expected = [[column.tolist() for column in batch] for batch in by_processes]
-    torch.manual_seed(5)
-    running = loader(Drawn())
-    batches = iter(running)
-    got = [next(batches) for _ in range(4)]
-    for member in members(batches):
-        ray.kill(member.actor, no_restart=False)
-    got += list(batches)
-    assert [[column.tolist() for column in batch] for batch in got] == expected
-
-
 def members(batches: Any) -> list[Any]:
     engine = batches._stream._engine
     return list(engine._dispatcher._fleet.members)
