@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import traceback
 from collections import Counter
@@ -14,17 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine
-from orchdata.engines.inline import InlineEngine
+from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
 from orchdata.engines.processes.message import Unit, describe_value, read_value, unpacked
-from orchdata.engines.run import WorkerOptions
-from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import OrchdataError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
@@ -91,7 +90,10 @@ class Work:
             load_numba()  # before memory is limited, and by one thread
         if worker.options.memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
-        _seed(worker)
+        seed = seed_process(worker.base_seed, worker.number)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
+        )
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
         """Open the data set, with the state of the worker that this one replaces. Raises what that raises."""
@@ -192,9 +194,47 @@ def alone(worker: WorkerSpec) -> WorkerSpec:
     return replace(worker, options=replace(worker.options, num_threads=0, max_jobs=1))
 
 
-def _seed(worker: WorkerSpec) -> None:
-    """Set random states and worker info as in torch's workers."""
-    seed = seed_process(worker.base_seed, worker.number)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
-    )
+class WorkerSeeds:
+    """The base seeds of a loader's iterations.
+
+    torch's loader draws one at each `iter()`, but for persistent workers only at the first: workers that are started
+    later, after an error or for a state, have seeds derived from it.
+
+    Args:
+        generator: seeds are drawn from it; None for torch's default generator.
+        persistent: whether workers are kept from one iteration to the next.
+
+    Attributes:
+        later: the generator of the seeds of persistent workers that are started later.
+    """
+
+    def __init__(self, generator: torch.Generator | None, *, persistent: bool) -> None:
+        self._generator = generator
+        self._persistent = persistent
+        self.later: torch.Generator | None = None
+
+    def draw(self) -> int:
+        """Draw the base seed of one more iteration."""
+        if self.later is not None:
+            return _draw(self.later)
+        return self.follow(_draw(self._generator))
+
+    def follow(self, base_seed: int) -> int:
+        """Use this base seed for the next iteration: it is new, or a state has stored it."""
+        if self.later is None and self._persistent:
+            self.later = torch.Generator().manual_seed(base_seed)
+        return base_seed
+
+
+def seed_process(base_seed: int, number: int) -> int:
+    """Set the random states of this process, worker `number`, as torch's workers have them. Returns its seed."""
+    seed = base_seed + number
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(torch_worker._generate_state(base_seed, number))  # noqa: NPY002
+    return seed
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """Draw a seed as torch's loader does at each `iter()`, with or without workers."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

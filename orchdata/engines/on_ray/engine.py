@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import Job, JobEngine
+from orchdata.engines.engine import EngineRun, Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
 from orchdata.engines.on_ray.fleet import (
     ANSWER_SECONDS,
@@ -36,7 +36,6 @@ from orchdata.engines.on_ray.isolate import Isolation, Stopped
 from orchdata.engines.on_ray.reply import unpack
 from orchdata.engines.on_ray.room import Waiting
 from orchdata.engines.processes.message import read_step
-from orchdata.engines.run import EngineRun
 from orchdata.engines.work import WorkerSpec, add_reads, error_of
 from orchdata.finalizers import Ending
 from orchdata.notices import warn_user

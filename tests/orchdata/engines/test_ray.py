@@ -45,6 +45,7 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
+from orchdata.engines.engine import EngineRun, WorkerOptions
 from orchdata.engines.on_ray import cluster as cluster_module
 from orchdata.engines.on_ray import compare, node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
@@ -52,7 +53,6 @@ from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
 from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found, open_index
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
-from orchdata.engines.run import EngineRun, WorkerOptions
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
