@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, WideTable, interleave
-from orchdata.engines.torch_threads import use_one_thread
+from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import stored_dtype
 from orchdata.loaders.modalities.probing import read_header

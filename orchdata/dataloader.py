@@ -27,7 +27,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.replay import plan_again
 from orchdata.delivery.stats import flattened
 from orchdata.engines.choice import DEFAULT_PREFETCH
-from orchdata.engines.run import OpensEngine
+from orchdata.engines.engine import OpensEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator

@@ -31,19 +31,18 @@ from orchdata.dataset.options import (
 from orchdata.dataset.prepare import prepare
 from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
-from orchdata.delivery.pin import can_pin
 from orchdata.delivery.policy import FailureBudget, as_policy
 from orchdata.delivery.replay import build_again
 from orchdata.delivery.stats import Stats
 from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.iterables import IterableContent
-from orchdata.engines.seeds import WorkerSeeds
+from orchdata.engines.threads import can_pin
 from orchdata.engines.warm import Warming, kernel_families
+from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import StateError
-from orchdata.loop.engines import Engines
 from orchdata.loop.loop import EpochLoop, Stream
-from orchdata.loop.planned import Interrupted, LoopContext, PlannedStream
+from orchdata.loop.planned import Engines, Interrupted, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import check_allowed, dump_state, known_count
 from orchdata.loop.torch_stream import IterableSource, IterableStream, MapStream

@@ -24,7 +24,7 @@ from orchdata.bench.harness import Result, WideTable, work_folder
 from orchdata.dataloader import DataLoader
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.engines.torch_threads import use_one_thread
+from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe

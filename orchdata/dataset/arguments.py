@@ -21,7 +21,7 @@ from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.engines.run import OpensEngine
+from orchdata.engines.engine import OpensEngine
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle

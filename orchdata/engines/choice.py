@@ -14,10 +14,8 @@ from orchdata.balancers.checks import checked_count
 from orchdata.building.collate import stateful_source
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine
-from orchdata.engines.inline import InlineEngine
+from orchdata.engines.engine import Engine, EngineRun, InlineEngine, OpensEngine, WorkerOptions
 from orchdata.engines.processes.engine import ProcessEngine, Workers, start_server
-from orchdata.engines.run import EngineRun, OpensEngine, WorkerOptions
 from orchdata.engines.threads import ThreadEngine
 
 DEFAULT_THREADS = 4

@@ -7,12 +7,15 @@ them to workers (`JobEngine`).
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from orchdata.building.step import BuiltStep
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import Builder, BuiltStep
+from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 
 
@@ -59,6 +62,39 @@ class PlainEngine:
 
     def close(self) -> None:
         pass
+
+
+class InlineEngine(PlainEngine):
+    """Builds a step in the calling thread, when it is requested.
+
+    Args:
+        states: one state, which the data set starts with; empty for its own.
+    """
+
+    def __init__(self, builder: Builder, states: Sequence[dict[str, Any] | None] = ()) -> None:
+        self.depth = 0
+        self._builder = builder
+        self._stateful = builder.stateful
+        if states and self._stateful is not None:
+            self._stateful.restore(states[0] or {})
+
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
+        try:
+            built = self._builder.build(task)
+            if self._stateful is not None:
+                built.dataset_state = self._stateful.state
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
+            return _failed(error)
+        future: Future[BuiltStep] = Future()
+        future.set_result(built)
+        return future
+
+
+def _failed(error: BaseException) -> Future[BuiltStep]:
+    """Return a future of an error. No frame of the error's traceback has it: a cycle would keep the caller's frames."""
+    future: Future[BuiltStep] = Future()
+    future.set_exception(error)
+    return future
 
 
 @dataclass(eq=False)
@@ -139,3 +175,63 @@ class JobEngine(Generic[D]):
     def take_notes(self) -> list[str]:
         notes = self._dispatcher.notes
         return [notes.popleft() for _ in range(len(notes))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """Options that all workers of a loader share.
+
+    Attributes:
+        num_threads: threads of a worker that read and decode; 0 for its main thread alone.
+        max_jobs: the most jobs that a worker has at a time.
+        worker_init_fn: called with the worker's number before it builds anything.
+        dataset: as in `torch.utils.data.get_worker_info()`.
+        as_torch: whether random states and errors are those of torch's workers, and a worker that cannot start fails
+            only its own steps.
+        memory: bytes that a worker may allocate in addition to those it starts with; None for no limit.
+    """
+
+    num_workers: int
+    num_threads: int
+    max_jobs: int
+    worker_init_fn: Callable[[int], None] | None
+    dataset: Any
+    as_torch: bool
+    memory: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """One opening of an engine: what it needs in addition to the spec of the steps.
+
+    Attributes:
+        options: of the workers, of this rank alone.
+        num_ranks: ranks of the loader.
+        timeout: seconds that the caller waits for a step before its worker is replaced; 0 for no limit.
+        in_turn: whether worker `step % num_workers` builds a step; else any worker does.
+        base_seed: torch's seed of the iteration; the seed of worker k is `base_seed + k`.
+        reads: counts the bytes that workers read from shards; None if samples are not in shards.
+        name_of: row -> the sample's name in messages.
+        known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
+        states: for each worker, the state that its data set starts with; None for its own.
+    """
+
+    options: WorkerOptions
+    num_ranks: int = 1
+    timeout: float = 0
+    in_turn: bool = False
+    base_seed: int = 0
+    reads: ReadBytes | None = None
+    name_of: Callable[[int], str] = str
+    known_bad_rows: dict[int, str] = field(default_factory=dict)
+    states: Sequence[dict[str, Any] | None] = ()
+
+
+class OpensEngine(Protocol):
+    """What `DataLoader(engine=...)` takes: a value that pickles."""
+
+    def open(self, spec: BuildSpec, run: EngineRun) -> Engine:
+        """Return the engine that builds the steps of a spec, for one iteration or, with persistent workers, for more.
+
+        What it raises ends the iteration.
+        """

@@ -21,9 +21,8 @@ from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import takes_step
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.restart_state import packed, unpacked
-from orchdata.engines.seeds import seed_process
-from orchdata.engines.work import portable
+from orchdata.engines.processes.message import packed, unpacked
+from orchdata.engines.work import portable, seed_process
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine
-from orchdata.engines.inline import InlineEngine
-from orchdata.engines.processes.message import Unit, describe_value, read_value
-from orchdata.engines.processes.restart_state import RandomStates, packed, unpacked
-from orchdata.engines.run import WorkerOptions
-from orchdata.engines.seeds import seed_process
+from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
+from orchdata.engines.processes.message import Unit, describe_value, read_value, unpacked
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import OrchdataError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
@@ -53,7 +51,6 @@ class WorkerSpec:
         base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
         environ: variables that it sets: those of the training process, if it runs on the same machine.
         state: the data set's state that it starts with, pickled.
-        random_states: states from `RandomStates.changed` that it starts with, in place of its own.
     """
 
     spec: Opens
@@ -62,17 +59,11 @@ class WorkerSpec:
     base_seed: int
     environ: Mapping[str, str]
     state: bytes | None = None
-    random_states: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def num_loading_threads(self) -> int:
         """Threads that load samples."""
         return max(1, self.options.num_threads)
-
-    @property
-    def keeps_random_states(self) -> bool:
-        """Whether steps draw from the random states of its one thread, as in torch's workers."""
-        return self.options.as_torch and not self.options.num_threads
 
 
 class Work:
@@ -82,12 +73,10 @@ class Work:
         num_processes: workers that share the cores of this machine.
 
     Attributes:
-        random: the random states of this process, if steps draw from them.
         builder: once `open` has returned.
     """
 
     def __init__(self, worker: WorkerSpec, num_processes: int) -> None:
-        self.random = RandomStates() if worker.keeps_random_states else None
         self.builder: Builder | None = None
         self._worker = worker
         self._reads = [0, 0, 0]
@@ -101,31 +90,22 @@ class Work:
             load_numba()  # before memory is limited, and by one thread
         if worker.options.memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
-        _seed(worker)
+        seed = seed_process(worker.base_seed, worker.number)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
+        )
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
-        """Open the data set, with the states of the worker that this one replaces. Raises what that raises."""
+        """Open the data set, with the state of the worker that this one replaces. Raises what that raises."""
         worker = self._worker
         if worker.options.worker_init_fn is not None:
             worker.options.worker_init_fn(worker.number)
         builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
         if worker.state is not None and builder.stateful is not None:
             builder.stateful.restore(unpacked(worker.state))
-        if self.random is not None:
-            self.random.begin(worker.random_states)
         if worker.options.num_threads:
             return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
         return InlineEngine(builder)
-
-    def restart_state(self, *, with_state: bool = True) -> dict[str, Any]:
-        """Return the states after a step that a process which replaces this one needs."""
-        states: dict[str, Any] = {}
-        if self.random is not None:
-            states["random_states"] = self.random.changed()
-            stateful = self.builder and self.builder.stateful
-            if stateful and with_state:
-                states["state"] = packed(stateful.state())
-        return states
 
     def take_reads(self) -> tuple[list[int], dict[str, int]]:
         """Return the bytes read, and the requests made, since the last call."""
@@ -214,9 +194,47 @@ def alone(worker: WorkerSpec) -> WorkerSpec:
     return replace(worker, options=replace(worker.options, num_threads=0, max_jobs=1))
 
 
-def _seed(worker: WorkerSpec) -> None:
-    """Set random states and worker info as in torch's workers."""
-    seed = seed_process(worker.base_seed, worker.number)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
-    )
+class WorkerSeeds:
+    """The base seeds of a loader's iterations.
+
+    torch's loader draws one at each `iter()`, but for persistent workers only at the first: workers that are started
+    later, after an error or for a state, have seeds derived from it.
+
+    Args:
+        generator: seeds are drawn from it; None for torch's default generator.
+        persistent: whether workers are kept from one iteration to the next.
+
+    Attributes:
+        later: the generator of the seeds of persistent workers that are started later.
+    """
+
+    def __init__(self, generator: torch.Generator | None, *, persistent: bool) -> None:
+        self._generator = generator
+        self._persistent = persistent
+        self.later: torch.Generator | None = None
+
+    def draw(self) -> int:
+        """Draw the base seed of one more iteration."""
+        if self.later is not None:
+            return _draw(self.later)
+        return self.follow(_draw(self._generator))
+
+    def follow(self, base_seed: int) -> int:
+        """Use this base seed for the next iteration: it is new, or a state has stored it."""
+        if self.later is None and self._persistent:
+            self.later = torch.Generator().manual_seed(base_seed)
+        return base_seed
+
+
+def seed_process(base_seed: int, number: int) -> int:
+    """Set the random states of this process, worker `number`, as torch's workers have them. Returns its seed."""
+    seed = base_seed + number
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(torch_worker._generate_state(base_seed, number))  # noqa: NPY002
+    return seed
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """Draw a seed as torch's loader does at each `iter()`, with or without workers."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from orchdata.dataloader import DataLoader
-from orchdata.engines.run import OpensEngine
+from orchdata.engines.engine import OpensEngine
 
 _EPOCHS: Final = 2
 

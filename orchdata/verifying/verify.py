@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from orchdata.building.spec import BuildSpec, IndexedShards
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import WorkerEngine
+from orchdata.engines.engine import EngineRun, WorkerEngine, WorkerOptions
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.run import EngineRun, WorkerOptions
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index

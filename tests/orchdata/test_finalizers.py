@@ -14,10 +14,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import orchdata as od
-from orchdata.engines.engine import PlainEngine
-from orchdata.engines.inline import InlineEngine
+from orchdata.engines.engine import InlineEngine, PlainEngine
 from orchdata.engines.processes.supervisor import Supervisor
-from orchdata.engines.thread_pool import ThreadPool
+from orchdata.engines.threads import ThreadPool
 from orchdata.finalizers import wait_for_finalizers
 from orchdata.post_balancing import loader as post_balancing
 from orchdata.post_balancing.prefetch import Prefetcher

@@ -185,10 +185,7 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     # container that is tested goes to a child of its own. The recipe goes to the children of an index build, and they
     # send back what they have measured.
     ours = [
-        *(
-            f"orchdata.engines.{name}"
-            for name in ("pickling", "processes.message", "processes.restart_state", "processes.worker")
-        ),
+        *(f"orchdata.engines.{name}" for name in ("pickling", "processes.message", "processes.worker")),
         "orchdata.measuring.on_ray",
         *(f"orchdata.testing.{name}" for name in ("containers", "engines")),
         *(f"orchdata.loaders.index.jobs.{name}" for name in ("process", "work")),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from orchdata.engines.thread_pool import ThreadPool
+from orchdata.engines.threads import ThreadPool
 from orchdata.ranks.posting import JobStore
 
 

@@ -30,7 +30,6 @@ from orchdata.order.steps import StepTask
 
 OPENING_SECONDS: Final = 600.0
 Reply = list[Any]
-States = dict[str, bytes]
 
 
 class StepActor:
@@ -58,22 +57,19 @@ class StepActor:
 
     def build(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
         """Build a step. Returns "built" with the units of `message.describe_step`, or "failed" with the error."""
-        return self._built(task, known_bad_rows)
-
-    def build_from(self, task: StepTask, known_bad_rows: dict[int, str], states: States | None) -> tuple[Reply, States]:
-        """Build a step that draws from the random states of this process.
-
-        Args:
-            states: after the worker's step before this one, which another process may have built; None for the first.
-        """
         if failed := self._failing("not started", self._open):
-            return failed, states or {}
-        assert self._work is not None and self._work.random is not None
-        if states:
-            self._work.random.begin(states)
-        reply = self._built(task, known_bad_rows)
-        self._work.random.changed()
-        return reply, self._work.random.all()
+            return failed
+        assert self._engine is not None and self._work is not None
+        self._watch.known_bad_rows.update(known_bad_rows)
+        message: dict[str, Any] = {"kind": "built"}
+        units: list[Unit] = []
+        try:
+            future: Future[BuiltStep] = self._engine.submit(task)
+            units = describe_step(future.result())
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            message, units = {"kind": "failed"}, [self._described(passed_on(error))]
+        message["reads"], message["requests"] = self._work.take_reads()
+        return pack(message | {"finished": time.time()}, units)
 
     def load_alone(self, row: int) -> Reply:
         """Load one sample, and drop it: only whether this process survives it counts."""
@@ -92,21 +88,6 @@ class StepActor:
         if since is not None:
             return time.monotonic() - since < OPENING_SECONDS
         return all_wait(self._rows.tolist())
-
-    def _built(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
-        if failed := self._failing("not started", self._open):
-            return failed
-        assert self._engine is not None and self._work is not None
-        self._watch.known_bad_rows.update(known_bad_rows)
-        message: dict[str, Any] = {"kind": "built"}
-        units: list[Unit] = []
-        try:
-            future: Future[BuiltStep] = self._engine.submit(task)
-            units = describe_step(future.result())
-        except BaseException as error:  # noqa: BLE001 - it is passed on
-            message, units = {"kind": "failed"}, [self._described(passed_on(error))]
-        message["reads"], message["requests"] = self._work.take_reads()
-        return pack(message | {"finished": time.time()}, units)
 
     def _open(self) -> None:
         with self._opening:

@@ -8,6 +8,7 @@ Another version, or other code of the user's under the same id, would give other
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from orchdata.building.collate import shard_loader
 from orchdata.building.spec import IndexedShards, SampleContent, ShardContent
-from orchdata.engines.processes.restart_state import RandomStates
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, ShardError, StaleIndexError, StorageError
 from orchdata.loaders.generators import Pass
@@ -162,14 +163,14 @@ def _samples(shards: IndexedShards, rows: Sequence[int]) -> dict[int, Facts]:
 
     The global random generators are left as they were.
     """
-    opened, states = shards.open(), RandomStates()
-    states.begin({})
-    before = states.all()
+    opened, python, numpy = shards.open(), random.getstate(), np.random.get_state()  # noqa: NPY002
     load = shard_loader(shards.index, opened, shards.recipe_of)
     try:
-        return {row: _loaded(load, row) for row in rows}
+        with torch.random.fork_rng(devices=[]):
+            return {row: _loaded(load, row) for row in rows}
     finally:
-        states.begin(before)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
         opened.close()
 
 

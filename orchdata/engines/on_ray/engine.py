@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import Job, JobEngine
+from orchdata.engines.engine import EngineRun, Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
 from orchdata.engines.on_ray.fleet import (
     ANSWER_SECONDS,
@@ -36,7 +36,6 @@ from orchdata.engines.on_ray.isolate import Isolation, Stopped
 from orchdata.engines.on_ray.reply import unpack
 from orchdata.engines.on_ray.room import Waiting
 from orchdata.engines.processes.message import read_step
-from orchdata.engines.run import EngineRun
 from orchdata.engines.work import WorkerSpec, add_reads, error_of
 from orchdata.finalizers import Ending
 from orchdata.notices import warn_user
@@ -87,7 +86,6 @@ class ActorDispatcher(threading.Thread):
         self._patience = run.timeout or PATIENCE_SECONDS
         self._start_timeout = start_timeout
         first = WorkerSpec(spec=spec, number=0, options=run.options, base_seed=run.base_seed, environ={})
-        self._draws = first.keeps_random_states
         self._fleet = Fleet(first, options)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
@@ -260,17 +258,10 @@ class ActorDispatcher(threading.Thread):
         if job.awaited is not None:
             job.awaited = time.monotonic()
         member.jobs[job.number] = job
-        known_bad, states = self._run.known_bad_rows, None
-        if self._draws:
-            # Ray gives it the states once the step before is built, and again if this call must be repeated.
-            ask = member.actor.build_from.options(num_returns=2)
-            call, states = ask.remote(job.task, known_bad, member.states)
-            member.states = states
-        else:
-            call = member.actor.build.remote(job.task, known_bad)
-        self._when_done(call, partial(self._on_result, member, member.actor, job, states))
+        call = member.actor.build.remote(job.task, self._run.known_bad_rows)
+        self._when_done(call, partial(self._on_result, member, member.actor, job))
 
-    def _on_result(self, member: Member, actor: Any, job: Job, states: Any, done: Future[Any]) -> None:
+    def _on_result(self, member: Member, actor: Any, job: Job, done: Future[Any]) -> None:
         if member.actor is not actor or self._jobs.get(job.number) is not job or job.number not in member.jobs:
             return  # it was given to another actor meanwhile
         del member.jobs[job.number]
@@ -282,7 +273,6 @@ class ActorDispatcher(threading.Thread):
                 del self._jobs[job.number]
                 job.future.set_exception(_not_returned(member, job, error))
             return
-        member.good_states = states
         self._resolve(member, job, done.result())
 
     def _resolve(self, member: Member, job: Job, reply: list[Any]) -> None:
@@ -311,7 +301,6 @@ class ActorDispatcher(threading.Thread):
     def _on_loss(self, member: Member, job: Job, error: BaseException) -> None:
         """Ray has given up a call: try the samples of its step alone, and build it again."""
         now = time.monotonic()
-        member.states = member.good_states  # those of a lost call would be computed by making the call again
         since = self._first_lost.setdefault(job.number, now)
         if now - since >= self._patience:
             why = self._last_loss or f"on node {member.address}: {described(error)}"

@@ -33,8 +33,6 @@ class Member:
         actor: None while there is none.
         is_ready: whether it has opened the spec.
         jobs: under way, by number.
-        states: a reference to its random states after the step that it was sent last; None before the first.
-        good_states: the same, after the step that it built last.
         asked: since when it has not answered whether it waits; None if it is not asked now.
         heard: when it answered last.
         address: of the node where it was ready.
@@ -44,8 +42,6 @@ class Member:
     actor: Any = None
     is_ready: bool = False
     jobs: dict[int, Job] = field(default_factory=dict)
-    states: Any = None
-    good_states: Any = None
     asked: float | None = None
     heard: float = 0.0
     address: str = ""
@@ -75,7 +71,7 @@ class Fleet:
 
     def start(self, member: Member) -> None:
         """Give a worker an actor, which Ray starts again as often as needed."""
-        member.is_ready, member.states, member.asked = False, member.good_states, None
+        member.is_ready, member.asked = False, None
         member.actor = self._actor(
             self.options
             | {

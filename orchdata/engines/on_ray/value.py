@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import WorkerEngine
+from orchdata.engines.engine import EngineRun, WorkerEngine
 from orchdata.engines.on_ray.cluster import check_address, connect, import_ray, split_code
-from orchdata.engines.run import EngineRun
 
 START_SECONDS: Final = 600
 _OURS: Final = {

@@ -12,12 +12,11 @@ from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from orchdata.engines.engine import JobEngine
+from orchdata.engines.engine import JobEngine, WorkerOptions
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.restart_state import packed
+from orchdata.engines.processes.message import packed
 from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.processes.worker import UNGUARDED
-from orchdata.engines.run import WorkerOptions
 from orchdata.engines.work import WorkerSpec
 from orchdata.finalizers import Ending
 from orchdata.loaders.storage.counted import ReadBytes

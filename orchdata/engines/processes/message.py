@@ -58,6 +58,16 @@ class Unit:
     buffers: Sequence[Buffer]
 
 
+def packed(value: Any) -> bytes:
+    """Pickle a user's value for this process's own workers or its parent."""
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the value that `packed` was given."""
+    return pickle.loads(data)  # noqa: S301 - of this process's own workers, or its parent
+
+
 def describe_step(built: BuiltStep) -> list[Unit]:
     """Return a step as units. Raises what pickling a user's own objects raises."""
     ours = [type(batch) is Batch for batch in built.batches]

@@ -26,9 +26,8 @@ from typing import Any
 
 from orchdata.engines.engine import Job
 from orchdata.engines.processes.isolate import FORK_SECONDS, FORKED, START_SECONDS, CrashSuspects, Trial
-from orchdata.engines.processes.message import read_step
+from orchdata.engines.processes.message import read_step, unpacked
 from orchdata.engines.processes.process import Process
-from orchdata.engines.processes.restart_state import unpacked
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.work import WorkerSpec, add_reads, alone, error_of
 from orchdata.loaders.errors import StorageError
@@ -92,7 +91,6 @@ class Supervisor(threading.Thread):
         fresh = partial(Process, multiprocessing.get_context("spawn"), alone(workers[0])) if self._forked else None
         self._suspects = CrashSuspects(partial(Process, context, alone(workers[0])), timeout, fresh)
         self._waiting_for_trial: list[Job] = []
-        self._restart_states: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
         self._failed_starts: Counter[str] = Counter()
         # Each job gets a new error: one that was raised keeps its frames alive, and through them this supervisor.
         self._start_failures: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
@@ -284,7 +282,8 @@ class Supervisor(threading.Thread):
         self._failed_starts.clear()
         number = int(str(message["job"]))
         process.jobs.pop(number, None)
-        self._record_restart_state(process.number, message)
+        if "state" in message:  # a process that replaces this worker starts with it
+            self._specs[process.number] = replace(self._specs[process.number], state=message["state"])
         job = self._jobs.pop(number, None)
         if job is None:
             return
@@ -302,13 +301,6 @@ class Supervisor(threading.Thread):
             built.dataset_state = partial(unpacked, message["state"])
         built.seconds["handing_over"] = time.monotonic() - message["finished"]
         job.future.set_result(built)
-
-    def _record_restart_state(self, number: int, message: dict[str, Any]) -> None:
-        """Store the states that a process which replaces this worker starts with."""
-        stored = self._restart_states[number]
-        stored["random_states"] = stored.get("random_states", {}) | message.get("random_states", {})
-        if "state" in message:
-            stored["state"] = message["state"]
 
     def _take_arrived(self) -> None:
         while True:
@@ -379,9 +371,10 @@ class Supervisor(threading.Thread):
             )
 
     def _restart(self, number: int) -> None:
+        lost = self._specs[number]  # the one that replaces it draws other random numbers
+        self._specs[number] = replace(lost, base_seed=lost.base_seed + len(self._specs))
         try:
-            states = self._restart_states[number]
-            self._workers[number] = Process(self._context, replace(self._specs[number], **states))
+            self._workers[number] = Process(self._context, self._specs[number])
         except Exception as error:  # of the system, or of pickling a user's object
             # A lost fork server says nothing about the worker: the next try starts another server.
             kind = "killed" if isinstance(error, (EOFError, ConnectionError)) else "ended"

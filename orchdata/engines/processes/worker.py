@@ -25,7 +25,7 @@ from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.channel import Channel
 from orchdata.engines.processes.life import end_with
-from orchdata.engines.processes.message import Unit, describe_step, unpack_rows
+from orchdata.engines.processes.message import Unit, describe_step, packed, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, describe_error
@@ -146,13 +146,17 @@ class WorkerLoop:
         finished = time.monotonic()
         memory = self._memory.pop(id(task))
         try:
-            units = describe_step(future.result())
-            self._send({"kind": "built", "job": job, "finished": finished} | self._restart_state(), units, memory)
+            built = future.result()
+            units = describe_step(built)
+            message: dict[str, Any] = {"kind": "built", "job": job, "finished": finished}
+            if built.dataset_state is not None:
+                message["state"] = packed(built.dataset_state())
+            self._send(message, units, memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             if isinstance(error, MemoryError):
                 self._end_out_of_memory(error)
             memory.drop()
-            self._send_error({"kind": "failed", "job": job} | self._restart_state(with_state=False), passed_on(error))
+            self._send_error({"kind": "failed", "job": job}, passed_on(error))
 
     def _end_out_of_memory(self, error: MemoryError) -> None:
         """If memory is limited, report the error and end this process."""
@@ -161,9 +165,6 @@ class WorkerLoop:
         with contextlib.suppress(Exception):
             self._send({"kind": "out of memory", "why": str(error)[:_MAX_REASON_CHARACTERS]})
         os._exit(OUT_OF_MEMORY)
-
-    def _restart_state(self, *, with_state: bool = True) -> dict[str, Any]:
-        return {} if self._work is None else self._work.restart_state(with_state=with_state)
 
     def _load_alone(self, builder: Builder, row: int) -> None:
         try:

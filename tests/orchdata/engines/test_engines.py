@@ -25,13 +25,10 @@ from spec_job import digest
 
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine
-from orchdata.engines.inline import InlineEngine
+from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
 from orchdata.engines.pickling import pickle_spec
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.run import WorkerOptions
-from orchdata.engines.thread_pool import ThreadPool
-from orchdata.engines.threads import ThreadEngine
+from orchdata.engines.threads import ThreadEngine, ThreadPool
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle

@@ -16,8 +16,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import PlainEngine
-from orchdata.engines.run import EngineRun
+from orchdata.engines.engine import EngineRun, PlainEngine
 from orchdata.order.steps import StepTask
 
 

@@ -45,6 +45,7 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
+from orchdata.engines.engine import EngineRun, WorkerOptions
 from orchdata.engines.on_ray import cluster as cluster_module
 from orchdata.engines.on_ray import compare, node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
@@ -52,7 +53,6 @@ from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
 from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found, open_index
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
-from orchdata.engines.run import EngineRun, WorkerOptions
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
@@ -123,22 +123,6 @@ def test_map_style_batches_and_random_states_are_those_of_processes() -> None:
 
     expected = drawn(engine=None, multiprocessing_context="fork")
     assert drawn() == expected
-
-
-@pytest.mark.slow
-def test_random_states_continue_where_a_lost_actor_was() -> None:
-    """Its replacement begins with the states that the last built step left."""
-    torch.manual_seed(5)
-    by_processes = loader(Drawn(), multiprocessing_context="fork", engine=None)
-    expected = [[column.tolist() for column in batch] for batch in by_processes]
-    torch.manual_seed(5)
-    running = loader(Drawn())
-    batches = iter(running)
-    got = [next(batches) for _ in range(4)]
-    for member in members(batches):
-        ray.kill(member.actor, no_restart=False)
-    got += list(batches)
-    assert [[column.tolist() for column in batch] for batch in got] == expected
 
 
 def members(batches: Any) -> list[Any]:

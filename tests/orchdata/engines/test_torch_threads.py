@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import threading, torch
-from orchdata.engines.torch_threads import use_one_thread
+from orchdata.engines.threads import use_one_thread
 
 torch.set_num_threads(3)
 seen = {}
