@@ -9,6 +9,7 @@ import base64
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,8 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import pass_of
-from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
+from orchdata.building.spec import IndexedShards
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -35,8 +35,6 @@ from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.atomic import write_whole
-from orchdata.planning.plan import Plan
-from orchdata.planning.windows import WindowBatches
 
 _EXAMPLES: Final = 3
 _SIDE: Final = 600
@@ -64,106 +62,54 @@ class MediaFile(NamedTuple):
     content: bytes
 
 
-def rows_of_key(index: Index, unchosen: NDArray[np.int64], key: str) -> list[int]:
-    """Return the rows of the samples of a key, in any shard, without `unchosen` rows.
-
-    Raises KeyError if no sample has this key, or the data set leaves it out.
-    """
+def rows_of_key(dataset: ShardDataset | Mixture, index: Index, key: str) -> list[int]:
+    """Return the rows of the chosen samples of a key, in any shard. Raises KeyError if there is none."""
     found = index.find_all(None, printable(key))
     if not found:
         like = ", ".join(repr(index.key(row)) for row in range(min(_EXAMPLES, index.num_rows)))
         raise KeyError(f"no sample in these shards has the key {key!r}; keys here look like {like}")
-    rows: list[int] = np.setdiff1d(found, unchosen).tolist()
+    rows: list[int] = np.setdiff1d(found, unchosen_rows(dataset, index)).tolist()
     if not rows:
         raise KeyError(f"the sample {key!r} is left out by filter, split, take or select of its data set")
     return rows
 
 
-def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
-    """Return the shards of a data set, to read rows of its index."""
-    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
-    recipes = tuple(leaf.recipe for leaf in leaves)
-    return IndexedShards(
-        index=index,
-        build_id=index.build_id,
-        recipe=recipes[0],
-        of_sources=recipes if isinstance(dataset, Mixture) else (),
-        containers=by_identity(dataset.containers),
-        files=dataset.files,
-    )
-
-
-def shards_of_loader(spec: BuildSpec) -> IndexedShards:
-    """Return the shards of a loader. Raises ValueError if it has no whole samples of shards."""
-    if not isinstance(spec.content, ShardContent | SampleContent):
-        raise ValueError("orchdata show reads shards, and this DataLoader reads none: call its step_at for any step")
-    if isinstance(spec.plan.batches, WindowBatches):
-        raise ValueError(
-            "orchdata show shows whole samples, and this loader has windows of concatenated documents, "
-            "od.Packed(concatenate=True): its step_at gives any step, and batch.token_ranges says what each window has"
-        )
-    return spec.content.shards
-
-
-def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
-    """Return the name of each row's source in a mixture; "" without a mixture."""
-    if not (isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)):
-        return [""] * len(rows)
-    return [dataset.leaves[index.source_of(row)].name for row in rows]
-
-
-def shown_step(
-    shards: IndexedShards, plan: Plan, rank: int, use_file: Callable[[MediaFile], str] | None = None
-) -> list[dict[str, Any]]:
-    """Return what a rank gets in a step, by microbatch."""
-    groups = []
-    for microbatch in range(plan.num_microbatches):
-        indices = plan.places(rank, microbatch)
-        sources = [plan.sources[number] if plan.sources else "" for number in plan.source[indices].tolist()]
-        passes = [pass_of(plan, at, shards.seed) for at in indices.tolist()]
-        groups.append(
-            {
-                "epoch": plan.epoch,
-                "step": plan.step,
-                "rank": rank,
-                "ranks": plan.num_ranks,
-                "microbatch": microbatch,
-                "microbatches": plan.num_microbatches,
-                "samples": shown_rows(shards, plan.row[indices].tolist(), sources, passes, use_file),
-            }
-        )
-    return groups
-
-
 def shown_rows(
-    shards: IndexedShards,
+    dataset: ShardDataset | Mixture,
+    index: Index,
     rows: Sequence[int],
-    sources: Sequence[str] = (),
-    passes: Sequence[Pass] = (),
     use_file: Callable[[MediaFile], str] | None = None,
     keep_going: bool = False,
 ) -> list[Shown]:
-    """Return rows of an index as the model sees them, decoded as by a loader, in this process.
+    """Return rows of an index as the model sees them, decoded as by a loader in its first pass, in this process.
 
     Raises OrchdataError for trouble that says nothing about a sample, such as a shard that has changed.
 
     Args:
-        sources: source of each row, for a mixture.
-        passes: pass in which each row is decoded; default: pass 0, with seed 0.
         use_file: gets each part of media as a file, and returns what `file` of its span says; "" for nothing.
         keep_going: trouble, too, is the error of the sample that has it.
     """
-    index, opened = shards.index, shards.open()
+    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
+    recipes = tuple(leaf.dataset.recipe for leaf in leaves)
+    shards = IndexedShards(
+        index=index,
+        build_id=index.build_id,
+        recipe=recipes[0] if isinstance(dataset, Mixture) else dataset.recipe,
+        of_sources=recipes,
+        containers=by_identity(dataset.containers),
+        files=dataset.files,
+    )
+    opened, bad = shards.open(), set(index.bad_rows().tolist())
     samples = []
-    try:
-        for number, row in enumerate(rows):
+    with closing(opened):
+        for row in rows:
             stored = StoredSample(index, opened, row)
             spans: list[dict[str, Any]] = []
             error = None
             try:
-                if row in index.bad_rows():
+                if row in bad:
                     raise index.failure(row)
-                spans += _spans(stored, shards.recipe_of(row), passes[number] if passes else Pass(), use_file)
+                spans += _spans(stored, shards.recipe_of(row), use_file)
             except FieldError as failure:
                 error, spans = str(failure.at(stored.shard, stored.key)), []
             except OrchdataError as failure:
@@ -176,23 +122,21 @@ def shown_rows(
                     "key": stored.key,
                     "row": row,
                     "piece": stored.piece,
-                    "source": sources[number] if sources else "",
+                    "source": leaves[index.source_of(row)].name if leaves and isinstance(index, JoinedIndex) else "",
                     "tokens": int(index.llm_tokens[row]),
                     "trained_tokens": int(index.loss_tokens[row]),
                     "spans": spans,
                     "error": error,
                 }
             )
-    finally:
-        opened.close()
     return samples
 
 
 def _spans(
-    stored: StoredSample, recipe: Recipe, of: Pass, use_file: Callable[[MediaFile], str] | None
+    stored: StoredSample, recipe: Recipe, use_file: Callable[[MediaFile], str] | None
 ) -> Iterator[dict[str, Any]]:
     # A sample that fails to decode is in no batch. Parts of media come in the order of their first tokens.
-    media = [part for part in stored.decode(recipe, of).parts if isinstance(part, MediaPart)]
+    media = [part for part in stored.decode(recipe, Pass()).parts if isinstance(part, MediaPart)]
     spans, sizes = stored.look(recipe)
     payloads = stored.read(recipe, text=False) if media and use_file is not None else {}
     number = 0
@@ -301,11 +245,10 @@ def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | st
         IndexError: there is no such row.
     """
     index = index_of(dataset)
-    unchosen = unchosen_rows(dataset, index)
     rows: list[int] = []
     for one in [samples] if isinstance(samples, int | str) else samples:
         if isinstance(one, str):
-            rows += rows_of_key(index, unchosen, one)
+            rows += rows_of_key(dataset, index, one)
         elif -index.num_rows <= one < index.num_rows:
             rows.append(one % index.num_rows)
         else:
@@ -315,8 +258,7 @@ def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | st
 
 def with_pictures(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[Shown]:
     """Return rows to show, with small pictures of their first images as data URLs."""
-    sources = source_names(dataset, index, rows)
-    return shown_rows(shards_of(dataset, index), rows, sources, use_file=_picture, keep_going=True)
+    return shown_rows(dataset, index, rows, _picture, keep_going=True)
 
 
 def _picture(media: MediaFile) -> str:

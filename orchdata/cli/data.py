@@ -453,7 +453,7 @@ def address_of(ray: str) -> str | None:
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
     from orchdata.dataset.indexed.unread import unread_of
-    from orchdata.profiling.failures import count_reasons, split_failures
+    from orchdata.profiling.figures import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
     return {
@@ -497,7 +497,7 @@ def _exit_code(report: dict[str, Any], max_failures: Fraction | int) -> int:
 
 def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
     """Return the result of verifying with every failure, JSON-safe."""
-    from orchdata.profiling.failures import count_reasons
+    from orchdata.profiling.figures import count_reasons
 
     return {
         "shards": len(index.shards),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import re
-import shutil
 import tempfile
 import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import typer
 
 from orchdata.cli.options import JsonOption
-from orchdata.cli.output import human_bytes, one_line_errors, print_json
+from orchdata.cli.output import one_line_errors, print_json
 from orchdata.loaders.environment import requirements, way_out
 
 _FEATURES: Final = {
@@ -29,74 +27,49 @@ _FEATURES: Final = {
     "boto3": "AWS profiles",
     "matplotlib": "plots and reports",
     "ray": "steps from other machines: od.RayEngine",
-    "torchaudio": "not needed: clips are resampled in torch, with the same values to the bit",
+    "torchaudio": "not needed; transformers imports it if it is installed: leave out one that does not fit torch",
     "torchvision": "processors of some models of transformers, such as Qwen's",
 }
-"""Package -> what it is for. transformers imports torchaudio and torchvision if they are installed."""
+"""Package -> what it is for."""
 _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
-
-
-class Finding(NamedTuple):
-    """One thing looked at: "missing" leaves out a feature; "broken" stops everything. `hint` is what to do, or ""."""
-
-    name: str
-    found: str
-    verdict: str = "good"
-    hint: str = ""
 
 
 @one_line_errors
 def doctor(as_json: JsonOption = False) -> None:
-    """Look at this machine: versions, accelerators, the cache folder, shared memory.
+    """Look at this machine: versions of packages, what each missing one is for, accelerators, the cache folder.
 
     Fails where something is broken that loading needs.
     """
-    findings = [Finding("orchdata", version("orchdata"))]
-    findings.append(Finding("Python", f"{platform.python_version()}, {platform.platform()}"))
-    findings += [_package(name, wanted) for name, wanted in requirements().items() if name not in _FEATURES]
-    findings += [_package(name, name) for name in _FEATURES]
-    for name, look in {"processors": _processors, "cache folder": _cache_folder, "shared memory": _memory}.items():
+    findings = []
+    packages = [name for name in requirements() if name not in _FEATURES] + list(_FEATURES)
+    for name in ("orchdata", "Python", *packages, "accelerators", "cache folder"):
+        module, use = _MODULES.get(name, name), f" ({_FEATURES[name]})" if name in _FEATURES else ""
+        verdict, hint = "good", ""
         try:
-            findings.append(Finding(name, look()))
+            if name in packages:
+                importlib.import_module(module)
+            found = _LOOKS[name]() if name in _LOOKS else version(name)
         except Exception as error:  # noqa: BLE001 - anything that is wrong with an installation is a finding
-            findings.append(Finding(name, f"{type(error).__name__}: {error}", "broken"))
-    broken = sum(finding.verdict == "broken" for finding in findings)
+            found, verdict = " ".join(f"{type(error).__name__}: {error}".split()), "missing" if use else "broken"
+            hint = way_out(module, error) if name in packages else ""
+        findings.append({"name": name, "found": found + use, "verdict": verdict, "hint": hint})
+    broken = sum(finding["verdict"] == "broken" for finding in findings)
     if as_json:
-        print_json({"findings": [finding._asdict() for finding in findings]})
+        print_json({"findings": findings})
     else:
         for finding in findings:
-            typer.echo(f"{finding.verdict:<8}{finding.name}: {finding.found}")
-            if finding.hint:
-                typer.echo(f"        {finding.hint}")
+            typer.echo(f"{finding['verdict']:<8}{finding['name']}: {finding['found']}")
+            if finding["hint"]:
+                typer.echo(f"        {finding['hint']}")
         typer.echo(f"{broken} broken" if broken else "all that loading needs is here")
     if broken:
         raise typer.Exit(1)
 
 
-def _package(name: str, wanted: str) -> Finding:
-    """Import a package. `wanted` is its requirement, "pillow<14,>=10.3"; its bounds are compared by numbers alone."""
-    module = _MODULES.get(name, name)
-    use, bad = (f" ({_FEATURES[name]})", "missing") if name in _FEATURES else ("", "broken")
-    try:
-        importlib.import_module(module)
-        found = version(name)
-    except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
-        hint = way_out(module, error)
-        if name in ("torchvision", "torchaudio"):
-            hint = "leave it out, or install one that fits this torch: transformers imports what is installed"
-        return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()) + use, bad, hint)
-    for sign, bound in re.findall(r"(>=|<)([\d.]+)", wanted):
-        numbers, limit = ([int(each) for each in re.findall(r"\d+", text.split("+")[0])] for text in (found, bound))
-        if (numbers < limit) != (sign == "<"):
-            return Finding(name, f"{found}, and {wanted} is required", bad, f"pip install '{wanted}'")
-    return Finding(name, found + use)
-
-
-def _processors() -> str:
+def _accelerators() -> str:
     import torch
 
-    cpus = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs, {torch.backends.cpu.get_cpu_capability()}"
-    return f"{cpus}; accelerators that torch sees: {torch.cuda.device_count()}"
+    return f"{torch.cuda.device_count()} that torch sees; {len(os.sched_getaffinity(0))} CPUs"
 
 
 def _cache_folder() -> str:
@@ -104,12 +77,10 @@ def _cache_folder() -> str:
 
     root = CacheFolder().make_root()
     with tempfile.NamedTemporaryFile(dir=root):
-        return f"{root}: {human_bytes(shutil.disk_usage(root).free)} free"
+        return f"{root}: can be written to"
 
 
-def _memory() -> str:
-    os.close(os.memfd_create("orchdata-doctor"))
-    return "memfd_create works; /dev/shm is not used"
+_LOOKS: Final = {"Python": platform.python_version, "accelerators": _accelerators, "cache folder": _cache_folder}
 
 
 @one_line_errors

@@ -384,44 +384,18 @@ def write_report(
         target.chmod(mode)
 
 
-LIGHT: Final = {
-    "--paper": "#ffffff",
-    "--ink": "#1a1a1a",
-    "--muted": "#555555",
-    "--line": "#c8c8c8",
-    "--soft": "#f2f4f7",
-    "--s0": "#005a9c",
-    "--s1": "#b34700",
-    "--s2": "#00704d",
-    "--s3": "#9b3b77",
-    "--s4": "#6b5b00",
-    "--s5": "#404040",
-    "--s6": "#6a35b8",
-}
-DARK: Final = {
-    "--paper": "#14171c",
-    "--ink": "#ececec",
-    "--muted": "#b4b9c2",
-    "--line": "#4a505a",
-    "--soft": "#20252d",
-    "--s0": "#7cc4ff",
-    "--s1": "#ffa061",
-    "--s2": "#4fd6a6",
-    "--s3": "#f29ccc",
-    "--s4": "#e6d36b",
-    "--s5": "#d0d0d0",
-    "--s6": "#c5a3ff",
-}
-
-
-def _set(colours: dict[str, str]) -> str:
-    return "".join(f"{name}:{value};" for name, value in colours.items())
-
-
+LIGHT: Final = (
+    "--paper:#ffffff;--ink:#1a1a1a;--muted:#555555;--line:#c8c8c8;--soft:#f2f4f7;"
+    "--s0:#005a9c;--s1:#b34700;--s2:#00704d;--s3:#9b3b77;--s4:#6b5b00;--s5:#404040;--s6:#6a35b8;"
+)
+DARK: Final = (
+    "--paper:#14171c;--ink:#ececec;--muted:#b4b9c2;--line:#4a505a;--soft:#20252d;"
+    "--s0:#7cc4ff;--s1:#ffa061;--s2:#4fd6a6;--s3:#f29ccc;--s4:#e6d36b;--s5:#d0d0d0;--s6:#c5a3ff;"
+)
 STYLE: Final = f"""
-:root{{color-scheme:light dark;{_set(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{_set(DARK)}}}}}
-@media print{{:root{{color-scheme:light;{_set(LIGHT)}}}}}
+:root{{color-scheme:light dark;{LIGHT}}}
+@media (prefers-color-scheme:dark){{:root{{{DARK}}}}}
+@media print{{:root{{color-scheme:light;{LIGHT}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0 auto;max-width:1180px;padding:16px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}}

@@ -6,7 +6,8 @@ PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,15 +28,12 @@ CLEAR: Final = 3.0
 """Standard errors of a paired difference from which two settings are called different."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.price`.
 
-    Attributes:
-        phase_costs, phase_bounds, totals: phase -> cost, bound, and sum over ranks.
-        microbatches: of each rank; samples and tokens are those of all ranks.
-        rows: encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty
-            if parts are not assigned separately.
+    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `rows`:
+    encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty if parts
+    are not assigned separately.
     """
 
     cost: int
@@ -46,7 +44,7 @@ class PlannedStep:
     microbatches: int
     samples: int
     tokens: int
-    rows: Mapping[str, tuple[int, int, int]]
+    rows: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +143,6 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> Planned
     price, phases = spec.balance.price, spec.costs.phases
     plan = make_plan(spec, task)
     cells = {phase: plan.cells(phase) for phase in phases}
-    rows = {phase: plan.feature_rows(phase).tolist() for phase in plan.parts}
     return PlannedStep(
         cost=price.of([cells[phase] for phase in priced]),
         bound=plan.cost_bound(price, priced),
@@ -155,7 +152,7 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> Planned
         microbatches=plan.num_microbatches,
         samples=len(plan.row),
         tokens=int(plan.llm_positions.sum()),
-        rows={phase: (stay, move, cross) for phase, (stay, move, cross) in rows.items()},
+        rows={phase: plan.feature_rows(phase).tolist() for phase in plan.parts},
     )
 
 
@@ -264,46 +261,23 @@ def plan_enough(
     return planned
 
 
-@dataclass(frozen=True, eq=False)
 class KnownSteps:
-    """An order that finds the samples of a step once, for all settings that are planned over the same steps.
+    """An order that finds the samples of a step once, for all settings that are planned over the same steps."""
 
-    The plans name no sources of a mixture.
-    """
-
-    order: SampleOrder
-    _known: dict[tuple[int, ...], Any] = field(default_factory=dict)
-
-    @property
-    def num_samples(self) -> int:
-        return self.order.num_samples
-
-    def length(self, epoch: int) -> int:
-        return self.order.length(epoch)
-
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        return self._of(epoch, start, stop)[0]  # type: ignore[no-any-return]
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        return self._of(epoch, start, stop)[1]  # type: ignore[no-any-return]
-
-    def _of(self, *step: int) -> Any:
-        if step not in self._known:
-            self._known[step] = self.order.rows(*step), self.order.drawn_from(*step)
-        return self._known[step]
+    def __init__(self, order: SampleOrder) -> None:
+        self.order, self.num_samples, self.length = order, order.num_samples, order.length
+        self.rows, self.drawn_from = cache(order.rows), cache(order.drawn_from)
 
 
-@dataclass(frozen=True)
 class Draws:
     """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
 
     If `order` is of one data set, position p is drawn from stream p % streams, as there.
     """
 
-    order: AnyOrder
-    seed: int
-    num_samples: int
-    _epochs: dict[int, tuple[NDArray[Any], ...]] = field(default_factory=dict, repr=False)
+    def __init__(self, order: AnyOrder, seed: int, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self._order, self._seed, self._of_epoch = order, seed, cache(self._drawn)
 
     def length(self, epoch: int) -> int:
         return self.num_samples
@@ -316,12 +290,10 @@ class Draws:
         picks, _, _, stream = self._of_epoch(epoch)
         return np.asarray(stream[picks[start:stop]])
 
-    def _of_epoch(self, epoch: int) -> tuple[NDArray[Any], ...]:
-        """Return the positions that are drawn, and source, row and stream of each position of the order: made once."""
-        if epoch not in self._epochs:
-            total, streams = self.order.length(epoch), self.order.streams
-            turn = np.arange(self.num_samples) % min(streams, total)
-            sizes = (total - 1 - turn) // streams + 1
-            picks = turn + streams * np.random.default_rng((self.seed, epoch)).integers(sizes)
-            self._epochs[epoch] = picks, *self.order.rows(epoch, 0, total), self.order.drawn_from(epoch, 0, total)
-        return self._epochs[epoch]
+    def _drawn(self, epoch: int) -> tuple[NDArray[Any], ...]:
+        """Return the positions that are drawn, and source, row and stream of each position of the order."""
+        total, streams = self._order.length(epoch), self._order.streams
+        turn = np.arange(self.num_samples) % min(streams, total)
+        sizes = (total - 1 - turn) // streams + 1
+        picks = turn + streams * np.random.default_rng((self._seed, epoch)).integers(sizes)
+        return picks, *self._order.rows(epoch, 0, total), self._order.drawn_from(epoch, 0, total)

@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.loaders.html import axes_of
 from orchdata.profiling.figures import Figures
-from orchdata.profiling.scales import SETTINGS, SettingName
+from orchdata.profiling.scales import SettingName
 from orchdata.profiling.tables import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH: Final = 340
 _MARKS: Final = "oXsD^vP"
@@ -32,7 +30,7 @@ _OF: Final = {name: colour for colour, name in _STANDS_FOR.items()}
 
 
 @contextmanager
-def _drawing(name: str, height: int) -> Iterator[tuple[Figure, Axes, _Drawn]]:
+def _drawing(name: str, height: int) -> Iterator[tuple[Axes, _Drawn]]:
     """Draw in the axes that are given; the SVG is complete afterwards."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -55,7 +53,7 @@ def _drawing(name: str, height: int) -> Iterator[tuple[Figure, Axes, _Drawn]]:
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
-        yield figure, figure.add_subplot(), drawn
+        yield figure.add_subplot(), drawn
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     drawn.finish(file.getvalue())
@@ -101,7 +99,7 @@ def draw_lengths(
         cap: of a microbatch, drawn in.
         unit: what is counted.
     """
-    with _drawing(name, 190) as (_, axes, drawn):
+    with _drawing(name, 190) as (axes, drawn):
         first = next((bit for bit, count in enumerate(bins) if count), 0)
         for bit, count in enumerate(bins[first:], first):
             (patch,) = axes.bar(2**bit * 1.5, count, width=2**bit * 0.9, color=_OF[f"--s{series}"])
@@ -126,7 +124,7 @@ def draw_lengths(
 
 def draw_shares(name: str, joint: Figures) -> str:
     """Draw how many samples have which shares of their tokens in one or two modalities."""
-    with _drawing(name, 300 if len(joint.modalities) == 2 else 190) as (_, axes, drawn):
+    with _drawing(name, 300 if len(joint.modalities) == 2 else 190) as (axes, drawn):
         bins = len(joint.samples)
         if len(joint.modalities) == 1:
             for place, (count,) in enumerate(joint.samples):
@@ -159,45 +157,31 @@ def draw_shares(name: str, joint: Figures) -> str:
 
 
 def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[SettingName]) -> str:
-    """Draw the cost of a step over a perfectly even one, against the number of ranks, for each setting."""
-    with _drawing(name, 330) as (_, axes, drawn):
-        _plot_waiting(axes, scales, settings, drawn)
-    return drawn.svg
-
-
-def _plot_waiting(
-    axes: Axes, scales: Sequence[Figures], settings: Sequence[SettingName], drawn: _Drawn | None = None
-) -> None:
-    """Draw into axes: one line for each setting, hollow where samples were drawn with replacement."""
-    for number, setting in enumerate(settings):
-        points = [(scale, scale.settings[setting]) for scale in scales if setting in scale.settings]
-        colour = _OF[f"--s{number}"] if drawn is not None else f"C{number}"
-        ranks = [scale.ranks for scale, _ in points]
-        costs = [1 / (1 - its.waiting) for _, its in points]
-        axes.plot(ranks, costs, color=colour, linewidth=1.2)
-        for (scale, its), cost in zip(points, costs, strict=True):
-            spread = 0.0 if its.waiting_error is None else its.waiting_error * cost**2
-            axes.errorbar(scale.ranks, cost, yerr=spread, color=colour, linewidth=1, capsize=2)
-            inside = "none" if scale.with_replacement else colour
-            (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], color=colour, markerfacecolor=inside, markersize=6)
-            if drawn is not None:
+    """Draw the cost of a step over a perfectly even one, against the number of ranks: a line for each setting, hollow
+    where samples were drawn with replacement.
+    """
+    with _drawing(name, 330) as (axes, drawn):
+        for number, setting in enumerate(settings):
+            points = [(scale, scale.settings[setting]) for scale in scales if setting in scale.settings]
+            colour = _OF[f"--s{number}"]
+            costs = [1 / (1 - its.waiting) for _, its in points]
+            axes.plot([scale.ranks for scale, _ in points], costs, color=colour, linewidth=1.2)
+            for (scale, its), cost in zip(points, costs, strict=True):
+                spread = 0.0 if its.waiting_error is None else its.waiting_error * cost**2
+                axes.errorbar(scale.ranks, cost, yerr=spread, color=colour, linewidth=1, capsize=2)
+                look = {"color": colour, "markerfacecolor": "none" if scale.with_replacement else colour}
+                (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
                 drawn.titled(mark, f"{LABELS[setting]}, {scale.ranks:,} ranks: {cost:.2f}, ± {spread:.2f} (one error)")
-        axes.plot([], [], _MARKS[number], linestyle="-", color=colour, label=LABELS[setting])
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([scale.ranks for scale in scales])
-    axes.xaxis.set_major_formatter(lambda ranks, _: f"{ranks:,.0f}")
-    axes.minorticks_off()
-    axes.grid(visible=True, axis="y")
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("cost of a step, 1 is even")
-    _legend(axes, 2)
-
-
-def plot_profile(scales: Sequence[Figures], axes: Axes | None) -> Axes:
-    """Draw the settings of all numbers of ranks into axes; None for those of a new figure."""
-    axes = axes_of(axes)
-    _plot_waiting(axes, scales, [name for name in SETTINGS if any(name in scale.settings for scale in scales)])
-    return axes
+            axes.plot([], [], _MARKS[number], linestyle="-", color=colour, label=LABELS[setting])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([scale.ranks for scale in scales])
+        axes.xaxis.set_major_formatter(lambda ranks, _: f"{ranks:,.0f}")
+        axes.minorticks_off()
+        axes.grid(visible=True, axis="y")
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("cost of a step, 1 is even")
+        _legend(axes, 2)
+    return drawn.svg
 
 
 def _legend(axes: Axes, columns: int) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,14 +47,10 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.content import content_of, measure_phases
-from orchdata.profiling.failures import count_reasons, failure_examples, split_failures
-from orchdata.profiling.figures import Figures
+from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
 from orchdata.profiling.layouts import padding_of_layouts
 from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
 from orchdata.profiling.scales import MOST_REPEATS, make_scale
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
 _RANGE_SAMPLES = 1000
@@ -164,18 +160,6 @@ class Profile(Figures):
                     "of this profile: give the data set that was profiled, or none"
                 )
         write_report(self, path, dataset, index, samples)
-
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the cost of a step over an even one against the number of ranks, for each setting. Return the axes.
-
-        Args:
-            ax: axes of matplotlib; None for those of a new figure.
-
-        Raises PackageError if matplotlib, of the extra `plots`, is missing.
-        """
-        from orchdata.profiling.plots import plot_profile
-
-        return plot_profile(self.scales, ax)
 
 
 def main_scale(scales: Sequence[Figures]) -> Figures:

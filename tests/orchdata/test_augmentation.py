@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from augmentations import Jittered, cropped, noisy, recipe
@@ -22,7 +21,6 @@ from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.generators import Pass
-from orchdata.showing import save_in, shards_of_loader, shown_step
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -185,17 +183,3 @@ def test_a_lambda_cannot_go_to_workers_and_the_error_says_what_can(dataset: od.S
     assert len(list(one(own)))
     with pytest.raises(TypeError, match=r"augment is a lambda in line \d+ of .*test_augmentation.py, .*module"):
         list(one(own, num_workers=1))
-
-
-def test_media_of_a_step_are_saved_as_the_run_has_them(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    from PIL import Image
-
-    run = one(dataset, global_batch_tokens=2000)
-    plan = run.plan_at(1, 0)
-    shards = shards_of_loader(run._runtime.prepared.spec)
-    (group,) = shown_step(shards, plan, 0, use_file=save_in(tmp_path))
-    saved = [span["file"] for sample in group["samples"] for span in sample["spans"] if "file" in span]
-    pictures = [np.asarray(Image.open(path)) for path in saved if path.endswith(".png")]
-    (batch,) = run.step_at(1, 0)
-    values = np.sort(batch.image.patches.numpy().ravel())
-    assert np.array_equal(np.sort(np.concatenate([picture.ravel() for picture in pictures])), values)

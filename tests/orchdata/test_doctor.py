@@ -43,12 +43,7 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("transformers", PackageNotFoundError("transformers"), "missing", "pip install"),
         ("av", OSError("libavcodec.so.62: no such file"), "missing", "pip install --force-reinstall --no-deps 'av"),
-        (
-            "torchaudio",
-            RuntimeError("made for\nanother torch"),
-            "missing",
-            "leave it out, or install one that fits this torch",
-        ),
+        ("torchaudio", RuntimeError("made for\nanother torch"), "missing", "pip install --force-reinstall"),
         ("soundfile", OSError("libsndfile.so.1"), "broken", "pip install --force-reinstall --no-deps 'soundfile"),
         ("pyarrow", ModuleNotFoundError("no C", name="planted_c"), "broken", "pip install 'planted_c'"),
     ],
@@ -68,16 +63,3 @@ def test_only_a_package_that_loading_needs_is_broken(
     assert (code, by_name[package]["verdict"]) == (int(verdict == "broken"), verdict)
     assert " ".join(str(error).split()) in by_name[package]["found"]
     assert by_name[package]["hint"].startswith(hint)
-
-
-@pytest.mark.parametrize(
-    ("package", "installed", "is_good"),
-    [("numpy", "1.25.9", False), ("numpy", "2.0", True), ("pillow", "14.0.0", False), ("torch", "2.6.0a0+nv", True)],
-)
-def test_versions_outside_what_is_required(
-    monkeypatch: pytest.MonkeyPatch, package: str, installed: str, is_good: bool
-) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: installed if name == package else version(name))
-    code, seen = findings()
-    assert (code, seen[package]["verdict"]) == ((0, "good") if is_good else (1, "broken"))
-    assert ("is required" in seen[package]["found"]) is not is_good

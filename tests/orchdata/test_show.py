@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.showing import _plain, shards_of, shown_rows
+from orchdata.showing import _plain, shown_rows
 
 TALK = [
     {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
@@ -54,7 +54,7 @@ def recipe_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
     dataset = od.ShardDataset(write_shard(tmp_path / "omni.tar", omni_samples(20)), RECIPE)
-    shown = shown_rows(shards_of(dataset, dataset.index()), range(20))
+    shown = shown_rows(dataset, dataset.index(), range(20))
     (batch,) = od.DataLoader(dataset, batch_size=20, num_threads=0)
     bounds = batch.llm.cu_seqlens.tolist()
     numbers = {key: number for number, (_, key) in enumerate(batch.sample_ids)}
@@ -78,119 +78,6 @@ def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
     assert kinds == {"image", "audio"}
 
 
-PROGRAM = """
-import numpy as np
-from map_dataset import Numbers
-from shard_factory import RECIPE
-
-import orchdata as od
-
-LEFT, RIGHT = od.ShardDataset("left.tar", RECIPE), od.ShardDataset("right.tar", RECIPE)
-LEFT.index(), RIGHT.index()
-
-
-def ordered(dp):
-    return od.DataLoader(LEFT, batch_size=4, shuffle=np.arange(20)[::-1].copy(), dp=dp, num_threads=0)
-
-
-def mixed(dp):
-    sources = {"left": od.Source(LEFT.filter("image_parts > 0"), weight=1), "right": od.Source(RIGHT, weight=2)}
-    balance = od.Balance(max_tokens=300, oversize="own")
-    options = {"global_batch_tokens": 900, "shuffle": True, "seed": 3, "balance": balance, "num_threads": 0}
-    return od.DataLoader(od.Mixture(sources), collate_fn=od.Padded(), dp=dp, **options)
-
-
-def capped(dp):
-    balance = od.Balance(max_tokens=int(LEFT.index().llm_tokens.max()))
-    return od.DataLoader(LEFT, batch_size=10, balance=balance, dp=dp, num_threads=0)
-
-
-def failing(dp):
-    policy = od.ErrorPolicy("skip", max_failures=None)
-    return od.DataLoader(od.ShardDataset("cut.tar", RECIPE), batch_size=3, on_error=policy, dp=dp, num_threads=0)
-
-
-def windows(dp):
-    texts, layout = od.ShardDataset("texts.tar"), od.Packed(length=8, concatenate=True)
-    return od.DataLoader(texts, batch_size=2, collate_fn=layout, dp=dp, num_threads=0)
-
-
-def alone(dp):
-    return od.DataLoader(LEFT, batch_size=4, num_threads=0, dp=(0, 1))
-
-
-def numbers(dp):
-    return od.DataLoader(Numbers(20), batch_size=4, dp=dp)
-
-
-def broken(dp):
-    raise OSError("no such disk")
-
-
-def nothing(dp):
-    print("made")
-"""
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with functions that create loaders, with its shards next to it."""
-    for name in ("left", "right"):
-        write_shard(tmp_path / f"{name}.tar", omni_samples(20))
-    write_shard(tmp_path / "texts.tar", [{"__key__": str(n), "txt": b"some words"} for n in range(20)])
-    (tmp_path / "shown_program.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "shown_program", raising=False)
-    return "shown_program"
-
-
-@pytest.mark.parametrize("name", ["ordered", "mixed"])
-def test_a_run_is_what_its_program_makes(program: str, name: str) -> None:
-    of_it = ("--loader", f"{program}:{name}")
-    for rank in range(2):
-        groups = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", rank, "--ranks", 2)["groups"]
-        loader = getattr(sys.modules[program], name)(dp=(rank, 2))
-        batches = loader.step_at(1, 2)
-        assert [[each["key"] for each in group["samples"]] for group in groups] == [
-            [key for _, key in batch.sample_ids] for batch in batches
-        ]
-    first = run_json(*of_it)["groups"][0]["samples"]
-    assert len(first) == 3 and run_json(*of_it, "--key", first[1]["key"])["groups"][0]["samples"][0] == first[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("alone", "--step", 0, "--ranks", 2), "gave a DataLoader of 1 ranks: hand it what it is given"),
-        (("numbers", "--step", 0), "this DataLoader reads none"),
-        (("windows", "--step", 0), "orchdata show shows whole samples"),
-        (("broken",), "called with dp=(0, 1): OSError: no such disk"),
-        (("nothing",), "must give an od.DataLoader, got NoneType"),
-        (("LEFT",), "must be a function that makes the DataLoader, got ShardDataset"),
-        (("ordered", "--recipe", "shard_factory:RECIPE"), "leave out --recipe"),
-        (("ordered", "--filter", "tokens < 9"), "leave out --filter"),
-        (("ordered", "left.tar"), "leave out PATHS"),
-        (("ordered", "--step", 5), "step 5 is outside the epoch"),
-    ],
-)
-def test_a_program_that_makes_no_such_run_is_one_line(program: str, arguments: Any, reason: str) -> None:
-    result = run("--loader", f"{program}:{arguments[0]}", *arguments[1:])
-    assert result.exit_code == 1
-    assert reason in result.stderr and not result.stdout
-    assert result.stderr.splitlines()[-1].startswith("orchdata: error: ")
-
-
-def test_microbatches_of_a_step(program: str) -> None:
-    of_it = ("--loader", f"{program}:capped", "--step", 0, "--ranks", 2)
-    groups = run_json(*of_it)["groups"]
-    given = sys.modules[program].capped(dp=(0, 2)).step_at(0, 0)
-    assert len(groups) == len(given) > 1
-    assert [[sample["key"] for sample in group["samples"]] for group in groups] == [
-        [key for _, key in batch.sample_ids] for batch in given
-    ]
-    assert f"microbatch 1 of {len(given)}" in " ".join(run(*of_it).stdout.split())
-
-
 def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = recipe_file(tmp_path, monkeypatch)
     for columns in (80, 200):
@@ -211,19 +98,16 @@ def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(long, "--key", "long", "--full").stdout.count("ord") == 1000
 
 
-def test_what_fails_to_decode_is_not_shown_as_seen(program: str, tmp_path: Path) -> None:
+def test_what_fails_to_decode_is_not_shown_as_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = {**TALK[0], "__key__": "cut", "jpg": jpeg(64, 48)[:-200]}
-    write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
-    of_it = ("--loader", f"{program}:failing", "--step", 0)
-    (group,) = run_json(*of_it)["groups"]
-    (batch,) = sys.modules[program].failing(dp=(0, 1)).step_at(0, 0)
+    path = write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
+    (group,) = run_json(path, "--recipe", recipe_file(tmp_path, monkeypatch))["groups"]
+    policy = od.ErrorPolicy("skip", max_failures=None)
+    (batch,) = od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=3, on_error=policy, num_threads=0)
     assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.sample_ids]
     (failed,) = [each for each in group["samples"] if each["error"] is not None]
     assert (failed["key"], failed["spans"]) == ("cut", [])
     assert "field 'jpg'" in failed["error"]
-    heading = " ".join(run(*of_it).stdout.split())
-    counts = f"2 samples, {len(batch.llm.input_ids)} tokens, {batch.loss_tokens} trained, 1 that cannot be loaded"
-    assert counts in heading
 
 
 def test_a_long_text_is_cut_between_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,9 +272,6 @@ def test_any_extras_of_a_size_are_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--key", "talk", "--step", 0), "not both"),
-        (("--step", 0), "--step goes with --loader"),
-        (("--epoch", 1), "--epoch goes with --step"),
         (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is left out by filter"),
         (("--key", "no-key"), "keys here look like 'talk', 'sound', 'plain'"),
     ],
@@ -432,9 +313,9 @@ def test_tokenizers_with_and_without_a_way_back() -> None:
 def test_a_shard_that_has_changed_is_an_error_and_no_samples(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"x" * 2000} for n in range(3)])
     dataset = od.ShardDataset(path, RECIPE)
-    shards = shards_of(dataset, dataset.index())
+    index = dataset.index()
     write_shard(tmp_path / "a.tar", [{"__key__": str(n), "txt": b"y"} for n in range(3)])
     with pytest.raises(od.StaleIndexError):
-        shown_rows(shards, [0])
-    (sample,) = shown_rows(shards, [0], keep_going=True)
+        shown_rows(dataset, index, [0])
+    (sample,) = shown_rows(dataset, index, [0], keep_going=True)
     assert sample["error"] is not None and sample["spans"] == []

@@ -25,7 +25,7 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
 from orchdata.profiling.content import PERCENTILES
-from orchdata.profiling.failures import count_reasons
+from orchdata.profiling.figures import count_reasons
 from orchdata.profiling.planned import Draws
 from orchdata.profiling.profile import Profile, profile
 from orchdata.profiling.scales import SCOPES

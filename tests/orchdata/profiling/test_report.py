@@ -387,10 +387,3 @@ def test_without_matplotlib_the_error_says_what_to_install(
     assert "'matplotlib', which a drawing needs," in printed
     assert "pip install " in printed
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_plot_has_a_line_for_each_setting(dataset: od.ShardDataset) -> None:
-    profile = dataset.profile(cost=COST, ranks=(2, 4), batch_size=4, group_size=2)
-    axes = profile.plot()
-    labels = {text.get_text() for text in axes.get_legend().get_texts()}
-    assert {"none", "whole samples", "per phase"} <= labels
