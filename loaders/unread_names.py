@@ -16,7 +16,7 @@ from typing import Any, Final
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import NUMBER, bare_name
 from orchdata.loaders.records import ADDED_FIELDS
-from orchdata.loaders.shards.jsonl.stretch import is_edge
+from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
 from orchdata.loaders.text.conversation import CONTENT_KEYS, Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
@@ -36,6 +36,8 @@ _EMPTY: Final = (b"", b"null", b"[]", b"{}", b'""')
 _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
 _ITEM_KEYS: Final = ("type", "text", "path", "url", "base64", "bytes", "data", "index", "source")
 """Keys of an item that are read, besides those that name a modality."""
+_FILE_KEYS: Final = ("type", "path", "url", "base64", "bytes", "data", "format", "index")
+"""Keys of a file that a record names."""
 _ROLE_KEYS: Final = ("role", "from")
 _PAIR: Final = ("prompt", "completion")
 _ALPACA: Final = ("instruction", "output")
@@ -159,10 +161,13 @@ def names_of_record(
             no_media = [key for key in keys if record[key] is False and key in rules.words.records]
             keys, names = _others(tuple(record), (*mine, *media, *read, *no_media))
             values = [record[key] for key in keys]
-        if not is_chat and _FLAT.issuperset(map(type, values)) and "" not in values:
+        beside = any(isinstance(record.get(key), list | dict) for key in media)
+        if not is_chat and not beside and _FLAT.issuperset(map(type, values)) and "" not in values:
             return names
         for its_name, value in zip(names, values, strict=True):
             _add(its_name, value, found)
+        for key in media if beside else ():
+            _add_beside_file(_short(key), record.get(key), rules, found)
         for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
             _add_turns(f"{key}[]", _listed(record[key]), rules, found)
     return tuple(found)
@@ -264,9 +269,20 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
     if modality in words.listed and isinstance(item.get(str(kind)), list):
         return  # the frames of a video: the other keys are about them
     for key, value in item.items():
-        is_checked = is_edge(key) if modality else bool(named) and (_names(named, key) or says(value))
+        is_checked = is_edge(key) if modality else bool(named) and _names(named, key)
         if key not in words.items and key not in _ITEM_KEYS and not is_checked:
             _add(_below(name, key), value, found)
+
+
+def _add_beside_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
+    """Add the keys that stand beside a file: `images[].bbox` of {"path": ..., "bbox": ...}. What stands beside the
+    frames of a video is about them.
+    """
+    for item in value if isinstance(value, list) else (value,):
+        if isinstance(item, dict) and "frames" not in item:
+            for key, its_value in item.items():
+                if key not in _FILE_KEYS and key not in rules.words.items and not says_edge(key, its_value):
+                    _add(_below(f"{name}[]" if isinstance(value, list) else name, key), its_value, found)
 
 
 @lru_cache(maxsize=1024)

@@ -444,7 +444,10 @@ def _mapping(config: Any) -> Mapping[str, Any]:
         return config
     if callable(getattr(config, "to_dict", None)):
         return _mapping(config.to_dict())
-    raise ValueError(f"a config must be a mapping or have to_dict, got {type(config).__name__}")
+    raise ValueError(
+        f"a config must be a mapping or have to_dict, got {type(config).__name__}: pass model.config, or "
+        "transformers.AutoConfig.from_pretrained(name)"
+    )
 
 
 def model_keys(config: Any) -> Mapping[str, Any]:

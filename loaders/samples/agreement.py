@@ -136,10 +136,13 @@ def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
     """Raise FieldError for several texts of one name: one of them is the sample's, or they are of several samples."""
     if len(texts) > 1:
         fields = [members[index].field for index in texts]
+        chooses = f"TextPreprocessor(fields=({shown(fields[0].removesuffix('.gz'))},)) chooses one, and "
+        if len({field.removesuffix(".gz") for field in fields}) < len(fields):
+            chooses = ""
         raise FieldError(
             fields[1],
-            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: TextPreprocessor(fields=("
-            f"{shown(fields[0].removesuffix('.gz'))},)) chooses one, and Recipe(record=...) reads all{SEVERAL_TEXTS}",
+            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}Recipe(record=...) reads all"
+            f"{SEVERAL_TEXTS}",
         )
 
 
@@ -202,15 +205,20 @@ def _records(members: Sequence[Member], texts: Mapping[int, bytes | memoryview])
     for index, payload in texts.items():
         is_field = is_edge(name := bare_name(members[index].field), or_length=True)
         if is_field or (members[index].kind == TEXT and NAMES_EDGE.search(payload)):
-            try:
-                value = parse_json(payload)
-            except DecodeError:
-                value = bytes(payload).decode(errors="replace")
+            value = value_of(payload)
             if is_field:
                 row[name] = value
             elif isinstance(value, dict):
                 yield value
     yield row
+
+
+def value_of(payload: bytes | memoryview) -> Any:
+    """Return the JSON value of a field, or its text."""
+    try:
+        return parse_json(payload)
+    except DecodeError:
+        return bytes(payload).decode(errors="replace")
 
 
 def has_length(name: str, recipe: Recipe) -> bool:

@@ -17,6 +17,7 @@ from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.samples.agreement import (
     NO_RECORD,
     OWN_LAYOUT,
+    SEVERAL_TEXTS,
     check_context,
     check_marks,
     check_media_order,
@@ -27,6 +28,7 @@ from orchdata.loaders.samples.agreement import (
     check_unread,
     has_length,
     unplaced,
+    value_of,
 )
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
@@ -42,7 +44,7 @@ from orchdata.loaders.samples.spans import (
 )
 from orchdata.loaders.samples.values import check_text, json_or_text, text_of
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
-from orchdata.loaders.shards.jsonl.stretch import says_edge
+from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     Document,
@@ -251,11 +253,16 @@ def unread_in(
         found |= dict.fromkeys(names)
     if len(used) == len(members) and None not in used and not composition.is_chat:
         return tuple(found)
+    has_one_clip = sum(has_length(name, recipe) for name, _ in parts) == 1
     for index, member in enumerate(members):
         if index in used and not (composition.is_chat and member.field.startswith(REJECTED)):
             continue
         name = name_of_member(member.field)
-        if not member.size or member.field.endswith(VALUE) or outer_of(member.field)[1]:
+        if member.field.endswith(VALUE) and not is_edge(name, or_length=True):
+            continue
+        if not member.size or outer_of(member.field)[1]:
+            continue
+        if index in payloads and has_one_clip and says_edge(name, value_of(payloads[index])):
             continue
         if recipe.rules.words.records.get(name) in has or f"{name}s" in found:  # checked, or named by a key
             continue
@@ -499,7 +506,9 @@ def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) 
         if chat is None:
             chat = index
         elif (documents[chat].turns, documents[chat].chat) != (document.turns, document.chat):
-            raise FieldError(members[index].field, f"a second conversation, besides that of {members[chat].field}")
+            raise FieldError(
+                members[index].field, f"a second conversation, besides that of {members[chat].field}{SEVERAL_TEXTS}"
+            )
     return chat
 
 
@@ -510,7 +519,9 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
         if document.text is None:
             continue
         if chosen and document.text != chosen[0][1]:
-            raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
+            raise FieldError(
+                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}{SEVERAL_TEXTS}"
+            )
         chosen = chosen or [(index, document.text)]
     for index, _ in chosen:
         check_named(documents[index].named, members, recipe, exactly=False)

@@ -164,12 +164,14 @@ class _Spans:
         self._leads = self._leads and slot.tokens == 0
 
     def end(self, token_id: int | None) -> None:
-        """Add an end token, unless the text or the tokenizer ends with it."""
+        """Add an end token, unless the text or the tokenizer ends with it. Of both, one stays."""
         if token_id is None:
             return
         last = self.spans[-1] if self.spans else None
         if not isinstance(last, TextSpan) or last.token_ids[-1] != token_id:
             self.special(token_id, isinstance(last, TextSpan) and last.loss)
+        elif np.array_equal(last.token_ids[-2:], (token_id, token_id)):
+            self.spans[-1] = last.cut(0, last.num_tokens - 1, leads=last.leads)
 
     def end_answer(self, token_id: int) -> None:
         """Put the end token after the last token with loss; one that is there without loss gets it."""

@@ -38,6 +38,9 @@ _OF_RECORD: Final = frozenset(
 _OF_MEDIA: Final = frozenset("text caption transcript transcription alt alttext description".split())
 _PREFERENCE: Final = ("chosen", "rejected")
 _LOSS: Final = frozenset("weight train trainable training loss learn learnable mask masked".split())
+_NEGATIONS: Final = frozenset(
+    "no not non without ignore ignored skip skipped exclude excluded disable disabled off masked".split()
+)
 _ON: Final = ("1", "1.0", "true")
 _OFF: Final = ("0", "0.0", "false")
 _BLANK: Final = frozenset(("", "[]", "{}", "null", "none", "nan"))
@@ -148,7 +151,7 @@ def check_turn(
             continue
         words, name = _split(key[:_KEY_CHARACTERS])
         if words & _LOSS:
-            _check_loss(where, key, value, loss, words)
+            _check_loss(where, key, value, loss)
         elif name in _OF_TURN or name in media or (words & _WORDS and not is_flag(value)):
             _check_said(where, key, value, said)
 
@@ -172,14 +175,14 @@ def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool
     """
     trained = loss
     for key, value in turn.items():
-        words, _ = _split(key[:_KEY_CHARACTERS])
+        words, name = _split(key[:_KEY_CHARACTERS])
         if value is None or key in own or not words & _LOSS:
             continue
         flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-        if loss and ("mask" not in words or "loss" in words) and flag in (_ON if "masked" in words else _OFF):
+        if loss and flag in _values(words, name, learned=False):
             trained = False
         else:
-            _check_loss(where, key, value, loss, words)
+            _check_loss(where, key, value, loss)
     return trained
 
 
@@ -245,14 +248,20 @@ def _is_said(value: Any, said: Spoken) -> bool:
     return all(said.has(phrase) for phrase in phrases(value) if phrase not in _ROLES)
 
 
-def _check_loss(where: str, key: str, value: Any, loss: bool, words: frozenset[str]) -> None:
+def _values(words: frozenset[str], name: str, *, learned: bool) -> tuple[str, ...]:
+    """Return the values of a loss flag by which its turn is learned, or not; none if the flag can mean either: a mask
+    that is no loss mask, and several negations.
+    """
+    negations = len(words & _NEGATIONS)
+    if negations > 1 or ("mask" in words and not 0 <= name.find("loss") < name.find("mask")):
+        return ()
+    return _ON if learned != (negations == 1) else _OFF
+
+
+def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
     """Raise DecodeError for a loss flag that differs from what the template does."""
     flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-    if "masked" in words:
-        agrees = flag in (_OFF if loss else _ON)
-    else:  # a mask that is no loss mask can mean either
-        agrees = flag in (_ON if loss else _OFF) and ("mask" not in words or "loss" in words)
-    if flag in _BLANK or agrees:
+    if flag in _BLANK or flag in _values(*_split(key[:_KEY_CHARACTERS]), learned=loss):
         return
     carries = "carries" if loss else "carries no"
     raise DecodeError(

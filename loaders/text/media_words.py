@@ -21,9 +21,14 @@ _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
 _BARS: Final = ("<|", "<\uff5c")
 _MEDIA: Final = frozenset(
-    "image img picture pic photo vision frame video vid audio speech sound voice wav clip media".split()
+    "image img im picture pic photo figure fig visual vision vis frame patch video vid movie audio speech sound voice "
+    "music mel wav clip media".split()
 )
-_GROUNDING: Final = frozenset("bbox box ref object obj region point quad polygon".split())
+_GROUNDING: Final = frozenset(
+    "bbox box ref object obj region point quad polygon poly grounding det loc seg mask".split()
+)
+_OFTEN_WORDS: Final = frozenset("figure fig mask movie".split())
+"""They stand for media only in angle brackets with a number: `<figure>` is HTML, and [Figure 1] a reference."""
 _EDGES: Final = frozenset("start end begin bos eos break newline around".split())
 """Words of tokens that stand before, after or between the parts of media."""
 _CLOSING_TAGS: Final = frozenset(("</audio>", "</object>", "</picture>", "</video>"))
@@ -87,6 +92,10 @@ def words_of_media(mark: str) -> frozenset[str]:
     words = {form for word in found for form in (word, word.removesuffix("s"), word.removesuffix("es"))}
     if mark.startswith("["):
         words.discard("ref")  # a citation
+    if mark.startswith(_BARS):
+        words.discard("im")  # <|im_start|> is of a chat
+    if mark.startswith("[") or not _NUMBERED.search(mark):
+        words -= _OFTEN_WORDS
     return frozenset() if mark.lower() in _CLOSING_TAGS else frozenset(words & (_MEDIA | _GROUNDING))
 
 

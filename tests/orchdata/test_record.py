@@ -635,6 +635,13 @@ def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, suffix: str, 
     assert "'start' is 0.5 and 'end' is 1.0, of a clip of 3 s, and clips are taken whole" in index.failure(0).reason
 
 
+def test_a_stretch_inside_of_a_struct_is_refused(tmp_path: Path) -> None:
+    cells = [{"bytes": audio(3.0), "path": "a.wav", "start": start, "end": None} for start in (0.5, None)]
+    pq.write_table(pa.table({"audio": cells, "text": ["said", "said"]}), tmp_path / "a.parquet")
+    index = od.ShardDataset(tmp_path / "a.parquet", recipe()).index()
+    assert index.bad_rows().tolist() == [0] and "has 'start' in its struct" in index.failure(0).reason
+
+
 def test_items_are_about_clips_in_their_order(tmp_path: Path) -> None:
     for name, seconds in (("a", 1.0), ("b", 3.0)):
         (tmp_path / f"{name}.wav").write_bytes(audio(seconds))

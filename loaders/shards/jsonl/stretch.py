@@ -41,7 +41,13 @@ _WAY_OUT: Final = (
 
 def says_edge(name: str, value: Any) -> bool:
     """Whether a name and its value are those of an edge, or of a length, in a form that is read."""
-    return is_edge(name, or_length=True) and (isinstance(value, list | dict) or _seconds(value, "") is not None)
+    if not is_edge(name, or_length=True):
+        return False
+    if _plain(name) in _BOTH and isinstance(value, list):
+        return len(value) == 2 and all(_seconds(each, "") is not None for each in value)
+    if _plain(name) in _BOTH and isinstance(value, dict):
+        return bool(value) and all(isinstance(key, str) and says_edge(key, each) for key, each in value.items())
+    return _seconds(value, "") is not None
 
 
 def is_edge(name: str, *, or_length: bool = False) -> bool:

@@ -111,6 +111,11 @@ class Column:
         if self.form == "label":
             return self._label(scalar.as_py())
         content = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
+        if self.form == "struct" and scalar.type.num_fields > 2:
+            struct = _plain_scalar(scalar)
+            edges = [field.name for field in struct.type if is_edge(field.name) and struct[field.name].as_py()]
+            if edges:
+                raise PathOnly(f"has {edges[0]!r} in its struct, which is not read: write it as a column of the row")
         if content.is_valid:
             return text_bytes(content)
         path = self.path(scalar)

@@ -403,9 +403,45 @@ def test_a_sample_is_not_a_mapping_and_says_where_to_look():
         Sample(shard="a.tar", key="k", parts=())["image"]
 
 
-MARKS = ["<image_1>", "<Image 2>", "[IMG_3]", "<|video|>", "<|audio-4|>", "<frame7>", "<bbox_1>"]
-NEXT_TO_MEDIA = ["<bbox>", "<ref-object>", "[PHOTO]", "<ImageHere>", "<__dj__image>", "<speech>", "</img>", "[boxes]"]
-WORDS = ["(image 1)", "</object>", "</audio>", "<p>", "<i1>", "[1]", "a[image1]", "[image](u)", "<a img>", "<Imagine>"]
+MARKS = [
+    "<image_1>",
+    "<Image 2>",
+    "[IMG_3]",
+    "<|video|>",
+    "<|audio-4|>",
+    "<frame7>",
+    "<bbox_1>",
+    "<loc_0123>",
+    "<fig1>",
+]
+NEXT_TO_MEDIA = [
+    "<bbox>",
+    "<ref-object>",
+    "[PHOTO]",
+    "<ImageHere>",
+    "<__dj__image>",
+    "<speech>",
+    "</img>",
+    "[boxes]",
+    "<im_patch>",
+    "<seg>",
+]
+WORDS = [
+    "(image 1)",
+    "</object>",
+    "</audio>",
+    "<p>",
+    "<i1>",
+    "[1]",
+    "a[image1]",
+    "[image](u)",
+    "<a img>",
+    "<Imagine>",
+    "<figure>",
+    "[Figure 1]",
+    "<|im_start|>",
+    "[MASK]",
+]
 
 
 @pytest.mark.parametrize("mark", [*MARKS, *NEXT_TO_MEDIA, *WORDS])

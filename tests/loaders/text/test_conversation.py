@@ -88,6 +88,9 @@ def measured(images: int = 0, **fields: object):
         ({"content": "It rains.", "loss_mask": 0}, "'loss_mask'"),
         ({"content": "It rains.", "masked": True}, "'masked'"),
         ({"content": "It rains.", "mask": 1}, "'mask'"),
+        ({"content": "It rains.", "mask_loss": 1}, "'mask_loss'"),
+        ({"content": "It rains.", "exclude_from_loss": True}, "'exclude_from_loss'"),
+        ({"content": "It rains.", "not_masked": True}, "'not_masked'"),
         ({"content": None}, "turn 2 (assistant) has no content"),
         ({}, "turn 2 (assistant) has no content"),
         ({"content": ""}, "turn 2 (assistant) says nothing"),
@@ -149,7 +152,15 @@ def test_a_conversation_that_would_lose_its_context_fails_and_names_the_key(reco
     "keys",
     [
         {"tool_calls": None, "name": None, "refusal": None, "weight": None},
-        {"tool_calls": [], "function_call": {}, "reasoning_content": "", "weight": 1, "train": True, "masked": False},
+        {
+            "tool_calls": [],
+            "function_call": {},
+            "reasoning_content": "",
+            "weight": 1,
+            "train": True,
+            "masked": False,
+            "noLoss": 0,
+        },
         {"name": "assistant", "value": "It rains.", "from": "gpt", "text": "It rains."},
         {
             "id": "m1",

@@ -77,7 +77,9 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
         answers = [turn for turn in chat if turn["role"] == "assistant"]
         masked = tuple(number for number in range(1, len(answers)) if draw.random() < 0.4)
         for number in masked:
-            answers[number] |= draw.choice([{"weight": 0}, {"train": False}, {"loss": "0"}, {"masked": 1}])
+            answers[number] |= draw.choice(
+                [{"weight": 0}, {"train": False}, {"loss": "0"}, {"masked": 1}, {"no_loss": True}]
+            )
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)
         assert composed(plain, chat, images) == expected, chat
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)

@@ -250,8 +250,20 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
     (tmp_path / "a.wav").write_bytes(wav(16_000, 16_000))
     row = {"audio": "a.wav", "text": "hello", "end": 1.0}
     recipe = od.Recipe(image=None, audio=od.AudioPreprocessor())
-    for start, said in ((0.0, set()), ("0.0s", {"start"})):
-        path = tmp_path / f"{start}.jsonl"
+    for number, (start, said) in enumerate(((0.0, set()), ("0.0s", {"start"}), ([0.0], {"start"}))):
+        path = tmp_path / f"{number}.jsonl"
         path.write_text(json.dumps(row | {"start": start}) + "\n")
-        dataset = od.ShardDataset(str(path), recipe=recipe, media_root=str(tmp_path))
-        assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
+        cells = {name: [value] for name, value in (row | {"start": start}).items()}
+        pq.write_table(pa.table(cells | {"audio": [wav(16_000, 16_000)]}), path.with_suffix(".parquet"))
+        for each in (path, path.with_suffix(".parquet")):
+            dataset = od.ShardDataset(str(each), recipe=recipe, media_root=str(tmp_path))
+            assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
+
+
+def test_what_stands_beside_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(40, 30))
+    beside = {"bbox": [1, 2, 3, 4], "weight": 0, "caption": None}
+    rows = [{"images": [{"path": "a.jpg", **beside}], "text": "a cat"}, {"image": {"path": "a.jpg"}, "text": "a cat"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=RECIPE, media_root=tmp_path)
+    assert set(names_of(dataset)) == {"images[].bbox", "images[].weight"}
