@@ -1,11 +1,10 @@
-"""`orchdata synth`: a description -> WebDataset shards of procedural images and videos, synthesised audio and text.
+"""`orchdata synth`: a description -> WebDataset shards of procedural images, synthesised audio and text.
 
     description --seed, sample number--> one sample's fields --webdataset's TarWriter--> OUT/shard-000000.tar ...
 
 Each sample is drawn from its own generator, seeded by (seed, number): a shorter dataset is a prefix of a longer one,
 and the same description gives the same bytes. Fields follow WebDataset's conventions: `key.jpg` or `key.0.jpg`,
-`key.1.jpg`, `key.flac`, `key.mp4`, and `key.txt` or a chat in `key.json` with `<image>`, `<audio>` and `<video>`
-placeholders.
+`key.1.jpg`, `key.flac`, and `key.txt` or a chat in `key.json` with `<image>` and `<audio>` placeholders.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from orchdata.synth.description import Description, draw, pick, read_description
+from orchdata.synth.description import MEDIA, Description, draw, pick, read_description
 from orchdata.synth.media import make_audio, make_image, make_sentences
 
 __all__ = ["SynthReport", "make_sample", "read_description", "synthesize"]
@@ -36,8 +35,6 @@ class SynthReport:
     image_pixels: int
     audio_clips: int
     audio_seconds: float
-    videos: int
-    video_frames: int
     words: int
     kinds: Mapping[str, int] = field(default_factory=dict)
 
@@ -103,8 +100,6 @@ def synthesize(
         image_pixels=totals["image_pixels"],
         audio_clips=totals["audio_clips"],
         audio_seconds=totals["audio_milliseconds"] / 1000,
-        videos=totals["videos"],
-        video_frames=totals["video_frames"],
         words=totals["words"],
         kinds={name: kinds[name] for name in plan["kinds"]},
     )
@@ -123,7 +118,7 @@ def make_sample(description: Description, index: int) -> tuple[str, dict[str, by
 
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
-    media = [pair for name in _MAKERS for pair in _add_media(rng, name, mix[name], fields, counts)]
+    media = [pair for name in MEDIA for pair in _add_media(rng, name, mix[name], fields, counts)]
     num_words = max(1, round(draw(rng, mix["words"])))
     counts["words"] += num_words
     if mix["style"] == "text":
@@ -132,56 +127,6 @@ def make_sample(description: Description, index: int) -> tuple[str, dict[str, by
         num_turns = max(1, round(draw(rng, mix["turns"])))
         fields["json"] = json.dumps(_chat(rng, media, num_turns, num_words)).encode()
     return name, fields, dict(counts)
-
-
-class _Made(NamedTuple):
-    """A part that was drawn: its format, its bytes, what is seen or heard, and counts for the report."""
-
-    format: str
-    data: bytes
-    words: str
-    counts: dict[str, int]
-
-
-def _made_image(rng: np.random.Generator, mix: Description) -> _Made:
-    width, height = _size(rng, mix)
-    format = _format(rng, mix)
-    made = make_image(rng, width, height, format, mix["quality"])
-    return _Made(format, *made, {"images": 1, "image_pixels": width * height})
-
-
-def _made_audio(rng: np.random.Generator, mix: Description) -> _Made:
-    seconds = draw(rng, mix["seconds"])
-    format = _format(rng, mix)
-    made = make_audio(rng, seconds, round(draw(rng, mix["rates"])), format)
-    return _Made(format, *made, {"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
-
-
-def _made_video(rng: np.random.Generator, mix: Description) -> _Made:
-    from orchdata.synth.clips import make_video
-
-    seconds, fps = draw(rng, mix["seconds"]), max(1, round(draw(rng, mix["fps"])))
-    width, height = _size(rng, mix)
-    format = _format(rng, mix)
-    made = make_video(rng, seconds, fps, width, height, format)
-    return _Made(format, *made, {"videos": 1, "video_frames": max(1, round(seconds * fps))})
-
-
-def _size(rng: np.random.Generator, mix: Description) -> tuple[int, int]:
-    """(width, height) in pixels."""
-    width = max(1, round(draw(rng, mix["width"])))
-    return width, max(1, round(width / draw(rng, mix["aspect"])))
-
-
-def _format(rng: np.random.Generator, mix: Description) -> str:
-    return str(list(mix["formats"])[pick(rng, mix["formats"])])
-
-
-_MAKERS: Final[dict[str, Callable[[np.random.Generator, Any], _Made]]] = {
-    "image": _made_image,
-    "audio": _made_audio,
-    "video": _made_video,
-}
 
 
 def _add_media(
@@ -193,10 +138,19 @@ def _add_media(
     descriptions = []
     count = round(draw(rng, mix["count"]))
     for number in range(count):
-        made = _MAKERS[name](rng, mix)
-        fields[f"{number}.{made.format}" if count > 1 else made.format] = made.data
-        counts.update(made.counts)
-        descriptions.append((f"<{name}>", made.words))
+        if name == "image":
+            width = max(1, round(draw(rng, mix["width"])))
+            height = max(1, round(width / draw(rng, mix["aspect"])))
+            format = list(mix["formats"])[pick(rng, mix["formats"])]
+            data, words = make_image(rng, width, height, format, mix["quality"])
+            counts.update({"images": 1, "image_pixels": width * height})
+        else:
+            seconds = draw(rng, mix["seconds"])
+            format = list(mix["formats"])[pick(rng, mix["formats"])]
+            data, words = make_audio(rng, seconds, round(draw(rng, mix["rates"])), format)
+            counts.update({"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
+        fields[f"{number}.{format}" if count > 1 else format] = data
+        descriptions.append((f"<{name}>", words))
     return descriptions
 
 

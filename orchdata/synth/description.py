@@ -36,7 +36,7 @@ Drawn: TypeAlias = float | Mapping[str, Any]
 _WHOLE: Final[Description] = {"seed": 0, "samples": 512, "shards": 4}
 _WORDS: Final = {"lognormal": [60, 0.8], "min": 4, "max": 600}
 _KIND: Final[Description] = {"weight": 1.0, "style": "text", "words": _WORDS, "turns": 1}
-_FORMATS: Final = {"image": ("jpg", "png"), "audio": ("flac", "wav"), "video": ("mp4", "webm", "gif")}
+_FORMATS: Final = {"image": ("jpg", "png"), "audio": ("flac", "wav")}
 MEDIA: Final[dict[str, Description]] = {
     "image": {
         "count": 1,
@@ -50,14 +50,6 @@ MEDIA: Final[dict[str, Description]] = {
         "seconds": {"lognormal": [4, 0.7], "min": 0.3, "max": 30},
         "rates": {"choice": {16_000: 0.7, 44_100: 0.3}},  # Hz
         "formats": {"flac": 1.0},
-    },
-    "video": {
-        "count": 1,
-        "seconds": {"lognormal": [4, 0.6], "min": 0.5, "max": 30},
-        "fps": {"choice": {12: 0.3, 24: 0.4, 30: 0.3}},
-        "width": {"lognormal": [192, 0.4], "min": 64, "max": 640},
-        "aspect": {"uniform": [0.6, 1.8]},
-        "formats": {"mp4": 1.0},
     },
 }
 
