@@ -37,10 +37,8 @@ def padding_of_layouts(
 ) -> tuple[Figures, ...]:
     """Plan a few steps in each layout, over all ranks, under the same caps.
 
-    Args:
-        dummies: modality -> LLM tokens of its dummy; None if batches have no dummies.
-        length: of microbatches of one length; None for the shortest that holds the longest sample and the mean of a
-            rank's tokens.
+    `dummies`: modality -> LLM tokens of its dummy; None if batches have none. Without `length`, microbatches of one
+    length have the shortest that holds the longest sample and the mean of a rank's tokens.
     """
     if length is None:
         length = -(-max(longest, int(tokens_per_rank)) // _ROUND) * _ROUND

@@ -91,14 +91,7 @@ class _Drawn:
 def draw_lengths(
     name: str, bins: Sequence[int], percentiles: Mapping[str, int], cap: int | None, unit: str, series: int
 ) -> str:
-    """Draw how many samples have which length, in bins of a factor of 2.
-
-    Args:
-        bins: samples of lengths from 2^b, for b from 0.
-        percentiles: of the lengths; the median and the 99th are drawn in.
-        cap: of a microbatch, drawn in.
-        unit: what is counted.
-    """
+    """Draw how many samples have which length, in bins from 2^b for b from 0, with median, 99th percentile and cap."""
     with _drawing(name, 190) as (axes, drawn):
         first = next((bit for bit, count in enumerate(bins) if count), 0)
         for bit, count in enumerate(bins[first:], first):
