@@ -64,7 +64,7 @@ def _encoded(pictures: list[Image.Image], fps: int, format: str) -> bytes:
         stream.pix_fmt = _PIXELS.get(format, "yuv420p")
         stream.codec_context.thread_count = 1
         for number, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_image(picture)
+            frame = av.VideoFrame.from_image(picture)  # type: ignore[no-untyped-call]
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

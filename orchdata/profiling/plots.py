@@ -162,7 +162,10 @@ def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[Settin
             for (scale, its), cost in zip(points, costs, strict=True):
                 spread = 0.0 if its.waiting_error is None else its.waiting_error * cost**2
                 axes.errorbar(scale.ranks, cost, yerr=spread, color=colour, linewidth=1, capsize=2)
-                look = {"color": colour, "markerfacecolor": "none" if scale.with_replacement else colour}
+                look: dict[str, Any] = {
+                    "color": colour,
+                    "markerfacecolor": "none" if scale.with_replacement else colour,
+                }
                 (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
                 drawn.titled(mark, f"{LABELS[setting]}, {scale.ranks:,} ranks: {cost:.2f}, ± {spread:.2f} (one error)")
             axes.plot([], [], _MARKS[number], linestyle="-", color=colour, label=LABELS[setting])

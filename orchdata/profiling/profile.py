@@ -53,8 +53,7 @@ from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.content import content_of, measure_phases
 from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
-from orchdata.profiling.layouts import padding_of_layouts
-from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
+from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
 from orchdata.profiling.scales import MOST_REPEATS, make_scale
 from orchdata.profiling.summary import call_of, findings
 
