@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.command import run_command
+from benchmarks.made_clips import make_video
 from orchdata.bench.harness import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
@@ -27,7 +28,6 @@ from orchdata.loaders.modalities.modality import stored_dtype
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
-from orchdata.synth.clips import make_video
 
 LIMITS: Final = Limits()
 _CONTAINERS: Final = ("mp4", "webm", "gif")

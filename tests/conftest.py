@@ -70,7 +70,6 @@ BEGUN_FIRST = (
     "benchmarks/test_start.py",
     "benchmarks/test_throughput.py",
     "orchdata/test_fixture_epochs.py",
-    "orchdata/dataset/test_column_reads.py",
 )
 
 

@@ -20,10 +20,9 @@ def run(config: DemoConfig) -> list[Result]:
 def results(report: DemoReport) -> Iterator[Result]:
     """The demo's figures, with those of each lane."""
     yield Result(name="speedup", unit="x", values=(report.speedup,), better="high", note="over the same samples")
-    yield Result(name="speedup of the median step", unit="x", values=(report.speedup_of_median_step,), better="high")
     yield Result(name="largest relative difference of the loss curves", unit="", values=(report.loss_difference,))
     for way, lane in report.lanes.items():
-        for name in ("step_ms", "waiting_share", "compute_imbalance", "cpu_imbalance", "cpu_share"):
+        for name in ("step_ms", "waiting_share", "compute_imbalance", "cpu_imbalance"):
             yield Result(name=f"{name}, {way}", unit="", values=(lane[name],))
         for phase, imbalance in lane["planned_imbalance"].items():
             yield Result(name=f"planned imbalance, {phase}, {way}", unit="x", values=(imbalance,))

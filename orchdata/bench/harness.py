@@ -30,16 +30,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One line of a report.
-
-    Attributes:
-        name: what was measured.
-        unit: of the values.
-        values: one for each repeat, in the order they were taken.
-        demand: the median this should reach; None where nothing is asked.
-        better: whether low or high values are good.
-        note: what a reader needs to know besides the number.
-    """
+    """One line of a report: a value for each repeat, in the order they were taken, and the median that is demanded."""
 
     name: str
     unit: str
@@ -81,14 +72,9 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideTable:
-    """Many numbers of many cases side by side.
+    """Many numbers of many cases side by side: name and numbers of each case, None where there is none.
 
-    Attributes:
-        title: what is shown, with its units where the columns do not say.
-        columns: headings; the first is of the cases' names.
-        rows: name and numbers of each case; None where there is no number.
-        unit: "x" where the numbers are ratios.
-        note: what a reader needs to know besides the numbers.
+    The title has their units where the columns do not say; `unit` is "x" where the numbers are ratios.
     """
 
     title: str
@@ -113,14 +99,8 @@ class WideTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All results of one benchmark, with what is needed to repeat it.
-
-    Attributes:
-        command: as typed: `orchdata bench plan`.
-        config: the benchmark's configuration, JSON-safe.
-        results: in the order to show.
-        tables: shown before them.
-        machine: see `machine()`.
+    """All results of one benchmark, with what is needed to repeat it: the command as typed, its configuration and the
+    machine. Tables are shown before results.
     """
 
     command: str
@@ -146,29 +126,28 @@ class Report:
         }
 
     def render(self) -> Group:
-        """Tables for people."""
+        """Tables for people: the last has the results, with the settings and the machine."""
         from rich.console import Group
-
-        return Group(*(table.render() for table in self.tables), self.render_results())
-
-    def render_results(self) -> Table:
-        """The results, with the settings and the machine."""
         from rich.table import Table
 
-        has_demands = any(result.demand is not None for result in self.results)
         settings = ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
-        table = Table(title=f"{self.command}: {settings}", caption=describe_machine(self.machine), title_justify="left")
-        columns = [("measured", "left"), ("median", "right"), ("quartiles", "right"), ("demand", "right")]
-        for heading, justify in columns if has_demands else columns[:-1]:
-            table.add_column(heading, justify=justify, no_wrap=heading != "measured")  # type: ignore[arg-type]
+        of = self.machine
+        packages = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
+        ran_on = f"{of['cpu']}, {of['cores']} cores, load {of['load']}, {of['memory_gib']} GiB; Python {of['python']}"
+        table = Table(title=f"{self.command}: {settings}", caption=f"{ran_on}, {packages}", title_justify="left")
+        table.add_column("measured")
+        for heading in ("median", "quartiles", "demand"):
+            table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("note")
         for result in self.results:
-            low, high = result.spread
-            low_text, high_text = digits(low, result.unit), digits(high, result.unit)
-            spread = "" if len(result.values) == 1 else f"{low_text} - {high_text}"
-            median = f"{digits(result.median, result.unit)} {result.unit}"
-            table.add_row(result.name, median, spread, *([_demand(result)] if has_demands else []), result.note)
-        return table
+            low, high, median = (digits(each, result.unit) for each in (*result.spread, result.median))
+            demand = ""
+            if result.demand is not None:
+                sign = "<=" if result.better == "low" else ">="
+                demand = f"{sign} {digits(result.demand, result.unit)}: {'met' if result.met else 'MISSED'}"
+            spread = f"{low} - {high}" if len(result.values) > 1 else ""
+            table.add_row(result.name, f"{median} {result.unit}", spread, demand, result.note)
+        return Group(*(each.render() for each in self.tables), table)
 
 
 def make_report(command: str, config: Any, results_and_tables: Sequence[Result | WideTable]) -> Report:
@@ -207,12 +186,6 @@ def interleave(
 
     Every second round runs backwards, so that none always follows the same other. Garbage is collected between calls
     and not during them.
-
-    Args:
-        functions: name -> what to run.
-        repeats: values for each.
-        warmup: rounds before.
-        clock: `time.perf_counter` for elapsed time, `time.process_time` for the time of this process alone.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
@@ -254,15 +227,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def describe_machine(facts: Mapping[str, Any]) -> str:
-    """Format what `machine()` returns as one line."""
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    return (
-        f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}, {facts['memory_gib']} GiB; "
-        f"Python {facts['python']}, {packages}"
-    )
-
-
 def _cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -285,10 +249,3 @@ def digits(value: float, unit: str = "") -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.5g}" if unit == "x" and 0.9 < value < 1.1 else f"{value:.3g}"
-
-
-def _demand(result: Result) -> str:
-    if result.demand is None:
-        return ""
-    sign = "<=" if result.better == "low" else ">="
-    return f"{sign} {digits(result.demand, result.unit)}: {'met' if result.met else 'MISSED'}"

@@ -30,17 +30,7 @@ OMNI_COST = CostModel(image=ENCODER, audio=ENCODER, llm=LLM)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanBench:
-    """What to measure.
-
-    Attributes:
-        ranks: simulated DP ranks.
-        samples_per_rank: of a step.
-        samples: rows of the index.
-        max_tokens: cap on a microbatch, for the variants that split into microbatches.
-        repeats: measured steps, all different.
-        seed: of the index and the order.
-        folder: where to write the index (about 170 bytes a row); a temporary folder by default.
-    """
+    """What to measure: `repeats` steps, all different. The index in `folder` takes about 170 bytes a sample."""
 
     ranks: int = 2_560
     samples_per_rank: int = 16

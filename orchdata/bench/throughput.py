@@ -39,20 +39,7 @@ BARE = "bare threads"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputBench:
-    """What to measure.
-
-    Attributes:
-        paths: shards, as `od.ShardDataset` takes them; without any, a made-up data set.
-        recipe: of these shards, as MODULE:NAME; default `od.Recipe()`.
-        media_root: of these shards, where records name files.
-        samples: of the made-up data set; of yours, how many to load at most, drawn at random.
-        consumer_ms: of pure Python that is run for each batch, in CPU time.
-        batch_size: samples of a batch.
-        workers: threads, or worker processes.
-        repeats: epochs of each that count.
-        seed: of data set and order.
-        folder: where to write data; a temporary folder there by default.
-    """
+    """What to measure, as the options of the command say: `orchdata.cli.bench`."""
 
     paths: tuple[str, ...] | None = None
     recipe: str | None = None

@@ -36,7 +36,7 @@ _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
 
 @one_line_errors
 def doctor(as_json: JsonOption = False) -> None:
-    """Look at this machine: versions of packages, what each missing one is for, accelerators, the cache folder.
+    """Look at this machine: versions, what is missing and for what, accelerators, the cache folder.
 
     Fails where something is broken that loading needs.
     """

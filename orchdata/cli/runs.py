@@ -16,14 +16,12 @@ _REPORT: Final = Path("orchdata-demo.html")
 
 @one_line_errors
 def synth(
-    description: Annotated[
-        Path, typer.Argument(help="A dataset description: a YAML file, or demo, omni, text or video.")
-    ],
+    description: Annotated[Path, typer.Argument(help="A dataset description: a YAML file, or demo or omni.")],
     out: Annotated[Path, typer.Argument(help="The folder to write shards into.")],
     samples: Annotated[int | None, typer.Option(help="Write this many samples, not the described number.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a seeded multimodal dataset: procedural images and videos, synthesised audio, text."""
+    """Write a seeded multimodal dataset: procedural images, synthesised audio, text."""
     from orchdata.synth import synthesize
 
     with progress_bar("writing samples") as advance:
@@ -31,11 +29,10 @@ def synth(
     if as_json:
         print_json(report.to_dict())
         return
-    videos = f"{report.videos:,} videos ({report.video_frames:,} frames), " if report.videos else ""
     typer.echo(
         f"{report.samples:,} samples in {len(report.paths)} shards, {human_bytes(report.payload_bytes)}: "
         f"{report.images:,} images, {report.audio_clips:,} audio clips ({report.audio_seconds:,.0f} s), "
-        f"{videos}{report.words:,} words"
+        f"{report.words:,} words"
     )
     typer.echo(f"shards: {out}/shard-*.tar")
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
-from orchdata.dataset.indexed.column_reads import check_arrow, warn_of_column_reads
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
@@ -31,6 +30,9 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
+from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
@@ -147,8 +149,7 @@ def prepare_shards(
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
     files = dataset.files.limited(options.timeout).cached(options.cache)
-    check_arrow(index, files)
-    warn_of_column_reads(dataset, index, order, options.rank.size, files)
+    _check_arrow(index, files)
     spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
     return PreparedDataset(
         spec=spec,
@@ -186,6 +187,22 @@ def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int, *, h
             f"steps of global_batch_tokens={budget} fill microbatches of length={length} on {num_ranks} ranks badly: "
             f"global_batch_tokens={better} would fill them"
             + ("" if has_media else f", and Packed(length={length}, concatenate=True) fills all windows of plain text"),
+        )
+
+
+def _check_arrow(index: Index, files: Files) -> None:
+    """Raise ValueError for Arrow files in object storage that no node keeps: each sample takes several requests."""
+    urls = [
+        shard.url
+        for shard in index.shards
+        if is_remote(shard.url) and shard.url.endswith(ARROW_SUFFIXES) and not shard.container
+    ]
+    if urls and files.cache is None:
+        others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        raise ValueError(
+            f"{urls[0]}{others}: a loader reads no Arrow files from object storage, where each sample takes several "
+            "requests. Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', "
+            "batch_size=100), or keep whole shards on the node with cache=od.Cache(...)"
         )
 
 

@@ -26,21 +26,12 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _SHOWN = 12  # samples in the report
-_BUSY_BELOW = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
-    """How much the demo does.
-
-    Attributes:
-        samples: samples of the dataset.
-        ranks: processes, of one CPU thread each.
-        steps: measured optimizer steps of each lane.
-        block_steps: steps of one lane before the other takes its turn.
-        warmup_steps: steps of each lane before the measured ones.
-        batch_size: samples per rank and step (a mean, once balanced).
-        seed: of dataset, order and weights.
+    """How much the demo does: `steps` measured steps of each lane after `warmup_steps`, in blocks by turns, with
+    `batch_size` samples per rank and step (a mean, once balanced). Ranks are processes of one CPU thread each.
     """
 
     samples: int = 1536
@@ -70,10 +61,9 @@ class DemoReport:
         lanes: of "unbalanced" and "balanced", over the measured steps: `step_ms` (median of the slowest rank's),
             `waiting_ms` (mean over steps and ranks until the slowest is ready) and `waiting_share` of the step,
             `compute_imbalance` (longest compute time over the mean) and `cpu_imbalance`, in CPU time, which other work
-            on the machine does not lengthen, `cpu_share` (CPU time over compute time; well below 1, other work took the
-            ranks' cores), and `planned_imbalance`, phase -> max / mean over ranks by the cost model; `step` is all.
+            on the machine does not lengthen, and `planned_imbalance`, phase -> max / mean over ranks by the cost model;
+            `step` is all.
         speedup: unbalanced step time over balanced, summed over the same global batches.
-        speedup_of_median_step: median over steps of the same ratio, step by step.
         loss_difference: largest relative difference of the two loss curves; same samples, other order of summation.
     """
 
@@ -82,7 +72,6 @@ class DemoReport:
     parameters: int
     lanes: Mapping[str, Mapping[str, Any]]
     speedup: float
-    speedup_of_median_step: float
     loss_difference: float
     dataset: SynthReport
     profile: Profile
@@ -206,16 +195,7 @@ def render(report: DemoReport) -> RenderableType:
         label = "all phases" if phase == "step" else f"{phase} phase"
         table.add_row(f"  {label}, by cost model", f"{value:.3f}", f"{after['planned_imbalance'][phase]:.3f}")
     verdict = (
-        f"Balanced training is {report.speedup:.2f} times as fast over the same samples "
-        f"(median step: {report.speedup_of_median_step:.2f} times). "
+        f"Balanced training is {report.speedup:.2f} times as fast over the same samples. "
         f"The loss curves differ by at most {report.loss_difference:.1e}, relative: float32 sums in another order."
     )
-    lines = [Text(verdict, style="bold"), Text(f"Measured: {_what_was_measured(report)}.", style="dim")]
-    share = min(lane["cpu_share"] for lane in report.lanes.values())
-    if share < _BUSY_BELOW:
-        warning = (
-            f"The machine was busy: the ranks had their cores {share:.0%} of the time, so step times and waiting are "
-            "mostly of other work. Trust the imbalance in CPU time, or run it again on a quiet machine."
-        )
-        lines.insert(1, Text(warning, style="yellow"))
-    return Group(table, *lines)
+    return Group(table, Text(verdict, style="bold"), Text(f"Measured: {_what_was_measured(report)}.", style="dim"))

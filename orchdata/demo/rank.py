@@ -200,13 +200,11 @@ def _summary(
             "waiting_share": float(waiting.mean(axis=0).sum() / steps[name].sum()),
             "compute_imbalance": float(ready.max(axis=0).sum() / ready.mean(axis=0).sum()),
             "cpu_imbalance": float(cpu.max(axis=0).sum() / cpu.mean(axis=0).sum()),
-            "cpu_share": float(cpu.sum() / ready.sum()),
             "planned_imbalance": {phase: float(np.mean([one[phase] for one in planned])) for phase in planned[0]},
         }
     before, after = (records[name][:, :, 3].sum(axis=0) for name in ("unbalanced", "balanced"))
     return {
         "lanes": figures,
         "speedup": float(steps["unbalanced"].sum() / steps["balanced"].sum()),
-        "speedup_of_median_step": float(np.median(steps["unbalanced"] / steps["balanced"])),
         "loss_difference": float(np.max(np.abs(before - after) / np.maximum(np.abs(before), 1e-12))),
     }

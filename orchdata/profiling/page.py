@@ -84,12 +84,7 @@ def profile_view(profile: Profile) -> str:
 
 
 def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0, whole: float = 1.0) -> str:
-    """Return a table as HTML.
-
-    Args:
-        series: row and column of a share -> colour of its bar.
-        whole: share of a full bar.
-    """
+    """Return a table as HTML. `series`: row and column of a share -> colour of its bar; `whole`: what a full bar is."""
     forms = tables.formats(table)
     texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
     rows = []
@@ -120,12 +115,7 @@ def _figure(drawing: str, caption: str, below: str = "") -> str:
 
 
 def page_of(profile: Profile, samples: Sequence[Shown], *, named: bool) -> str:
-    """Return the page.
-
-    Args:
-        samples: samples to show.
-        named: keys, texts, pictures and error texts of samples may be on the page.
-    """
+    """Return the page. `named`: keys, texts, pictures and error texts of samples may be on it."""
     urls = [sample.shard for sample in profile.largest] + [shard.name for shard in profile.content.shards]
     names = ShardNames([*urls, *(each.shard for each in profile.failures), *(each["shard"] for each in samples)])
     # Each modality has the colour of its phase; the LLM has that of text.
@@ -344,13 +334,7 @@ def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
 
 
 def check_report(path: str | Path) -> None:
-    """Raise before a profile is made if no report could be written.
-
-    Raises:
-        ValueError: the folder is missing or takes no file, or the path is a folder's.
-        OSError: the path cannot be one.
-        PackageError: matplotlib is missing.
-    """
+    """Raise ValueError, OSError or PackageError before a profile is made if no report could be written."""
     check_plots()
     target = Path(path).resolve()
     if target.is_dir() or not os.access(target.parent, os.W_OK):
@@ -362,9 +346,7 @@ def write_report(
 ) -> None:
     """Write the page with some usable samples of a data set, drawn at random, whole or not at all. Raises StorageError.
 
-    Args:
-        dataset, index: where samples are read; None for a page without samples.
-        samples: 0 for a page that names no sample.
+    Without a data set there are none; with `samples` of 0 the page names no sample either.
     """
     check_report(path)
     drawn: list[Shown] = []

@@ -91,14 +91,7 @@ class _Drawn:
 def draw_lengths(
     name: str, bins: Sequence[int], percentiles: Mapping[str, int], cap: int | None, unit: str, series: int
 ) -> str:
-    """Draw how many samples have which length, in bins of a factor of 2.
-
-    Args:
-        bins: samples of lengths from 2^b, for b from 0.
-        percentiles: of the lengths; the median and the 99th are drawn in.
-        cap: of a microbatch, drawn in.
-        unit: what is counted.
-    """
+    """Draw how many samples have which length, in bins from 2^b for b from 0, with median, 99th percentile and cap."""
     with _drawing(name, 190) as (axes, drawn):
         first = next((bit for bit, count in enumerate(bins) if count), 0)
         for bit, count in enumerate(bins[first:], first):
@@ -169,7 +162,10 @@ def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[Settin
             for (scale, its), cost in zip(points, costs, strict=True):
                 spread = 0.0 if its.waiting_error is None else its.waiting_error * cost**2
                 axes.errorbar(scale.ranks, cost, yerr=spread, color=colour, linewidth=1, capsize=2)
-                look = {"color": colour, "markerfacecolor": "none" if scale.with_replacement else colour}
+                look: dict[str, Any] = {
+                    "color": colour,
+                    "markerfacecolor": "none" if scale.with_replacement else colour,
+                }
                 (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
                 drawn.titled(mark, f"{LABELS[setting]}, {scale.ranks:,} ranks: {cost:.2f}, ± {spread:.2f} (one error)")
             axes.plot([], [], _MARKS[number], linestyle="-", color=colour, label=LABELS[setting])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
-from orchdata.dataset.indexed.column_reads import chunks_of
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
@@ -34,12 +34,17 @@ from orchdata.dataset.shards import (
 )
 from orchdata.dataset.views.chosen_totals import chosen_totals, totals_of_sources
 from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import ShardError
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.open import by_identity, open_indexed
+from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import bytes_read_together
-from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
@@ -48,12 +53,13 @@ from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.profiling.content import content_of, measure_phases
 from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
-from orchdata.profiling.layouts import padding_of_layouts
-from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec
+from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
 from orchdata.profiling.scales import MOST_REPEATS, make_scale
+from orchdata.profiling.summary import call_of, findings
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
 _RANGE_SAMPLES = 1000
+_FOOTERS, _ROWS_OF_FILE = 4, 1 << 14
 _MAIN_RANKS = 64
 _COMPARED = ("scope", "assignment", "group_size")
 
@@ -114,15 +120,11 @@ class Profile(Figures):
     @property
     def summary(self) -> tuple[str, ...]:
         """What the profile says, in sentences, the most important first."""
-        from orchdata.profiling.summary import findings
-
         return tuple(finding.text for finding in findings(self))
 
     @property
     def call(self) -> str:
         """The `od.DataLoader(...)` call that follows, for the ranks of `main_scale`: Python source with comments."""
-        from orchdata.profiling.summary import call_of
-
         return call_of(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,23 +144,14 @@ class Profile(Figures):
                 text of a sample.
 
         Raises:
-            ValueError: `samples` below 0, a path that is not a file's, or a data set that is not that of this profile.
+            ValueError: a path that is not a file's.
             PackageError: matplotlib, of the extra `plots`, is missing.
             StorageError: the file cannot be written.
         """
         from orchdata.profiling.page import write_report
 
-        if samples < 0:
-            raise ValueError(f"samples must be at least 0, got {samples}")
-        index = None
-        if dataset is not None and samples:
-            # A shard that changed since it was indexed has samples that cannot be read.
-            index = index_of(dataset, check=False)
-            if len(index.shards) != self.shards or index.num_samples != self.samples + self.bad + self.unchosen:
-                raise ValueError(
-                    f"the data set has {index.num_samples:,} samples in {len(index.shards):,} shards, and is not that "
-                    "of this profile: give the data set that was profiled, or none"
-                )
+        # A shard that changed since it was indexed has samples that cannot be read.
+        index = index_of(dataset, check=False) if dataset is not None and samples else None
         write_report(self, path, dataset, index, samples)
 
 
@@ -451,13 +444,40 @@ def _read_amplification(
             members = index.read_spec(row)
             read += bytes_read_together(members)
             used += sum(size for _, size, _, _ in members)
-    chunks = None if dataset is None else chunks_of(index, dataset)
     names_files = any(shard.container or suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
     return Figures(
         by_range=read / used if used else None,
         whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
-        by_chunk=None if chunks is None else chunks.alone,
+        by_chunk=None if dataset is None else _read_by_chunk(index, dataset),
     )
+
+
+def _read_by_chunk(index: Index, dataset: ShardDataset | Mixture) -> float | None:
+    """Return the bytes of a row group's column chunks over those that a sample uses, from the footers of some files."""
+    numbers = [
+        number
+        for number, shard in enumerate(index.shards)
+        if shard.url.endswith(PARQUET_SUFFIXES) and not shard.container
+    ]
+    chosen = {numbers[at] for at in np.linspace(0, len(numbers) - 1, min(_FOOTERS, len(numbers))).astype(int).tolist()}
+    groups = stored = used = samples = 0
+    for number in sorted(chosen):
+        info = index.shards[number]
+        good = np.setdiff1d(index.rows_of(number), index.bad_rows(), assume_unique=True)[:_ROWS_OF_FILE].tolist()
+        given: dict[str, Any] = {"files": dataset.files, "containers": by_identity(dataset.containers)}
+        try:
+            shard = open_indexed(info.url, info, limits=Limits(), cache=CacheFolder(), **given)
+        except ShardError:
+            continue  # a loader reports it
+        with closing(shard):
+            if not isinstance(shard, ParquetShard) or not good:
+                continue
+            fields = {spec[3] for row in good[:32] for spec in index.read_spec(row)}
+            of_groups = shard.chunk_bytes(sorted(fields))
+        groups, stored = groups + len(of_groups), stored + sum(num_bytes for _, num_bytes in of_groups)
+        used += sum(size for row in good for _, size, _, _ in index.read_spec(row))
+        samples += len(good)
+    return stored / groups / max(1.0, used / samples) if groups and samples else None
 
 
 def _recipes_of(dataset: ShardDataset | Mixture | None) -> list[Recipe]:

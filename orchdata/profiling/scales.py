@@ -72,12 +72,7 @@ def make_scale(
     steps: int,
     most_steps: int,
 ) -> Figures:
-    """Plan some steps of an epoch on `ranks` ranks. For other arguments see `profile`.
-
-    Args:
-        counts: LLM tokens of samples, as steps measure them.
-        order_of: number of streams -> the order.
-    """
+    """Plan some steps of an epoch on `ranks` ranks; `order_of`: number of streams -> the order. See `profile`."""
     # The orders, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
     global_streams = streams or 1
@@ -221,9 +216,7 @@ def make_settings(
 ) -> dict[SettingName, Figures]:
     """Return how long ranks wait in each setting, and which settings it clearly beats.
 
-    Args:
-        of_other_steps: settings that are planned over the same steps as each other, and over others than the rest.
-            "tokens" has steps of its own.
+    Those of `of_other_steps` are planned over the same steps as each other; "tokens" has steps of its own.
     """
     steps_of = {name: "tokens" if name == "tokens" else name in of_other_steps for name in planned}
     return {

@@ -27,13 +27,8 @@ _LITTLE_LONGER: Final = 0.005
 
 
 class Finding(NamedTuple):
-    """A sentence or two.
-
-    Attributes:
-        text: without names from the data.
-        shard, key: of the sample that it speaks of; empty if it speaks of none.
-        setting: that its share of waiting is of; None if it names no such share.
-        low, high: bounds of the share of waiting that it names.
+    """A sentence or two, without names from the data; shard and key of the sample that it speaks of; the setting whose
+    share of waiting it names, and the bounds of that share.
     """
 
     text: str
@@ -230,8 +225,7 @@ def _finding(text: str, name: SettingName, setting: Figures, added: float) -> Fi
 def _share(planned: Figures, added: float) -> str:
     """Return a share of waiting with three standard errors, or as a range where its error is large.
 
-    Args:
-        added: cost of a mean step that samples of no planned step add, in that of an even step.
+    `added` is what samples of no planned step add to the cost of a mean step, in that of an even step.
     """
     low, high = _bounds(planned, 0.0)
     error = planned.waiting_error
@@ -274,11 +268,7 @@ def _added(profile: Profile) -> dict[SettingName, float]:
 
 
 def _of_unplanned(profile: Profile, *, is_named: bool) -> Finding:
-    """Say what "over a whole epoch" means.
-
-    Args:
-        is_named: the sentence before is about the largest sample.
-    """
+    """Say what "over a whole epoch" means; `is_named`: the sentence before is about the largest sample."""
     no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
     if is_named:
         return Finding(text=f"{no_step} this sample: {adds}")

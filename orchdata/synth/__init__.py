@@ -1,28 +1,70 @@
-"""`orchdata synth`: a description -> WebDataset shards of procedural images and videos, synthesised audio and text.
+"""`orchdata synth`: a description -> WebDataset shards of procedural images, synthesised audio and text.
 
     description --seed, sample number--> one sample's fields --webdataset's TarWriter--> OUT/shard-000000.tar ...
 
 Each sample is drawn from its own generator, seeded by (seed, number): a shorter dataset is a prefix of a longer one,
 and the same description gives the same bytes. Fields follow WebDataset's conventions: `key.jpg` or `key.0.jpg`,
-`key.1.jpg`, `key.flac`, `key.mp4`, and `key.txt` or a chat in `key.json` with `<image>`, `<audio>` and `<video>`
-placeholders.
+`key.1.jpg`, `key.flac`, and `key.txt` or a chat in `key.json` with `<image>` and `<audio>` placeholders.
+
+A description says how many samples and shards, and which *kinds* of samples, each with a weight:
+
+    seed: 0
+    samples: 512
+    shards: 4
+    kinds:
+      article:                                     # text alone
+        weight: 0.4
+        words: {lognormal: [60, 0.9], min: 8, max: 600}
+      figure:                                      # a chat about one to three images
+        weight: 0.6
+        style: chat
+        words: {uniform: [10, 60]}
+        image: {count: {choice: {1: 0.8, 3: 0.2}}, width: {lognormal: [384, 0.6], min: 64, max: 1536}}
+
+Wherever a number is drawn, one of four forms is allowed: a plain number, `{uniform: [low, high]}`,
+`{lognormal: [median, sigma], min: ..., max: ...}` or `{choice: {value: weight, ...}}`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from orchdata.synth.description import Description, draw, pick, read_description
 from orchdata.synth.media import make_audio, make_image, make_sentences
+from orchdata.yaml_file import read_yaml
 
 __all__ = ["SynthReport", "make_sample", "read_description", "synthesize"]
+
+
+Description: TypeAlias = dict[str, Any]
+Drawn: TypeAlias = float | Mapping[str, Any]
+
+_WHOLE: Final[Description] = {"seed": 0, "samples": 512, "shards": 4}
+_WORDS: Final = {"lognormal": [60, 0.8], "min": 4, "max": 600}
+_KIND: Final[Description] = {"weight": 1.0, "style": "text", "words": _WORDS, "turns": 1}
+_FORMATS: Final = {"image": ("jpg", "png"), "audio": ("flac", "wav")}
+MEDIA: Final[dict[str, Description]] = {
+    "image": {
+        "count": 1,
+        "width": {"lognormal": [384, 0.5], "min": 64, "max": 1536},
+        "aspect": {"uniform": [0.6, 1.7]},  # width / height
+        "formats": {"jpg": 1.0},
+        "quality": 85,
+    },
+    "audio": {
+        "count": 1,
+        "seconds": {"lognormal": [4, 0.7], "min": 0.3, "max": 30},
+        "rates": {"choice": {16_000: 0.7, 44_100: 0.3}},  # Hz
+        "formats": {"flac": 1.0},
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +78,6 @@ class SynthReport:
     image_pixels: int
     audio_clips: int
     audio_seconds: float
-    videos: int
-    video_frames: int
     words: int
     kinds: Mapping[str, int] = field(default_factory=dict)
 
@@ -103,8 +143,6 @@ def synthesize(
         image_pixels=totals["image_pixels"],
         audio_clips=totals["audio_clips"],
         audio_seconds=totals["audio_milliseconds"] / 1000,
-        videos=totals["videos"],
-        video_frames=totals["video_frames"],
         words=totals["words"],
         kinds={name: kinds[name] for name in plan["kinds"]},
     )
@@ -123,7 +161,7 @@ def make_sample(description: Description, index: int) -> tuple[str, dict[str, by
 
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
-    media = [pair for name in _MAKERS for pair in _add_media(rng, name, mix[name], fields, counts)]
+    media = [pair for name in MEDIA for pair in _add_media(rng, name, mix[name], fields, counts)]
     num_words = max(1, round(draw(rng, mix["words"])))
     counts["words"] += num_words
     if mix["style"] == "text":
@@ -132,56 +170,6 @@ def make_sample(description: Description, index: int) -> tuple[str, dict[str, by
         num_turns = max(1, round(draw(rng, mix["turns"])))
         fields["json"] = json.dumps(_chat(rng, media, num_turns, num_words)).encode()
     return name, fields, dict(counts)
-
-
-class _Made(NamedTuple):
-    """A part that was drawn: its format, its bytes, what is seen or heard, and counts for the report."""
-
-    format: str
-    data: bytes
-    words: str
-    counts: dict[str, int]
-
-
-def _made_image(rng: np.random.Generator, mix: Description) -> _Made:
-    width, height = _size(rng, mix)
-    format = _format(rng, mix)
-    made = make_image(rng, width, height, format, mix["quality"])
-    return _Made(format, *made, {"images": 1, "image_pixels": width * height})
-
-
-def _made_audio(rng: np.random.Generator, mix: Description) -> _Made:
-    seconds = draw(rng, mix["seconds"])
-    format = _format(rng, mix)
-    made = make_audio(rng, seconds, round(draw(rng, mix["rates"])), format)
-    return _Made(format, *made, {"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
-
-
-def _made_video(rng: np.random.Generator, mix: Description) -> _Made:
-    from orchdata.synth.clips import make_video
-
-    seconds, fps = draw(rng, mix["seconds"]), max(1, round(draw(rng, mix["fps"])))
-    width, height = _size(rng, mix)
-    format = _format(rng, mix)
-    made = make_video(rng, seconds, fps, width, height, format)
-    return _Made(format, *made, {"videos": 1, "video_frames": max(1, round(seconds * fps))})
-
-
-def _size(rng: np.random.Generator, mix: Description) -> tuple[int, int]:
-    """(width, height) in pixels."""
-    width = max(1, round(draw(rng, mix["width"])))
-    return width, max(1, round(width / draw(rng, mix["aspect"])))
-
-
-def _format(rng: np.random.Generator, mix: Description) -> str:
-    return str(list(mix["formats"])[pick(rng, mix["formats"])])
-
-
-_MAKERS: Final[dict[str, Callable[[np.random.Generator, Any], _Made]]] = {
-    "image": _made_image,
-    "audio": _made_audio,
-    "video": _made_video,
-}
 
 
 def _add_media(
@@ -193,10 +181,19 @@ def _add_media(
     descriptions = []
     count = round(draw(rng, mix["count"]))
     for number in range(count):
-        made = _MAKERS[name](rng, mix)
-        fields[f"{number}.{made.format}" if count > 1 else made.format] = made.data
-        counts.update(made.counts)
-        descriptions.append((f"<{name}>", made.words))
+        if name == "image":
+            width = max(1, round(draw(rng, mix["width"])))
+            height = max(1, round(width / draw(rng, mix["aspect"])))
+            format = list(mix["formats"])[pick(rng, mix["formats"])]
+            data, words = make_image(rng, width, height, format, mix["quality"])
+            counts.update({"images": 1, "image_pixels": width * height})
+        else:
+            seconds = draw(rng, mix["seconds"])
+            format = list(mix["formats"])[pick(rng, mix["formats"])]
+            data, words = make_audio(rng, seconds, round(draw(rng, mix["rates"])), format)
+            counts.update({"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
+        fields[f"{number}.{format}" if count > 1 else format] = data
+        descriptions.append((f"<{name}>", words))
     return descriptions
 
 
@@ -227,3 +224,92 @@ def _refuse_mixing(out: Path, paths: tuple[Path, ...]) -> None:
             f"{out} already holds {len(others)} other tar files (first: {others[0]}); "
             "a glob would read them as one dataset with these. Choose another folder, or remove them"
         )
+
+
+def read_description(source: Mapping[str, Any] | str | Path) -> Description:
+    """Check a description, or the YAML file that holds one: its path, or the name of an installed one, such as "omni".
+
+    Raises:
+        FileNotFoundError: there is no such file, and none of that name is installed.
+        ValueError: the YAML does not parse, or a field is unknown or no number is drawn from it; names the field.
+    """
+    if not isinstance(source, Mapping):
+        content = read_yaml(_path_of(str(source)))
+        try:
+            return read_description(content if isinstance(content, Mapping) else {"": content})
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+    whole = _filled(source, "description", {**_WHOLE, "kinds": {}})
+    kinds = whole["kinds"]
+    if not isinstance(kinds, Mapping) or not kinds:
+        raise ValueError("kinds must name at least one kind of sample, as in `kinds: {article: {weight: 1}}`")
+    whole["kinds"] = {str(name): _kind(content, f"kinds.{name}") for name, content in kinds.items()}
+    if not all(isinstance(whole[name], int) and whole[name] >= 0 for name in _WHOLE):
+        raise ValueError(f"{', '.join(_WHOLE)} must be integers of 0 or more")
+    if not 1 <= whole["shards"] <= whole["samples"]:
+        raise ValueError(f"shards must be from 1 to the {whole['samples']} samples, got {whole['shards']}")
+    return whole
+
+
+def _kind(content: Any, field: str) -> Description:
+    kind = _filled(content, field, {**_KIND, **dict.fromkeys(MEDIA)})
+    if kind["style"] not in ("text", "chat"):
+        raise ValueError(f"{field}.style must be text or chat, got {kind['style']!r}")
+    for name in MEDIA:
+        if kind[name] is not None:
+            kind[name] = _filled(kind[name], f"{field}.{name}", MEDIA[name])
+            if isinstance(kind[name]["formats"], str):
+                kind[name]["formats"] = {kind[name]["formats"]: 1.0}
+            if not set(kind[name]["formats"]) <= set(_FORMATS[name]):
+                raise ValueError(f"{field}.{name}.formats must be of {', '.join(_FORMATS[name])}")
+    return kind
+
+
+def _filled(content: Any, field: str, defaults: Description) -> Description:
+    """Return the fields with those that are left out. Everything that is drawn is drawn once, to see that it can be."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{field} must be a mapping of {', '.join(defaults)}, got {content!r}")
+    if unknown := [str(name) for name in content if name not in defaults]:
+        raise ValueError(f"{field} has unknown field {', '.join(map(repr, unknown))}; known are {', '.join(defaults)}")
+    filled = {**defaults, **content}
+    for name in set(content) - {"kinds", "style", "formats", *MEDIA}:
+        try:
+            draw(np.random.default_rng(0), filled[name])
+        except (TypeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{field}.{name} must be a number or one of {{uniform: [low, high]}}, {{lognormal: [median, sigma], "
+                f"min: ..., max: ...}}, {{choice: {{value: weight}}}}, got {filled[name]!r}"
+            ) from error
+    return filled
+
+
+def draw(rng: np.random.Generator, drawn: Drawn) -> float:
+    """Draw a number. A log-normal one is clipped: to `min` and `max`, or 0 and 50 medians."""
+    if not isinstance(drawn, Mapping):
+        return drawn + 0  # fails for what is no number
+    if "choice" in drawn:
+        return list(drawn["choice"])[pick(rng, drawn["choice"])] + 0  # type: ignore[no-any-return]
+    if "uniform" in drawn:
+        return float(rng.uniform(*drawn["uniform"]))
+    median, sigma = drawn["lognormal"]
+    value = median * math.exp(sigma * rng.standard_normal())
+    return float(np.clip(value, drawn.get("min", 0.0), drawn.get("max", 50 * median)))
+
+
+def pick(rng: np.random.Generator, weights: Mapping[Any, float]) -> int:
+    """Draw the number of an entry in proportion to its weight."""
+    cumulative = np.cumsum(list(weights.values()))
+    return int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
+
+
+def _path_of(source: str) -> Path:
+    """Return the file of a description. A file of the user's comes before the installed one of the same name."""
+    package = Path(__file__).parents[1]  # a wheel has the folder in it, a checkout next to it
+    folder = next((each for each in (package / "datasets", package.parent / "datasets") if each.is_dir()), package)
+    installed = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    path = Path(source)
+    if path.is_file() or path.suffix or path.name != source:
+        return path
+    if source not in installed:
+        raise FileNotFoundError(f"{source}: no such file, and no description of that name: {', '.join(installed)}")
+    return installed[source]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
-from orchdata.loaders.index.table import Columns, TableSize, offsets_of, pack
+from orchdata.loaders.index.table import Columns, TableSize, body_bytes, offsets_of, pack, views
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import KINDS, TEXT
 from orchdata.loaders.shards.fields import RAW
@@ -97,8 +97,19 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
 
     pixels = _images(rng, number_in_sample.size)
     sound = _audio(rng, number_in_sample.size)
-    columns = _empty(n, number_in_sample.size, int(member_offsets[-1]))
-    columns.part_offsets, columns.member_offsets = part_offsets, member_offsets
+    size = TableSize(
+        rows=n,
+        parts=number_in_sample.size,
+        members=int(member_offsets[-1]),
+        bad=0,
+        key_bytes=9 * n,
+        error_field_bytes=0,
+        error_reason_bytes=0,
+        extent_width=2,
+        header_width=2,
+    )
+    columns = views(bytearray(body_bytes(size)), size)  # of zeros
+    columns.part_offsets[:], columns.member_offsets[:] = part_offsets, member_offsets
     columns.part_modality[:] = np.where(is_audio, KINDS.index("audio"), KINDS.index("image"))
     columns.part_member[:] = number_in_sample
     for name in ("positions", "tokens", "rows"):
@@ -118,9 +129,10 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
     media_tokens = np.diff(np.concatenate([[0], np.cumsum(columns.part_tokens, dtype=np.int64)])[part_offsets])
     columns.llm_tokens[:] = text_tokens + media_tokens
     columns.loss_tokens[:] = np.maximum(1, text_tokens * rng.uniform(0.3, 0.9, n))
-    columns.key_offsets = np.arange(n + 1, dtype=np.int64) * 9
+    columns.key_offsets[:] = np.arange(n + 1) * 9
     digits = np.arange(start, stop)[:, None] // 10 ** np.arange(8, -1, -1) % 10
-    columns.key_bytes = (digits + ord("0")).astype(np.uint8).ravel()
+    columns.key_bytes[:] = (digits + ord("0")).ravel()
+    columns.member_encoding[:] = RAW
     return columns
 
 
@@ -148,37 +160,3 @@ def _audio(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]
 
 def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([first, second], axis=1)
-
-
-def _empty(samples: int, parts: int, members: int) -> Columns:
-    """Columns of zeros, without keys or errors."""
-    none, small, offsets = np.zeros(0, np.uint8), np.int32, np.zeros(samples + 1, np.int64)
-    return Columns(
-        shard=np.zeros(samples, small),
-        llm_tokens=np.zeros(samples, small),
-        loss_tokens=np.zeros(samples, small),
-        piece=np.zeros(samples, small),
-        cut_tokens=np.zeros(samples, small),
-        text_start=np.zeros(samples, small),
-        part_offsets=offsets,
-        part_modality=np.zeros(parts, np.uint8),
-        part_member=np.zeros(parts, small),
-        part_positions=np.zeros(parts, small),
-        part_tokens=np.zeros(parts, small),
-        part_rows=np.zeros(parts, small),
-        part_extent=np.zeros((parts, 2), small),
-        member_offsets=offsets,
-        member_field=np.zeros(members, small),
-        member_kind=np.zeros(members, np.uint8),
-        member_encoding=np.full(members, RAW, np.uint8),
-        member_offset=np.zeros(members, np.int64),
-        member_size=np.zeros(members, np.int64),
-        member_header=np.zeros((members, 2), np.int64),
-        key_offsets=offsets,
-        key_bytes=none,
-        bad_row=np.zeros(0, np.int64),
-        error_field_offsets=np.zeros(1, np.int64),
-        error_field_bytes=none,
-        error_reason_offsets=np.zeros(1, np.int64),
-        error_reason_bytes=none,
-    )

@@ -133,7 +133,7 @@ def test_a_bar_in_a_cell_does_not_end_it() -> None:
 
 
 def test_the_demo_becomes_results() -> None:
-    names = ("step_ms", "waiting_share", "compute_imbalance", "cpu_imbalance", "cpu_share")
+    names = ("step_ms", "waiting_share", "compute_imbalance", "cpu_imbalance")
     lane = dict.fromkeys(names, 0.5) | {"planned_imbalance": {"image": 1.5, "audio": 2.0, "llm": 1.25}}
     fields: dict[str, Any] = dict.fromkeys(DemoReport.__slots__, 0)
     report = DemoReport(**{**fields, "speedup": 1.5, "lanes": {"unbalanced": lane, "balanced": lane}})

@@ -35,13 +35,12 @@ def test_a_lane_is_summarised_over_its_measured_steps() -> None:
     after[1, 2, 3] = 1  # of a loss of 4
     lane: Any = SimpleNamespace(imbalances=[{"llm": 9.0}, {"llm": 1.5}, {"llm": 1.25}])
     found = _summary({"unbalanced": before, "balanced": after}, {"unbalanced": lane, "balanced": lane}, 1)
-    assert (found["speedup"], found["speedup_of_median_step"], found["loss_difference"]) == (2, 2, 0.25)
+    assert (found["speedup"], found["loss_difference"]) == (2, 0.25)
     result = found["lanes"]["unbalanced"]
     assert result["step_ms"] == 5_000
     assert result["waiting_ms"] == 500  # one rank of two waits 2 s in one step of two
     assert result["waiting_share"] == pytest.approx(0.1)  # 0.5 s of 5
     assert result["compute_imbalance"] == result["cpu_imbalance"] == pytest.approx(7 / 6)  # (4 + 3) / (3 + 3)
-    assert result["cpu_share"] == 0.5
     assert result["planned_imbalance"] == {"llm": 1.375}
 
 
@@ -77,7 +76,6 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
     for lane in report.lanes.values():
         assert lane["step_ms"] > 0
         assert 0 <= lane["waiting_share"] < 1
-        assert 0 < lane["cpu_share"] < 1.2
         assert set(lane["planned_imbalance"]) == {"image", "audio", "llm", "step"}
     planned = {name: lane["planned_imbalance"]["step"] for name, lane in report.lanes.items()}
     assert planned["balanced"] < planned["unbalanced"]

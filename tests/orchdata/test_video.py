@@ -17,11 +17,9 @@ import video_job
 from PIL import Image
 from rank_jobs import run_ranks
 from shard_factory import chat, jpeg, write_shard
-from typer.testing import CliRunner
 from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone
 
 import orchdata as od
-from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
 from orchdata.loaders.shards.reading import Reading
@@ -180,18 +178,6 @@ def test_without_pyav_the_error_says_what_to_install(shard: str, tmp_path: Path)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 1
     assert "pip install 'av>=" in ended.stderr
-
-
-def test_made_up_videos(tmp_path: Path) -> None:
-    description = Path(__file__).parents[2] / "datasets" / "video.yaml"
-    synthesized = CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "a"), "--samples", "12"])
-    assert synthesized.exit_code == 0, synthesized.output
-    assert "videos" in synthesized.output
-    index = od.ShardDataset(str(tmp_path / "a" / "*.tar"), recipe=od.Recipe(video=VIDEO)).index()
-    assert index.num_samples == 12 and not len(index.bad_rows())
-    CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "b"), "--samples", "12"])
-    first, second = (sorted((tmp_path / name).glob("*.tar")) for name in ("a", "b"))
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 def test_records_name_videos(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from orchdata import yaml_file
 from orchdata.cli.mixture_file import read_mixture
 from orchdata.loaders.recipe import Recipe
-from orchdata.synth.description import read_description
+from orchdata.synth import read_description
 from orchdata.yaml_file import read_yaml
 
 pytestmark = pytest.mark.usefixtures("no_hang")

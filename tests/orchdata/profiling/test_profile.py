@@ -303,6 +303,17 @@ def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
     assert named.by_range is None and named.whole_shards is None  # the media of records are in other files
 
 
+def test_reads_of_parquet_are_the_column_chunks_of_a_row_group(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = [jpeg(28, 28, seed=number) + rng.bytes(3000) for number in range(96)]
+    table = pa.table({"image": pa.array(images, pa.binary()), "text": [f"words {number}" for number in range(96)]})
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=48, **options)
+    dataset = od.ShardDataset(tmp_path / "a.parquet")
+    reads = profile(dataset.index(), dataset=dataset, ranks=(1,), batch_size=4).read_amplification
+    assert reads.by_chunk is not None and 40 < reads.by_chunk < 60
+
+
 def render(result: Profile) -> str:
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(profile_table(result))

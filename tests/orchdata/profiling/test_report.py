@@ -342,12 +342,6 @@ def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od
     assert target.stat().st_mode & 0o777 == 0o600
 
 
-def test_samples_of_another_data_set_are_refused(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    profile = dataset.profile(ranks=(2,), batch_size=2)
-    with pytest.raises(ValueError, match="is not that of this profile"):
-        profile.write_html(tmp_path / "report.html", hostile(tmp_path))
-
-
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output

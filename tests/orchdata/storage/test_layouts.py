@@ -26,9 +26,6 @@ ROWS = [
     for number in range(40)
 ]
 
-FEW_ROWS = pytest.mark.filterwarnings("ignore:.*bytes are read for each byte that samples use")
-"""Of a row group of Parquet, a selection uses a part."""
-
 
 @pytest.fixture(autouse=True)
 def _ends(no_hang: None) -> Iterator[None]:
@@ -125,7 +122,6 @@ def test_worker_processes(both: Both, pattern: str) -> None:
     assert epoch(remote, num_workers=2) == epoch(local)
 
 
-@FEW_ROWS
 @some_slow(LAYOUTS, "omni-*.tar", "rows-*.jsonl")
 def test_single_samples_and_selections(both: Both, pattern: str) -> None:
     local, remote = both(pattern)
@@ -139,7 +135,6 @@ def test_single_samples_and_selections(both: Both, pattern: str) -> None:
         assert epoch(chosen(remote)) == epoch(chosen(local))
 
 
-@FEW_ROWS
 @some_slow(LAYOUTS, "packed-*.tar.gz", "rows-*.csv")
 def test_taken_samples_without_an_index(both: Both, pattern: str) -> None:
     local, remote = both(pattern)

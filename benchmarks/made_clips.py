@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageDraw
 
-from orchdata.loaders.environment import way_out
 from orchdata.synth.media import COLOURS, SHAPES, draw_shape, ground
 
 _WAYS: Final = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -36,9 +35,6 @@ def make_video(
 
     Returns:
         The encoded bytes, and what is seen: "a red circle that moves left".
-
-    Raises:
-        ImportError: PyAV is not installed.
     """
     width, height = max(16, width - width % 2), max(16, height - height % 2)
     colour = list(COLOURS)[int(rng.integers(len(COLOURS)))]
@@ -58,7 +54,8 @@ def make_video(
 
 
 def _encoded(pictures: list[Image.Image], fps: int, format: str) -> bytes:
-    av = _pyav()
+    import av
+
     out = io.BytesIO()
     name, options = next((each for each in _ENCODERS[format] if each[0] in av.codecs_available), _ENCODERS[format][-1])
     with av.open(out, "w", format=format, options={"fflags": "+bitexact"}) as container:
@@ -67,16 +64,8 @@ def _encoded(pictures: list[Image.Image], fps: int, format: str) -> bytes:
         stream.pix_fmt = _PIXELS.get(format, "yuv420p")
         stream.codec_context.thread_count = 1
         for number, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_image(picture)
+            frame = av.VideoFrame.from_image(picture)  # type: ignore[no-untyped-call]
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return out.getvalue()
-
-
-def _pyav() -> Any:
-    try:
-        import av
-    except ModuleNotFoundError as error:
-        raise ImportError(f"making video needs PyAV: {way_out('av')}") from error
-    return av
