@@ -375,13 +375,9 @@ class Recipe:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
         return _digest(self.describe())
 
-    def count_fingerprint(self, described: Mapping[str, Any] | None = None) -> str:
-        """Return the `fingerprint` of what an index depends on: parameters that only change values are left out.
-
-        Args:
-            described: description of a former recipe with these modalities; default: of this one.
-        """
-        described = dict(self.describe() if described is None else described)
+    def count_fingerprint(self) -> str:
+        """Return the `fingerprint` of what an index depends on: parameters that only change values are left out."""
+        described = self.describe()
         for name, modality in self.modalities.items():
             if isinstance(parameters := described.get(name), Mapping):
                 described[name] = _of_counts(modality, parameters)

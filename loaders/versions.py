@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Final
 
 FACTS_FORMAT = 1
@@ -45,6 +44,6 @@ recipe, has other facts, costs or errors. What is kept of the topic is then made
 """
 
 
-def rules_digest(rules: Mapping[str, int] = RULES) -> str:
+def rules_digest() -> str:
     """Return a digest of all rules."""
-    return hashlib.blake2b(json.dumps(rules, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(RULES, sort_keys=True).encode(), digest_size=8).hexdigest()

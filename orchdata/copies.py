@@ -69,7 +69,7 @@ def take_snapshot(loader: Any) -> LoaderSnapshot:
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
         samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
-        state=loader.state_dict() if loader._runtime.prepared.order_is_in_states else None,
+        state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
 

@@ -1,4 +1,5 @@
-"""The list of samples to leave out, as JSON Lines: written by `orchdata verify`, read by `DataLoader(quarantine=path)`.
+"""Lists of samples to leave out, as JSON Lines: written by `orchdata verify`, read by `DataLoader(quarantine=path)`
+and `ErrorPolicy(blank=path)`.
 
      {"shard": "a.tar", "key": "s1", "field": "jpg", "reason": "..."}
     {"shard": "b.tar", "key": "s7", "field": "wav", "reason": "..."}
@@ -13,9 +14,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.atomic import write_whole
@@ -44,14 +45,36 @@ def check_target(path: str | Path) -> None:
         check_given(path)
 
 
+def checked_names(given: Any, argument: str, sizes: Sequence[int] = (2,)) -> list[tuple[str, ...]]:
+    """Return names of samples as tuples. Raises TypeError and ValueError for anything but tuples of so many strings."""
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{argument} is (shard, key) pairs, or the path of a list of them, got {given!r}")
+    names = list(given)  # it may be an iterator
+    for name in names:
+        are_strings = isinstance(name, tuple | list) and all(isinstance(each, str) for each in name)
+        if not are_strings or len(name) not in sizes:
+            raise ValueError(f"{argument} is (shard, key) pairs of strings, got {name!r}")
+    return [tuple(name) for name in names]
+
+
 def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """Return the (shard, key) of each sample of a list.
+    """Return the (shard, key) of each sample of a list. Raises as `_rows`."""
+    return [(row["shard"], row["key"]) for row in _rows(path)]
+
+
+def read_blank(path: str | os.PathLike[str]) -> list[tuple[str, ...]]:
+    """Return the (shard, key), or (source, shard, key), of each sample of a list. Raises as `_rows`."""
+    return [(*([row["source"]] if "source" in row else ()), row["shard"], row["key"]) for row in _rows(path)]
+
+
+def _rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """Return the samples of a list.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not a regular file, it is cut, or a line of it is not a sample.
     """
-    samples: list[tuple[str, str]] = []
+    samples: list[dict[str, str]] = []
     is_open = False
     for number, line in enumerate(_lines(path), 1):
         text = line.rstrip("\n")
@@ -59,14 +82,15 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
             is_open = is_open or (number == 1 and text == " ")
             continue
         row = _parsed(text)
-        if not (isinstance(row, dict) and isinstance(row.get("shard"), str) and isinstance(row.get("key"), str)):
+        names = [row.get(name, "") for name in ("source", "shard", "key")] if isinstance(row, dict) else []
+        if not (names and {"shard", "key"} <= row.keys() and all(isinstance(name, str) for name in names)):
             wanted = '{"shard": "...", "key": "..."}'
-            raise ValueError(f"quarantine file {path}, line {number}: expected {wanted}, got {text[:80]!r}")
-        samples.append((row["shard"], row["key"]))
+            raise ValueError(f"list of samples {path}, line {number}: expected {wanted}, got {text[:80]!r}")
+        samples.append(row)
         is_open = (is_open or text.startswith(" ")) and not text.endswith(" ")
     if is_open:
         raise ValueError(
-            f"quarantine file {path} is cut after {len(samples)} samples: its first line begins with a blank, and its "
+            f"list of samples {path} is cut after {len(samples)} samples: its first line begins with a blank, and its "
             "last line does not end with one. Write it again with `orchdata verify --out`; if you removed samples from "
             "it yourself, remove that blank too"
         )
@@ -78,11 +102,11 @@ def _lines(path: str | os.PathLike[str]) -> io.TextIOWrapper:
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"quarantine file {os.fspath(path)} is not UTF-8: {error}") from None
+        raise ValueError(f"list of samples {os.fspath(path)} is not UTF-8: {error}") from None
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")
 
 
-def _parsed(line: str) -> object:
+def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

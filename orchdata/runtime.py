@@ -41,6 +41,7 @@ from orchdata.engines.warm import Warming, kernel_families
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import StateError
+from orchdata.loaders.index.stored import BLANK
 from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.planned import Engines, Interrupted, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
@@ -294,8 +295,9 @@ class Runtime:
         """Return the microbatches of any step: see `DataLoader.step_at`."""
         rank = self.rank.rank if rank is None else rank
         built = build_again(self.prepared.spec, self.prepared.steps, draw, epoch=epoch, step=step, rank=rank)
-        if built.failures and self._raises:
-            raise built.failures[0]
+        failures = [failure for failure in built.failures if failure.reason != BLANK]
+        if failures and self._raises:
+            raise failures[0]
         return self.context.delivery.named(built.batches)
 
     def install(self, prepared: PreparedDataset) -> None:

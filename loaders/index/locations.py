@@ -78,15 +78,12 @@ def index_path(
     reading: Reading = PLAIN,
     *,
     first: int = 0,
-    rules: Any = None,
 ) -> Path:
     """Return the path of the index of these shards under a recipe fingerprint; no shard is read.
 
     Args:
         first: of the index of so many samples at the beginning; 0: of all.
-        rules: other rules than those of now, as the name has them.
     """
-    judged = rules_digest() if rules is None else rules
     only = [{"first": first}] if first else []
-    name = digest([TABLE_FORMAT, judged, recipe, [absolute(url) for url in urls], *reading.identity(), *only])
+    name = digest([TABLE_FORMAT, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"

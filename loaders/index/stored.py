@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, FieldError, ShardError, StaleIndexError
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, ShardError, StaleIndexError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
@@ -46,6 +46,8 @@ Spec = tuple[int, int, int, str]
 """Where a member is, as `Index.read_spec` says."""
 _SPAN_BYTES: Final = 256
 """Memory of a span without its token ids."""
+BLANK: Final = "it is in ErrorPolicy.blank"
+"""The reason of the failure of a sample that the user leaves blank."""
 
 
 class StoredSample:
@@ -109,6 +111,8 @@ class StoredSample:
             kept: whether to read the fields that the recipe keeps. A record that a function of the user's made is then
                 read as it was before, too, under `~member`.
         """
+        if self.row in self._shards.blank:
+            raise DataError(self.shard, self.key, "*", BLANK)
         specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
         proof = self._proof() if distinct else None
@@ -467,7 +471,7 @@ def read_ahead(
     for row, text, parts, kept, sample in wanted:
         info = index.shard_of(row)
         # A compressed shard is fetched whole when it is opened.
-        if info.packed or not (is_remote(info.url) or is_remote(info.media_root)):
+        if row in shards.blank or info.packed or not (is_remote(info.url) or is_remote(info.media_root)):
             continue
         recipe = recipe_of(row)
         key = info.url, "" if recipe.record is None else recipe.record.id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -146,6 +146,7 @@ class OpenShards:
         containers: of the user's, by identity: a class of the main program has another name in worker processes.
         files: where the shards are.
         any_remote: whether any of them is an object of storage, which is read ahead.
+        blank: rows that are never read.
         capacity: the number of shards that stay open; default: few files, and more objects, which take no descriptor.
 
     Attributes:
@@ -161,6 +162,7 @@ class OpenShards:
         containers: Mapping[str, Container] = NO_CONTAINERS,
         files: Files = PLAIN_FILES,
         any_remote: bool = False,
+        blank: Set[int] = frozenset(),
         capacity: int | None = None,
     ) -> None:
         capacity = (_OBJECTS if any_remote else _FILES) if capacity is None else capacity
@@ -173,6 +175,7 @@ class OpenShards:
         self._containers = containers
         self._files = files
         self.any_remote = any_remote
+        self.blank = blank
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[_Key, Shard] = OrderedDict()

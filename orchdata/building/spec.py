@@ -101,6 +101,7 @@ class IndexedShards:
         seed: of the generators that decoding draws from.
         containers: of the user's, which open shards, by identity; of all sources of a mixture together.
         files: where the shards are.
+        blank: rows that are delivered as failed, and never read.
     """
 
     index: Index
@@ -110,6 +111,7 @@ class IndexedShards:
     seed: int = 0
     containers: Mapping[str, Container] = field(default_factory=dict)
     files: Files = PLAIN_FILES
+    blank: frozenset[int] = frozenset()
 
     @cached_property
     def any_remote(self) -> bool:
@@ -134,6 +136,7 @@ class IndexedShards:
             containers=self.containers,
             files=self.files,
             any_remote=self.any_remote,
+            blank=self.blank,
         )
 
     def name_of(self, row: int) -> str:

@@ -48,6 +48,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
         "drop_last": options.batches.drop_last,
         "on_error": options.policy.action,
+        "blank": _digest_of(options.policy.blank_names, len(options.policy.blank_names)),
         "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
         "inputs": _inputs(options.collate_fn),
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",

@@ -178,11 +178,6 @@ class PreparedDataset:
         """What a state must agree with, besides the `rows` of shards."""
         return bound(self.fingerprint) if self.rows else self.fingerprint
 
-    @property
-    def order_is_in_states(self) -> bool:
-        """Whether a loaded state may have changed the order: that of a mixture."""
-        return isinstance(self.spec.plan.order, MixtureOrder)
-
     def with_order(self, order: MixtureOrder) -> PreparedDataset:
         """Return the same mixture with another order."""
         batches = self.spec.plan.batches

@@ -29,6 +29,8 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if not arguments.in_shards:
         if arguments.quarantine is not None:
             raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
+        if options.policy.blank:
+            raise ValueError("ErrorPolicy.blank names samples of shards; leave them out of other data yourself")
         check_layout(options)
         if isinstance(dataset, IterableDataset):
             return prepare_iterable(dataset, options)

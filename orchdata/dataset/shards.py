@@ -54,7 +54,7 @@ from orchdata.planning.layout import (
 from orchdata.planning.sharing.fixed import better_budget
 from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
-from orchdata.quarantine import read_quarantine
+from orchdata.quarantine import checked_names, read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
@@ -248,6 +248,7 @@ def _content(
         seed=options.seed,
         containers=by_identity(dataset.containers),
         files=dataset.files.limited(options.timeout).cached(options.cache),
+        blank=_blank_rows(dataset, index, options.policy),
     )
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
@@ -362,13 +363,34 @@ def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
         return []
     if isinstance(quarantine, (str, PathLike)):
         return read_quarantine(quarantine)
-    if not isinstance(quarantine, Iterable):
-        raise TypeError(f"quarantine is (shard, key) pairs, or the path of a list of them, got {quarantine!r}")
-    pairs = list(quarantine)  # it may be an iterator
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
-            raise ValueError(f"quarantine is (shard, key) pairs of strings, got {pair!r}")
-    return [(shard, key) for shard, key in pairs]
+    return [(shard, key) for shard, key in checked_names(quarantine, "quarantine")]
+
+
+def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPolicy) -> frozenset[int]:
+    """Return the rows of the samples in `ErrorPolicy.blank`: all of a name. Raises ValueError for a name that no sample
+    has.
+    """
+    parts: dict[tuple[str, ...], tuple[Index, int]] = {(): (index, 0)}
+    what = "(shard, key) pairs of a data set"
+    if isinstance(dataset, Mixture):
+        assert isinstance(index, JoinedIndex)
+        starts = index.first_rows.tolist()
+        names = [(leaf.name,) for leaf in dataset.leaves]
+        parts = {name: (own, start) for name, own, start in zip(names, index.indexes, starts, strict=False)}
+        what = f"(source, shard, key) of a mixture of {', '.join(leaf.name for leaf in dataset.leaves[:8])}"
+    rows: list[int] = []
+    for *source, shard, key in policy.blank_names:
+        if tuple(source) not in parts:
+            raise ValueError(f"ErrorPolicy.blank is {what}, got {(*source, shard, key)!r}")
+        own, start = parts[tuple(source)]
+        found = own.find_all(shard, key)
+        if not found:
+            raise ValueError(
+                f"ErrorPolicy.blank names sample {key!r} of shard {shard!r}, which "
+                f"{f'source {source[0]!r}' if source else 'the data set'} does not have"
+            )
+        rows += [start + row for row in found]
+    return frozenset(rows)
 
 
 def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:

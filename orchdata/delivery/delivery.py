@@ -22,6 +22,7 @@ from orchdata.delivery.replicate import ReceivingEngine, Replication
 from orchdata.delivery.stats import Stats
 from orchdata.engines.engine import Engine
 from orchdata.loaders.errors import DataError, TooManyFailures
+from orchdata.loaders.index.stored import BLANK
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.ranks.parallel import Rank
@@ -165,10 +166,12 @@ class Delivery:
         if not engine.keeps_time and engine.depth:
             self._pace.add(started, waited)
         if not self.receives:  # else the reader counts them
-            self._budget.count(built.failures, task.epoch)
+            failures = [failure for failure in built.failures if failure.reason != BLANK]
+            self._stats.num_blank += len(built.failures) - len(failures)
+            self._budget.count(failures, task.epoch)
             lost = len(built.failures) if built.plan.parts else 0
             self._delivered += max(0, built.figures["samples"] - lost)
-            self._failed += built.failures if len(self._failed) < _MANY else ()
+            self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
         return built
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, sqrt
-from typing import Final, Literal
+from os import PathLike
+from typing import Final, Literal, cast
 
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError, TooManyFailures
+from orchdata.quarantine import checked_names, read_blank
 
 DEFAULT_SHARE: Final = Fraction(1, 100)
 """The share of samples that may fail under on_error="skip"."""
@@ -35,6 +37,10 @@ class ErrorPolicy:
             epoch counts once. Samples that a quarantine or a filter leaves out do not count. More failures raise
             TooManyFailures: when the loader is made, or at the step that has them.
         handler: called with each DataError, on the thread that iterates.
+        blank: samples of shards that are delivered like one that fails to decode, under "raise" too: (shard, key)
+            pairs, of a mixture (source, shard, key), or the path of a JSON Lines file of them. They are never read, do
+            not count as failures, and give no loss; order and plan stay, so the list may change at any resume. All
+            pieces and windows of a key are meant. Ranks need equal lists.
 
     What the index lists is compared with the share of each source of a mixture, on every rank. Later failures are
     compared with the share of all samples, on the rank that has them; of several ranks each may also have no more in an
@@ -46,6 +52,7 @@ class ErrorPolicy:
     action: Literal["raise", "skip"] = "raise"
     max_failures: int | Fraction | None = DEFAULT_SHARE
     handler: Callable[[DataError], None] | None = None
+    blank: Iterable[tuple[str, ...]] | str | PathLike[str] = ()
 
     def __post_init__(self) -> None:
         if self.action not in ("raise", "skip"):
@@ -60,6 +67,14 @@ class ErrorPolicy:
             raise ValueError(f"max_failures must be at least 0, and a share at most 1, got {allowed}")
         if self.handler is not None and not callable(self.handler):
             raise TypeError(f"handler must be callable with a DataError, got {self.handler!r}")
+        is_path = isinstance(self.blank, str | PathLike)
+        names = read_blank(self.blank) if is_path else checked_names(self.blank, "blank", sizes=(2, 3))  # type: ignore[arg-type]
+        object.__setattr__(self, "blank", tuple(names))
+
+    @property
+    def blank_names(self) -> tuple[tuple[str, ...], ...]:
+        """The samples that are blank, as they are in the list."""
+        return cast("tuple[tuple[str, ...], ...]", self.blank)
 
     def budget(self, num_samples: int) -> int | None:
         """Return the number of failures allowed over `num_samples` samples; None for no limit."""

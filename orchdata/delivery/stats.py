@@ -45,6 +45,7 @@ class Stats:
         self._failed: set[tuple[str, str]] = set()
         self._lost = 0
         self.num_failures = 0
+        self.num_blank = 0
 
     def _begin(self) -> None:
         """Begin an interval."""
@@ -107,7 +108,8 @@ class Stats:
         `milliseconds`, per step: `waiting` is the time that the training loop waited; `handing_over` is the time from
         the end of a step in a worker process to its arrival in this one; the others are busy time, summed over threads.
         `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples
-        that damaged shards hide, estimated from their bytes if it is unknown.
+        that damaged shards hide, estimated from their bytes if it is unknown. Apart from these, `blank` is how often a
+        sample, or piece, of `ErrorPolicy.blank` has come.
         """
         found = self._as_dict()
         if reset:
@@ -136,6 +138,7 @@ class Stats:
             "failures": {
                 "count": self.num_failures + self._lost,
                 "lost": self._lost,
+                "blank": self.num_blank,
                 "by_reason": dict(self.reasons.most_common()),
                 "samples": [
                     {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self.failures

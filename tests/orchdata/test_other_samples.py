@@ -27,6 +27,12 @@ SHARDS, SAMPLES = 3, 14
 LEFT_OUT = [("t1.tar", "s1-05")]
 
 
+@pytest.fixture(autouse=True)
+def own_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests elsewhere that expect one."""
+    monkeypatch.setattr("orchdata.notices._warned", set())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("texts")
