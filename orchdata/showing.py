@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import pass_of
 from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
@@ -120,7 +119,7 @@ def shown_step(
     for microbatch in range(plan.num_microbatches):
         indices = plan.places(rank, microbatch)
         sources = [plan.sources[number] if plan.sources else "" for number in plan.source[indices].tolist()]
-        passes = [pass_of(plan, at, shards.seed) for at in indices.tolist()]
+        passes = [plan.pass_of(at, shards.seed) for at in indices.tolist()]
         groups.append(
             {
                 "epoch": plan.epoch,

@@ -29,7 +29,7 @@ CLEAR: Final = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.price`.
+    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.balance`.
 
     Attributes:
         phase_costs, phase_bounds, totals: phase -> cost, bound, and sum over ranks.
