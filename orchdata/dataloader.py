@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from orchdata.balancers import CostModel
-from orchdata.balancers.checks import checked_epoch
+from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, loader_view, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared
@@ -24,7 +24,6 @@ from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.delivery.replay import plan_again
 from orchdata.delivery.stats import flattened
 from orchdata.engines.choice import DEFAULT_PREFETCH
 from orchdata.engines.engine import OpensEngine
@@ -35,6 +34,7 @@ from orchdata.loop.position import Position, Progress
 from orchdata.notices import calling_line, calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
+from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
@@ -311,8 +311,9 @@ class DataLoader(Generic[T_co]):
         """Return the plan of any step: which rank gets which samples. Nothing is read or decoded, and the loader keeps
         its position. Raises as `step_at`, except for DataError.
         """
-        prepared = self._runtime.prepared
-        return plan_again(prepared.spec, prepared.steps, self._progress.draw_of(epoch), epoch=epoch, step=step)
+        prepared, draw = self._runtime.prepared, self._progress.draw_of(epoch)
+        task = prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
+        return make_plan(prepared.spec.plan, task)
 
     def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
         """Build the microbatches of any step now, as `steps()` yields them. The loader keeps its position.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import MapContent
 from orchdata.building.step import Builder
@@ -32,7 +33,6 @@ from orchdata.dataset.prepare import prepare
 from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget, as_policy
-from orchdata.delivery.replay import build_again
 from orchdata.delivery.stats import Stats
 from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.iterables import IterableContent
@@ -294,7 +294,10 @@ class Runtime:
     def step_again(self, draw: Draw | None, *, epoch: int, step: int, rank: int | None) -> list[Any]:
         """Return the microbatches of any step: see `DataLoader.step_at`."""
         rank = self.rank.rank if rank is None else rank
-        built = build_again(self.prepared.spec, self.prepared.steps, draw, epoch=epoch, step=step, rank=rank)
+        if checked_count(rank, "rank", 0) >= self.prepared.spec.plan.num_ranks:
+            raise ValueError(f"rank must be below the loader's {self.prepared.spec.plan.num_ranks} ranks, got {rank}")
+        task = self.prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
+        built = replace(self.prepared.spec, rank=rank).open().build(task)
         failures = [failure for failure in built.failures if failure.reason != BLANK]
         if failures and self._raises:
             raise failures[0]

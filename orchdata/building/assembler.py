@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
@@ -79,17 +78,6 @@ class Share:
     def rows(self) -> NDArray[np.int64]:
         """Rows of its samples in the data set, (num_samples,): int64, or a sampler's own indices (object)."""
         return self.plan.row[self.plan.places(self.rank, self.microbatch)]
-
-
-def pass_of(plan: Plan, at: int, seed: int) -> Pass:
-    """Return the pass of a planned sample, by its index in the global batch; without a mixture it is the epoch.
-
-    Args:
-        seed: seed of the loader.
-    """
-    if plan.passes is None:
-        return Pass(seed, "", plan.epoch)
-    return Pass(seed, plan.sources[plan.source[at]], int(plan.passes[at]))
 
 
 class Assembly(Protocol):

@@ -14,18 +14,19 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept, pass_of
+from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
 from orchdata.building.memory import Memory
-from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
@@ -39,6 +40,10 @@ _NOT_NOW = frozenset(
     (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
 )
 _THREAD_SAFE = (default_collate, default_convert)
+TOKEN_BYTES = 48
+"""A token of text: its id twice, its label, and three positions, int64 each."""
+
+_NAMED = 3
 
 
 class SampleAssembler:
@@ -227,7 +232,7 @@ class SampleAssembly:
         started = time.perf_counter()
         seed, of = self._assembler.seed, None
         if seed is not None:
-            of = pass_of(self._share.plan, int(self._places[index]), seed)
+            of = self._share.plan.pass_of(int(self._places[index]), seed)
         try:
             self._samples[index] = self._assembler.load(row, of)
         except DataError as failure:
@@ -305,3 +310,29 @@ def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
     """
     get = getattr(dataset, "__getitems__", None)
     return get if callable(get) else None
+
+
+def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
+    """Return the bytes that one sample takes in a batch and while it is decoded."""
+    numbers = index.part_range(row)
+    members = index.members(row)
+    parts = [
+        MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
+        for part, size in zip(numbers, index.sizes(numbers, recipe), strict=True)
+    ]
+    return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
+
+
+def out_of_memory(
+    error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
+) -> MemoryError:
+    """Return an error with the largest samples of a microbatch, and the one that was being decoded."""
+    sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
+    largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
+    named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)
+    where = "" if row is None else f" at {index.called(row)} of {index.shard_of(row).url}"
+    return MemoryError(
+        f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
+        f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "
+        "with Limits.sample_decoded_bytes or quarantine="
+    )

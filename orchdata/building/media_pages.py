@@ -1,7 +1,8 @@
 """The memory of one modality in a microbatch.
 
 `MediaPages` is the memory of the parts that the rank encodes. `MediaSlots` has the positions of the tokens of the parts
-of its samples.
+of its samples. `MediaWork` says which parts these are: the same where samples are assigned whole, others where phases
+are assigned separately, and features travel between ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from orchdata.batch.tensors import MediaBatch
+from orchdata.building.assembler import Share
 from orchdata.building.memory import Reservation
-from orchdata.building.work import MediaWork
 from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -66,6 +67,45 @@ class PageSource:
 def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: int) -> Recipe:
     """Return the recipe of a sample, in a mixture that of its source."""
     return of_sources[index.source_of(row)] if isinstance(index, JoinedIndex) else recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MediaWork:
+    """One modality of a microbatch on one rank. Parts are numbers in the index.
+
+    Attributes:
+        encoded: int64 (num_encoded,), parts that it encodes, in that order.
+        encoded_sample: int64 (num_encoded,), index in the global batch of the sample of each.
+        arriving: int64 (num_arriving,), parts of its samples, in the order in which their features arrive.
+        owner: int64 (num_arriving,), number of the sample of each among the rank's samples.
+        route: the route between them; None where they are the same.
+    """
+
+    encoded: Ints
+    encoded_sample: Ints
+    arriving: Ints
+    owner: Ints
+    route: Route | None = None
+
+
+def own_work(index: Index, rows: Ints, samples: Ints, modality: str) -> MediaWork:
+    """Return the work of a rank that encodes its own samples: `rows`, with these indices in the global batch."""
+    parts, owner = index.parts_of(rows, modality)
+    return MediaWork(encoded=parts, encoded_sample=samples[owner], arriving=parts, owner=owner)
+
+
+def planned_work(share: Share, modality: str) -> MediaWork:
+    """Return the work that the plan gives a rank: it encodes parts of any rank's samples."""
+    plan, rank, microbatch = share.plan, share.rank, share.microbatch
+    parts = plan.parts[modality]
+    encoded, arriving = plan.encoded(modality, rank, microbatch), plan.arriving(modality, rank, microbatch)
+    return MediaWork(
+        encoded=parts.part[encoded],
+        encoded_sample=parts.sample[encoded],
+        arriving=parts.part[arriving],
+        owner=np.searchsorted(plan.places(rank, microbatch), parts.sample[arriving]),
+        route=plan.route(modality, rank, microbatch),
+    )
 
 
 class MediaSlots:
@@ -165,7 +205,9 @@ class MediaPages:
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
         self._specs = modality.arrays()
-        self._starts = {"row": starts_of(self._memory_rows()), "part": np.arange(len(self._sizes) + 1)}
+        largest = self._num_rows.max(initial=0)
+        rows = np.full_like(self._num_rows, largest) if self._padded else self._num_rows  # that each takes in memory
+        self._starts = {"row": starts_of(rows), "part": np.arange(len(self._sizes) + 1)}
         for array, spec in self._specs.items():
             shape = (int(self._starts[spec.per][-1]), *spec.row_shape)
             reserved.add(f"{name}.{array}", shape, stored_dtype(spec.dtype))
@@ -238,12 +280,6 @@ class MediaPages:
             part_axes=self._modality.part_axes(self._sizes),
             **masks,
         )
-
-    def _memory_rows(self) -> Ints:
-        """Return the rows of memory that each part takes."""
-        if not self._padded:
-            return self._num_rows
-        return np.full_like(self._num_rows, self._num_rows.max(initial=0))
 
     def _tensor(self, array: str) -> torch.Tensor:
         spec = self._specs[array]

@@ -11,13 +11,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import Assembled, Share, Task, kept, pass_of
-from orchdata.building.collate import shard_loader, shard_refusal
-from orchdata.building.media_pages import MediaPages, PageSource
+from orchdata.building.assembler import Assembled, Share, Task, kept
+from orchdata.building.collate import out_of_memory, shard_loader, shard_refusal
+from orchdata.building.media_pages import MediaPages, MediaWork, PageSource, own_work, planned_work
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
-from orchdata.building.shortage import out_of_memory
-from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
@@ -178,7 +176,7 @@ class PackedAssembly:
                 media.blank(number)
         else:
             read = time.perf_counter()
-            of = pass_of(self._share.plan, at, self._assembler.seed)
+            of = self._share.plan.pass_of(at, self._assembler.seed)
             failures = self._decode(at, sample, recipe, wanted, payloads, of)
         with self._lock:
             if failures:

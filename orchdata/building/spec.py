@@ -29,7 +29,7 @@ from orchdata.building.media_pages import PageSource, recipe_of
 from orchdata.building.memory import Memory
 from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
-from orchdata.building.windows.assembler import WindowAssembler
+from orchdata.building.windows import WindowAssembler
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.index.index import Index

@@ -104,9 +104,11 @@ class StartedStep:
         self._spec = spec
         self.plan = make_plan(spec, task)
         self._planning_seconds = time.perf_counter() - started
+        order, num_stages = list(range(self.plan.num_microbatches)), spec.balance.num_stages
+        if num_stages is not None and len(order) > 1:
+            order = self.plan.pipeline_order(rank, num_stages).tolist()
         self._assemblies = [
-            assembler.begin(Share(self.plan, rank, microbatch, index))
-            for index, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
+            assembler.begin(Share(self.plan, rank, microbatch, index)) for index, microbatch in enumerate(order)
         ]
         self._ahead = assembler.read_ahead(each for assembly in self._assemblies for each in assembly.wanted())
         self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
@@ -130,10 +132,3 @@ class StartedStep:
         batches = [assembled.batch for assembled in made]
         figures = step_figures(self._spec, self.plan, self._rank, len(failures))
         return BuiltStep(self.plan, batches, failures, seconds, figures)
-
-
-def _microbatch_order(spec: PlanSpec, plan: Plan, rank: int) -> list[int]:
-    num_stages = spec.balance.num_stages
-    if num_stages is None or plan.num_microbatches == 1:
-        return list(range(plan.num_microbatches))
-    return [int(microbatch) for microbatch in plan.pipeline_order(rank, num_stages)]

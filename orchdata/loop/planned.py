@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from orchdata.building.spec import BuildSpec
@@ -230,21 +230,18 @@ class PlannedStream:
         self._under_way.appendleft(ready)
 
     def _submit(self, depth: int) -> None:
-        while len(self._under_way) < depth and self._next_task() is not None:
+        while len(self._under_way) < depth:
+            if not self._ahead and self._tasks is not None:
+                try:
+                    self._ahead.extend(islice(self._tasks, 1))
+                except BaseException:
+                    self._tasks = None  # it is over: an iteration that continues draws again
+                    raise
+            if not self._ahead:
+                return
             task = self._ahead[0]
             self._under_way.append((task, self._engine.submit(task)))
             self._ahead.popleft()
-
-    def _next_task(self) -> StepTask | None:
-        if not self._ahead and self._tasks is not None:
-            try:
-                task = next(self._tasks, None)
-            except BaseException:
-                self._tasks = None  # it is over: an iteration that continues draws again
-                raise
-            if task is not None:
-                self._ahead.append(task)
-        return self._ahead[0] if self._ahead else None
 
 
 class Engines:

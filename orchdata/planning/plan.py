@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound, order_microbatches
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
+from orchdata.planning.balance import StepPrice
 from orchdata.planning.parts import OwnParts, Parts, own_parts
-from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING
@@ -114,6 +115,14 @@ class Plan:
         """Return the indices in the global batch of the samples of `rank`, ascending; of one microbatch or of all."""
         mine = self.rank == rank
         return np.flatnonzero(mine if microbatch is None else mine & (self.microbatch == microbatch))
+
+    def pass_of(self, at: int, seed: int) -> Pass:
+        """Return the pass of a sample, by its index in the global batch, of a loader with this seed; without a mixture
+        it is the epoch.
+        """
+        if self.passes is None:
+            return Pass(seed, "", self.epoch)
+        return Pass(seed, self.sources[self.source[at]], int(self.passes[at]))
 
     def assignment(self, phase: str) -> NDArray[np.int32]:
         """Return the rank of each sample in `phase`, int32 (n,); -1 where the sample lacks the phase. Where parts are

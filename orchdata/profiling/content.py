@@ -18,8 +18,8 @@ from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import Totals
+from orchdata.planning.balance import StepPrice
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.price import StepPrice
 from orchdata.profiling.figures import Figures
 
 Ints = NDArray[np.int64]

@@ -38,7 +38,7 @@ _ROUND: Final = 1024
 
 
 class PlannedStep(NamedTuple):
-    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.price`.
+    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.balance`.
 
     `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `rows`:
     encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty if parts

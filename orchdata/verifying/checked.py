@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.collate import sample_bytes
 from orchdata.building.memory import Memory
-from orchdata.building.shortage import sample_bytes
 from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
 from orchdata.engines.threads import passed_on
 from orchdata.loaders.errors import DataError, as_field_error
