@@ -37,8 +37,8 @@ from orchdata.loaders.index.own_columns import (
     Piece,
     column_of_array,
     column_of_values,
-    fields_of,
     joined,
+    packed_columns,
 )
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
@@ -133,11 +133,10 @@ def _kept(path: Path, index: Index) -> Index | None:
 
 def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
     """Write the index with these columns behind its table. Raises StorageError."""
-    head, batch = index.head(), columns.serialize()
-    kinds = [field["type"] for field in fields_of(columns).values()]
-    own = {"names": columns.schema.names, "kinds": kinds, "bytes": batch.size}
+    head, (own, batch) = index.head(), packed_columns(columns)
     end = head.size - head.values.get("own", {"bytes": 0})["bytes"]
-    values, size = {**head.values, "own": own}, end + batch.size
+    shards = [shard.as_list() for shard in index.shards]
+    values, size = {**head.values, "shards": shards, "own": own}, end + batch.size
     start = body_start(values, size)
     with index.body() as body, body[:end] as table, replaced(path, access_of(str(index.path))) as fd:
         write_at(fd, table, start)

@@ -205,7 +205,7 @@ class ParquetShard(ColumnShard):
 
         Raises ShardError.
         """
-        reader = self._open()
+        reader: ParquetReader = self._open()
         found = [column_of(reader.columns, field) for field in fields]
         return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
 
