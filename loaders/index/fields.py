@@ -265,21 +265,23 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
     for _, group in groupby(table.sample):
         rows = range(start, start + sum(1 for _ in group))
         start = rows.stop
-        good = [row for row in rows if row not in table.errors]
         text, own = dict[str, Any](), dict[str, Any]()
         try:
             if not isinstance(shard, JsonLinesShard):
-                text, own = _of_members(shard, names, table, good, seen)
-            elif good and isinstance(record := shard.value(table.offset[good[0]], table.size[good[0]]), dict):
-                _see(seen, record)
-                own = {name: record[name] for name in names if name in record}
-                if table.encoding[good[0]] == TABLE_ROW:  # where numbers are text too
-                    text, own = own, {}
+                text, own = _of_members(shard, names, table, [row for row in rows if row not in table.errors], seen)
+            elif rows.start not in table.errors:
+                record = shard.value(table.offset[rows.start], table.size[rows.start])
+                if isinstance(record, dict):
+                    _see(seen, record)
+                    own = {name: record[name] for name in names if name in record}
+                if table.encoding[rows.start] == TABLE_ROW:  # where numbers are text too
+                    text, own = own, text
         except (DecodeError, FieldError):
             text, own = {}, {}  # the sample is bad
-        texts |= text.keys()
-        others |= own.keys()
         found = own | text
+        seen |= dict.fromkeys(found)
+        texts |= text.keys()
+        others |= {name for name, value in own.items() if value is not None}
         keys.append(table.key[rows.start])
         for name in names:
             values[name].append(found.get(name))
@@ -287,7 +289,7 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
         name: Piece(shard.url, column_of_values(column, shard.url, keys, name), name in texts - others)
         for name, column in values.items()
     }
-    return _Read(keys, columns, [*seen, *texts, *others])
+    return _Read(keys, columns, list(seen))
 
 
 def _of_members(
