@@ -37,8 +37,8 @@ from orchdata.loaders.index.own_columns import (
     Piece,
     column_of_array,
     column_of_values,
-    fields_of,
     joined,
+    packed_columns,
 )
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
@@ -132,15 +132,13 @@ def _kept(path: Path, index: Index) -> Index | None:
 
 def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
     """Write the index with these columns behind its table. Raises StorageError."""
-    head, batch = index.head(), columns.serialize()
-    kinds = [field["type"] for field in fields_of(columns).values()]
-    own = {"names": columns.schema.names, "kinds": kinds, "bytes": batch.size}
-    end = head.size - head.values.get("own", {"bytes": 0})["bytes"]
-    values, size = {**head.values, "own": own}, end + batch.size
-    start = body_start(values, size)
-    with index.body() as body, body[:end] as table, replaced(path) as fd:
+    head, (own, batch) = index.head(), packed_columns(columns)
+    values = {**head.values, "shards": [shard.as_list() for shard in index.shards], "own": own}
+    with index.body() as table, replaced(path) as fd:
+        size = len(table) + batch.size
+        start = body_start(values, size)
         write_at(fd, table, start)
-        write_at(fd, memoryview(batch), start + end)
+        write_at(fd, memoryview(batch), start + len(table))
         finish(fd, KIND, TABLE_FORMAT, values, start, size)
     index.check_unchanged()
 
@@ -265,21 +263,23 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
     for _, group in groupby(table.sample):
         rows = range(start, start + sum(1 for _ in group))
         start = rows.stop
-        good = [row for row in rows if row not in table.errors]
         text, own = dict[str, Any](), dict[str, Any]()
         try:
             if not isinstance(shard, JsonLinesShard):
-                text, own = _of_members(shard, names, table, good, seen)
-            elif good and isinstance(record := shard.value(table.offset[good[0]], table.size[good[0]]), dict):
-                _see(seen, record)
-                own = {name: record[name] for name in names if name in record}
-                if table.encoding[good[0]] == TABLE_ROW:  # where numbers are text too
-                    text, own = own, {}
+                text, own = _of_members(shard, names, table, [row for row in rows if row not in table.errors], seen)
+            elif rows.start not in table.errors:
+                record = shard.value(table.offset[rows.start], table.size[rows.start])
+                if isinstance(record, dict):
+                    _see(seen, record)
+                    own = {name: record[name] for name in names if name in record}
+                if table.encoding[rows.start] == TABLE_ROW:  # where numbers are text too
+                    text, own = own, text
         except (DecodeError, FieldError):
             text, own = {}, {}  # the sample is bad
-        texts |= text.keys()
-        others |= own.keys()
         found = own | text
+        seen |= dict.fromkeys(found)
+        texts |= text.keys()
+        others |= {name for name, value in own.items() if value is not None}
         keys.append(table.key[rows.start])
         for name in names:
             values[name].append(found.get(name))
@@ -287,7 +287,7 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
         name: Piece(shard.url, column_of_values(column, shard.url, keys, name), name in texts - others)
         for name, column in values.items()
     }
-    return _Read(keys, columns, [*seen, *texts, *others])
+    return _Read(keys, columns, list(seen))
 
 
 def _of_members(

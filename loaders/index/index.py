@@ -211,11 +211,13 @@ class Index:
 
     @contextmanager
     def body(self) -> Iterator[memoryview]:
-        """Yield its columns as they are stored, with all that follows them."""
+        """Yield its columns as they are stored, without its `own`."""
+        head = self.head()
+        end = head.start + head.size - head.values.get("own", {"bytes": 0})["bytes"]
         with (
             mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as view,
-            view[self.head().start :] as body,
+            view[head.start : end] as body,
         ):
             yield body
 

@@ -47,6 +47,13 @@ def fields_of(columns: pa.RecordBatch) -> dict[str, dict[str, Any]]:
     }
 
 
+def packed_columns(columns: pa.RecordBatch) -> tuple[dict[str, Any], pa.Buffer]:
+    """Return what the head of an index says of columns, and their bytes, which end its body."""
+    batch = columns.serialize()
+    kinds = [_KINDS[type_] for type_ in columns.schema.types]
+    return {"names": columns.schema.names, "kinds": kinds, "bytes": batch.size}, batch
+
+
 def stored_columns(values: Mapping[str, Any], body: memoryview, *, check: bool) -> tuple[pa.RecordBatch | None, int]:
     """Return the columns at the end of the body of an index, and the number of their bytes; None and 0 if it has none.
 
@@ -55,7 +62,7 @@ def stored_columns(values: Mapping[str, Any], body: memoryview, *, check: bool) 
         check: check all offsets, and that strings are UTF-8.
 
     Raises:
-        ValueError: they are not what `with_fields` writes.
+        ValueError: they are not what `packed_columns` returned.
     """
     if "own" not in values:
         return None, 0

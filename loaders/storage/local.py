@@ -181,25 +181,16 @@ class LocalFolder:
         self._files = dict(_below(path))
         self.size, self.version = _joined(self._files)
 
-    def open(self, name: str) -> LocalFile:
-        """Open a file. Raises FileNotFoundError for a name that is not in `names`, StaleIndexError if it changed."""
-        then = self._files.get(name)
-        if then is None:
-            raise FileNotFoundError(errno.ENOENT, f"{self.url} has no file of this name", name)
-        file = LocalFile(f"{self.url}/{name}")
-        if (file.size, file.version) != then:
-            file.close()
-            raise StaleIndexError(
-                self.url, f"its file {name} was changed while it was open: run `orchdata index` again"
-            )
-        return file
-
     def checksum(self) -> str:
-        """Return the checksum of the names and contents of all files."""
+        """Return the checksum of the names and contents of all files. Raises StaleIndexError if one was changed."""
         digest = blake2b(digest_size=16)
-        for name in self._files:
-            file = self.open(name)
+        for name, then in self._files.items():
+            file = LocalFile(f"{self.url}/{name}")
             try:
+                if (file.size, file.version) != then:
+                    raise StaleIndexError(
+                        self.url, f"its file {name} was changed while it was open: run `orchdata index` again"
+                    )
                 content = ContentDigest(file).hexdigest()
             finally:
                 file.close()
@@ -216,7 +207,7 @@ class LocalFolder:
         """A folder has no bytes of its own."""
 
     def check_unchanged(self) -> None:
-        """Each file is compared when it is opened."""
+        """A container of the user's opens the files itself."""
 
     def close(self) -> None:
         """Nothing is open."""

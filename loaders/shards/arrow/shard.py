@@ -5,34 +5,27 @@ Columns are used as in Parquet files; reading a row reads only its own bytes.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, as_failure, one_line, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import NEVER, Columns, TooLarge, reading_of
-from orchdata.loaders.shards.facts_table import Facts, shard_failure
+from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
 from orchdata.loaders.shards.parquet.cells import (
     field_clash,
-    is_json_field,
-    is_text_field,
-    locate_cell,
     plan_columns,
-    read_cell,
     renamed,
 )
-from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, running_sums
 from orchdata.loaders.shards.parquet.scan import scan
-from orchdata.loaders.shards.parquet.shard import COLUMNS, NUMBERS, DecodedColumn
+from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnShard, DecodedColumn
 from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -140,22 +133,10 @@ class ArrowReader:
         return self._stored_names.get(name, name)
 
 
-class ArrowShard:
-    """A file of an Arrow stream. `read` and `read_many` are safe from many threads."""
+class ArrowShard(ColumnShard):
+    """A file of an Arrow stream."""
 
-    is_new = False
-    packed = False
-
-    def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
-        self.url = url
-        self.size = file.size
-        self.version = file.version
-        self._file = file
-        self._limits = limits
-        self._rules = rules
-        self._number = next(NUMBERS)
-        self._lock = threading.Lock()
-        self._reader: ArrowReader | None = None
+    kind, reader = "Arrow stream", ArrowReader
 
     def checksum(self) -> str:
         """Return the checksum of the whole content."""
@@ -180,50 +161,10 @@ class ArrowShard:
         more = {"ignored": ignored, "met": met.counts, "lost_bytes": lost}
         return facts_of(self, table, checksum, **more)
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
-        return read_cell(self._cell, self._file, offset, size, field)
+    def _measured(self, reader: ArrowReader, rules: ColumnRules) -> FactsTable:
+        return scan(reader, self._limits).table
 
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
-        return [self.read(*member) for member in members]
-
-    def is_text(self, field: str, encoding: int) -> bool:
-        """Return whether the column of a field has text, and not bytes."""
-        return is_text_field(self._open().columns, field)
-
-    def is_json(self, field: str, encoding: int) -> bool:
-        """Return whether the cells of a field are JSON."""
-        return is_json_field(self._open().columns, field)
-
-    def columns(self, names: Sequence[str]) -> ColumnValues:
-        """Read whole columns. Raises ShardError."""
-        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
-        with as_failure(partial(ShardError, self.url), "not a readable Arrow stream"):
-            reader = ArrowReader(self._file, self._limits, rules)
-            if not reader.columns:
-                return ColumnValues([], {}, {}, tuple(reader.schema.names))
-            columns = read_columns(reader, scan(reader, self._limits).table)
-            self._file.check_unchanged()
-            return columns
-
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
-        """What of the file a cell takes is known when it is decoded."""
-
-    def close(self) -> None:
-        self._file.close()
-        COLUMNS.forget(self._number)
-
-    def _cell(self, row: int, field: str) -> bytes | None:
-        reader = self._open()
-        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
-        data = column.item(reader.cell(self._number, group, column.name, group_row), item, self._limits)
+    def _scalar(self, reader: ArrowReader, group: int, name: str, row: int) -> pa.Scalar:
+        cell = reader.cell(self._number, group, name, row)
         self._file.check_unchanged()
-        return data
-
-    def _open(self) -> ArrowReader:
-        with self._lock:
-            if self._reader is None:
-                with as_failure(partial(ShardError, self.url), "not a readable Arrow stream"):
-                    self._reader = ArrowReader(self._file, self._limits, self._rules)
-            return self._reader
+        return cell

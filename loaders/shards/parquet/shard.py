@@ -11,13 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.facts_table import Facts, shard_failure
+from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
@@ -91,11 +92,15 @@ COLUMNS = ColumnCache(512 << 20)
 NUMBERS = itertools.count()
 
 
-class ParquetShard:
-    """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file."""
+class ColumnShard:
+    """A file of columns, read by cells. `read` and `read_many` are safe from many threads."""
 
     is_new = False
     packed = False
+    kind: ClassVar[str]
+    """What messages call such a file."""
+    reader: ClassVar[type[Any]]
+    """Reads its descriptions: of a file, limits, rules."""
 
     def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         self.url = url
@@ -107,7 +112,71 @@ class ParquetShard:
         self._number = next(NUMBERS)
         self._lock = threading.Lock()
         self._closed = False
-        self._reader: ParquetReader | None = None
+        self._reader: Any = None
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
+        if self._closed:
+            raise ValueError(f"{self.url}: read after close")
+        return read_cell(self._cell, self._file, offset, size, field)
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
+        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+        return [self.read(*member) for member in members]
+
+    def is_text(self, field: str, encoding: int) -> bool:
+        """Return whether the column of a field has text, and not bytes."""
+        return is_text_field(self._open().columns, field)
+
+    def is_json(self, field: str, encoding: int) -> bool:
+        """Return whether the cells of a field are JSON."""
+        return is_json_field(self._open().columns, field)
+
+    def columns(self, names: Sequence[str]) -> ColumnValues:
+        """Read whole columns, which are measured first. Raises ShardError, and as `facts`."""
+        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
+        with as_failure(partial(ShardError, self.url), f"not a readable {self.kind}"):
+            reader = self.reader(self._file, self._limits, rules)
+            if not reader.columns:
+                return ColumnValues([], {}, {}, tuple(reader.schema.names))
+            columns = read_columns(reader, self._measured(reader, rules))
+            self._file.check_unchanged()
+            return columns
+
+    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
+        """What of the file a cell takes is known when it is decoded."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._reader = None
+            self._file.close()
+        COLUMNS.forget(self._number)
+
+    def _measured(self, reader: Any, rules: ColumnRules) -> FactsTable:
+        raise NotImplementedError
+
+    def _scalar(self, reader: Any, group: int, name: str, row: int) -> pa.Scalar:
+        raise NotImplementedError
+
+    def _cell(self, row: int, field: str) -> bytes | None:
+        reader = self._open()
+        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
+        return column.item(self._scalar(reader, group, column.name, group_row), item, self._limits)
+
+    def _open(self) -> Any:
+        with self._lock:
+            if self._reader is None:
+                with as_failure(partial(ShardError, self.url), f"not a readable {self.kind}"):
+                    self._reader = self.reader(self._file, self._limits, self._rules)
+                    self._file.check_unchanged()
+            return self._reader
+
+
+class ParquetShard(ColumnShard):
+    """A Parquet file; one thread at a time decodes it."""
+
+    kind, reader = "Parquet file", ParquetReader
 
     def checksum(self) -> str:
         """Return the checksum of the whole content; computed once per process and version of the file."""
@@ -131,61 +200,23 @@ class ParquetShard:
         lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
         return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
-        if self._closed:
-            raise ValueError(f"{self.url}: read after close")
-        return read_cell(self._cell, self._file, offset, size, field)
-
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
-        return [self.read(*member) for member in members]
-
-    def is_text(self, field: str, encoding: int) -> bool:
-        """Return whether the column of a field has text, and not bytes."""
-        return is_text_field(self._open().columns, field)
-
-    def is_json(self, field: str, encoding: int) -> bool:
-        """Return whether the cells of a field are JSON."""
-        return is_json_field(self._open().columns, field)
-
     def chunk_bytes(self, fields: Sequence[str]) -> list[tuple[int, int]]:
         """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it.
 
         Raises ShardError.
         """
-        reader = self._open()
+        reader: ParquetReader = self._open()
         found = [column_of(reader.columns, field) for field in fields]
         return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
 
-    def columns(self, names: Sequence[str]) -> ColumnValues:
-        """Read whole columns. A child process measures them first. Raises ShardError, and as `facts`."""
-        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
-        with as_failure(partial(ShardError, self.url), "not a readable Parquet file"):
-            reader = ParquetReader(self._file, self._limits, rules)
-            if not reader.columns:
-                return ColumnValues([], {}, {}, tuple(reader.schema.names))
-            measured = measure(self._file, self._limits, rules)
-            if measured.failed:
-                raise ShardError(self.url, measured.table.errors[0])
-            columns = read_columns(reader, measured.table)
-            self._file.check_unchanged()
-            return columns
+    def _measured(self, reader: ParquetReader, rules: ColumnRules) -> FactsTable:
+        measured = measure(self._file, self._limits, rules)
+        if measured.failed:
+            raise ShardError(self.url, measured.table.errors[0])
+        return measured.table
 
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
-        """What of the file a cell takes is known when it is decoded."""
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._reader = None
-            self._file.close()
-        COLUMNS.forget(self._number)
-
-    def _cell(self, row: int, field: str) -> bytes | None:
-        reader = self._open()
-        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
-        return column.item(self._decoded(reader, group, column.name)[group_row], item, self._limits)
+    def _scalar(self, reader: ParquetReader, group: int, name: str, row: int) -> pa.Scalar:
+        return self._decoded(reader, group, name)[row]
 
     def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
         key = (self._number, group, name)
@@ -200,14 +231,6 @@ class ParquetShard:
                         self._file.check_unchanged()  # a change of the file can look like damage
                     COLUMNS.put(key, column)
         return column
-
-    def _open(self) -> ParquetReader:
-        with self._lock:
-            if self._reader is None:
-                with as_failure(partial(ShardError, self.url), "not a readable Parquet file"):
-                    self._reader = ParquetReader(self._file, self._limits, self._rules)
-                    self._file.check_unchanged()
-            return self._reader
 
 
 _checksums: dict[tuple[str, int, str], str] = {}
