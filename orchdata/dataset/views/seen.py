@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.errors import MissingIndexError, OrchdataError, one_line
+from orchdata.loaders.errors import OrchdataError, one_line
 from orchdata.loaders.html import bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.totals import Totals
@@ -75,7 +75,7 @@ def dataset_view(dataset: ShardDataset, opened: Opened, urls: Sequence[str] | No
         urls: its shards, if they are known.
     """
     index = opened.index
-    if index is None and urls is not None and dataset.index_store is None and not any(map(is_remote, urls)):
+    if index is None and urls is not None and dataset.index_file is None and not any(map(is_remote, urls)):
         index = open_index(urls, dataset.recipe, reading=dataset.reading)
     title = "ShardDataset" if urls is None else f"ShardDataset of {counted(len(urls), 'shard')}"
     about = [("first shard", urls[0] if urls else "not listed yet")]
@@ -86,7 +86,7 @@ def dataset_view(dataset: ShardDataset, opened: Opened, urls: Sequence[str] | No
     # Without the choice, which may take long or be impossible, the figures of all samples are shown as such.
     totals, note = index.totals, ""
     try:
-        totals = _totals_in_time(dataset, index, opened)
+        totals = _totals_in_time(dataset, index)
     except TimeoutError:
         note = f"{_OF_ALL}, because counting the chosen ones takes long. len(dataset) counts them."
     except (ValueError, OrchdataError) as error:
@@ -121,7 +121,7 @@ def _modalities(totals: Totals) -> str:
     return table(("modality", "share of samples", "share of LLM tokens", "LLM tokens"), rows, numbers_from=3)
 
 
-def _totals_in_time(dataset: ShardDataset, index: Index, opened: Opened) -> Totals:
+def _totals_in_time(dataset: ShardDataset, index: Index) -> Totals:
     """Return totals of the chosen samples.
 
     Raises:
@@ -131,8 +131,6 @@ def _totals_in_time(dataset: ShardDataset, index: Index, opened: Opened) -> Tota
     """
 
     def own(name: str, start: int, stop: int) -> Any:
-        if opened.fields is None and dataset.index_store is not None:
-            raise MissingIndexError(f"the column {name!r} is in the published index, and was not read yet")
         return dataset.open_fields(index, num_ranks=2).column(name, start, stop)  # one of two ranks builds nothing
 
     until = time.monotonic() + _MOST_SECONDS
