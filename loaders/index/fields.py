@@ -134,13 +134,12 @@ def _kept(path: Path, index: Index) -> Index | None:
 def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
     """Write the index with these columns behind its table. Raises StorageError."""
     head, (own, batch) = index.head(), packed_columns(columns)
-    end = head.size - head.values.get("own", {"bytes": 0})["bytes"]
-    shards = [shard.as_list() for shard in index.shards]
-    values, size = {**head.values, "shards": shards, "own": own}, end + batch.size
-    start = body_start(values, size)
-    with index.body() as body, body[:end] as table, replaced(path, access_of(str(index.path))) as fd:
+    values = {**head.values, "shards": [shard.as_list() for shard in index.shards], "own": own}
+    with index.body() as table, replaced(path, access_of(str(index.path))) as fd:
+        size = len(table) + batch.size
+        start = body_start(values, size)
         write_at(fd, table, start)
-        write_at(fd, memoryview(batch), start + end)
+        write_at(fd, memoryview(batch), start + len(table))
         finish(fd, KIND, TABLE_FORMAT, values, start, size)
     index.check_unchanged()
 

@@ -20,8 +20,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +39,8 @@ from orchdata.loaders.shards.fields import SPARSE
 from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
-from orchdata.loaders.storage.remote.urls import identity
+from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import Head, head_of, verify_body
 from orchdata.loaders.storage.shared.files import Lent, lend, opened_lent
@@ -53,6 +54,31 @@ if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
 
 KIND = b"indx"
+
+
+class Place(NamedTuple):
+    """Where the shards of an index file are, whose names in it are relative.
+
+    Attributes:
+        root: their folder, with a final "/".
+        media_root: folder of the files that their records name, as of `Reading`.
+    """
+
+    root: str
+    media_root: str | None = None
+
+    def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
+        """Return a shard of the index where it is now. The times of files in another folder do not count.
+
+        Args:
+            made_in: the root then.
+        """
+        url = self.root + shard.url
+        media_root = (media_root_of(url, self.media_root) or "") if shard.media_root else ""
+        if self.root == made_in:
+            return replace(shard, url=url, media_root=media_root)
+        version = shard.version if is_remote(url) else ""
+        return replace(shard, url=url, media_root=media_root, version=version, moved_media=bool(media_root))
 
 
 class Index:
@@ -97,17 +123,21 @@ class Index:
         own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
-        fetch: opens the index from where it is published, on a machine without a copy of it; it pickles. None: it is
-            not published.
+        place: where its shards are, if it was written as a file.
+        fetch: opens the index from the file that a user named, on a machine without a copy of it; it pickles. None: it
+            is of this cache folder.
         base: the index that it was made of, if `own` columns were added to it; it is in use as long.
     """
 
     fetch: Callable[[], Index] | None = None
     base: Path | None = None
 
-    def __init__(self, path: str | Path, lent: Lent | None = None) -> None:
+    def __init__(self, path: str | Path, lent: Lent | None = None, place: Place | None = None) -> None:
         """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
         see `storage.verified`.
+
+        Args:
+            place: where the shards are, of an index that was written as a file.
 
         Raises:
             FileNotFoundError: no such file.
@@ -127,6 +157,11 @@ class Index:
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
         self.shards = tuple(map(ShardInfo.of_list, metadata["shards"]))
+        self.place = place
+        if place is not None:
+            if "root" not in metadata:
+                raise self.damaged("it was not written by `orchdata index --out`")
+            self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         self._columns = columns
@@ -195,8 +230,13 @@ class Index:
             f"Index({str(self.path)!r}: {counted(self.num_samples, 'sample')} in {counted(len(self.shards), 'shard')})"
         )
 
-    def __reduce__(self) -> tuple[Callable[[Path, Lent], Index], tuple[Path, Lent]]:
-        return _opened_again, (self.path, lend(self._fd))
+    def __reduce__(self) -> tuple[Callable[..., Index], tuple[Path, Lent, Place | None]]:
+        return _opened_again, (self.path, lend(self._fd), self.place)
+
+    @property
+    def size(self) -> TableSize:
+        """The numbers of its rows, parts, members and bytes."""
+        return self._columns.size
 
     def head(self) -> Head:
         """Return the head of its file."""
@@ -204,11 +244,13 @@ class Index:
 
     @contextmanager
     def body(self) -> Iterator[memoryview]:
-        """Yield its columns as they are stored, with all that follows them."""
+        """Yield its columns as they are stored, without its `own`."""
+        head = self.head()
+        end = head.start + head.size - head.values.get("own", {"bytes": 0})["bytes"]
         with (
             mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as view,
-            view[self.head().start :] as body,
+            view[head.start : end] as body,
         ):
             yield body
 
@@ -490,10 +532,10 @@ class Index:
         return first, counts
 
 
-def _opened_again(path: Path, lent: Lent) -> Index:
+def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:
     """Open the index of another process. Raises MissingIndexError if it was removed."""
     try:
-        return Index(path, lent)
+        return Index(path, lent, place)
     except FileNotFoundError:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 

@@ -18,7 +18,7 @@ from orchdata.cli.options import (
     DataOptions,
     FilterOption,
     IndexFieldsOption,
-    IndexStoreOption,
+    IndexFileOption,
     JsonOption,
     MediaRootOption,
     RecipeOption,
@@ -71,7 +71,7 @@ def show(
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
     storage_options: StorageOptionsOption = None,
-    index_store: IndexStoreOption = None,
+    index_file: IndexFileOption = None,
     expression: FilterOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
     full: Annotated[bool, typer.Option("--full", help="All of long texts.")] = False,
@@ -108,7 +108,7 @@ def show(
         run = None if loader is None else _made(loader, rank, ranks)
         if run is None:
             rule = "last_dot" if "last_dot" in (key or ()) else ""
-            options = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, rule)
+            options = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_file, rule)
             named = recipe_named(recipe)
             dataset, index = indexed(paths or [], named, options, expression, allow_recipes=allow_recipes)
             shards = shards_of(dataset, index)

@@ -210,9 +210,6 @@ class PreparedDataset:
             found["begun"] = dump_begun(self.rows, begun)
         if isinstance(order, MixtureOrder) and not self.has_windows:
             found |= dump_mixture(order, state["epoch"], state["position"])
-        generations = [row.dataset.generation for row in self.rows]
-        if any(each is not None for each in generations):
-            found["generations"] = generations
         recipes = [row.dataset.recipe.describe() for row in self.rows[:1]]
         return found | {"written_by": written_now(recipes[0]), "rows": dump_rows(self.rows)}
 

@@ -28,7 +28,7 @@ _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
     **dict.fromkeys(("fingerprint", "drawn", "document", "written_by"), Mapping),
-    **dict.fromkeys(("left", "workers", "rows", "begun", "generations"), (list, tuple)),
+    **dict.fromkeys(("left", "workers", "rows", "begun"), (list, tuple)),
 }
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
 _LARGEST = 1 << 63

@@ -48,7 +48,7 @@ def restore(
             return restore_mixture(_continuing(prepared, load_begun(state, prepared.rows)), state, allow, num_workers)
         return _restored(prepared, dict(state), allow, num_workers, written, changed, entries)
     except StateError as error:
-        if words := _of_generations(prepared, state) or _of_numbers(prepared, state, written):
+        if words := _of_numbers(prepared, state, written):
             raise StateError(f"{error}. {words}") from error
         raise
 
@@ -142,19 +142,6 @@ def _of_numbers(prepared: PreparedDataset, state: Mapping[str, Any], written: Wr
         "other samples usable, the same numbers choose other samples, and allow= cannot change that. Begin "
         f"{_fresh_epoch(prepared, state)} in place of load_state_dict"
     )
-
-
-def _of_generations(prepared: PreparedDataset, state: Mapping[str, Any]) -> str:
-    """Return how the generation that a state was written with is asked for, if another one is open; else nothing."""
-    then = state.get("generations", ())
-    for source, generation in zip(prepared.rows, then, strict=False):
-        store, now = source.dataset.index_store, source.dataset.generation
-        if type(generation) is int and store is not None and now is not None and generation != now:
-            return (
-                f"Of {source.called} the state was written with generation {generation} of the index, and this is "
-                f"generation {now}: index_store={store.at(generation)!r} continues with that one"
-            )
-    return ""
 
 
 def _fresh_epoch(prepared: PreparedDataset, state: Mapping[str, Any]) -> str:

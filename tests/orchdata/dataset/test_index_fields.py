@@ -21,7 +21,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import fields
 from orchdata.loaders.index.index import KIND, Index
-from orchdata.loaders.index.own_columns import fields_of
+from orchdata.loaders.index.own_columns import fields_of, packed_columns
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage.sealed import seal
 from orchdata.loaders.versions import TABLE_FORMAT
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_made_again(shards: dict[str, str]) -> None:
 def test_an_index_of_another_hand_is_checked(shards: dict[str, str]) -> None:
     index = od.ShardDataset(shards["csv"], index_fields=FIELDS).index()
     with index.body() as body:
-        values, table = index.head().values, bytes(body)
+        values, table = index.head().values, bytes(body) + bytes(packed_columns(index.own)[1])
     own = values["own"]
     at = len(table) - own["bytes"]
     batch = index.own.set_column(0, "lang", pa.array(range(len(KEYS))))
