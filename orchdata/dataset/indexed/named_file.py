@@ -14,7 +14,7 @@ from orchdata.loaders.index.index import Index, Place, digest
 from orchdata.loaders.index.index_file import IndexFile, fetched, look, opened_copy, root_of, write_index_file
 from orchdata.loaders.index.locations import check_function_of
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.own.shard import container_of, identity_of
+from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
