@@ -20,7 +20,6 @@ from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.jobs.jobs import Jobs, Processes
 from orchdata.loaders.index.jobs.work import Given
 from orchdata.loaders.index.locations import check_function_of, index_path
-from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.kept import remove_leftovers
 from orchdata.loaders.pace import threads_or_default
@@ -46,7 +45,6 @@ def build_index(
     under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
     share: tuple[int, int] = (0, 1),
-    parts: Parts | None = None,
     retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
     """Build or refresh the index of shards under a recipe, and open it.
@@ -71,7 +69,6 @@ def build_index(
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
             that are being measured count in part, and the number of all.
         share: (number, number of processes): each of the processes that build it begins at another shard.
-        parts: what builders with other cache folders have measured.
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
@@ -85,7 +82,6 @@ def build_index(
         PackageError: a package that the recipe or a shard needs is missing or broken.
         FunctionError: a function of the recipe is not deterministic, or its id was of another function.
         StaleIndexError: a shard keeps changing while it is read.
-        PublishedMeanwhile: another builder has published the index, with `parts`.
     """
     if not urls:
         raise ValueError("no shards to index")
@@ -118,10 +114,9 @@ def build_index(
         builder.jobs = Jobs(jobs, given, paths, reading.files, processes)
 
     # Measure the shards, then merge their tables in the given order.
-    builder.parts = parts
     with closing(builder):
-        order = _begun_at(paths, share, apart=parts is not None)
-        measured = in_parallel(builder, order, workers, progress, under_way, patience)
+        first = len(paths) * share[0] // share[1]
+        measured = in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
         if reading.columns:
@@ -130,20 +125,3 @@ def build_index(
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
     remove_leftovers(cache)
     return index
-
-
-def _begun_at(paths: list[str], share: tuple[int, int], *, apart: bool) -> list[str]:
-    """Return the shards in the order in which one of several processes takes them: its own first.
-
-    Args:
-        apart: whether the processes cannot see which shard another one is at. Then the others' are taken from the end,
-            where these are last.
-    """
-    number, processes = share
-    bounds = [len(paths) * each // processes for each in range(processes + 1)]
-    if not apart:
-        return paths[bounds[number] :] + paths[: bounds[number]]
-    order = paths[bounds[number] : bounds[number + 1]]
-    for other in (*range(number + 1, processes), *range(number)):
-        order += reversed(paths[bounds[other] : bounds[other + 1]])
-    return order

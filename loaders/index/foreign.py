@@ -39,6 +39,12 @@ def check_head(values: Mapping[str, Any]) -> None:
         given = [shard[number] for shard in shards if len(shard) > number]
         _expect({*map(type, given)} <= {kind}, "shards", f"are no {kind.__name__}")
         _expect(kind is not int or min(given, default=0) >= 0, "shards", "are negative")
+    if "root" in values:
+        _expect(type(values["root"]) is str, "root", "are no str")
+        for name, media_root in ((shard[0], shard[6]) for shard in shards):
+            parts = name.split("/")
+            if "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or media_root not in ("", "."):
+                raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
     renamed = [pair for shard in shards for pairs in shard[7:8] for pair in pairs]
     _expect(all(type(each) is list and [*map(type, each)] == [str, str] for each in renamed), "shards", "are no names")
     starts = rows[0] == 0 and len(rows) == len(shards) + 1 if rows else False

@@ -21,8 +21,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,8 @@ from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.opening import Lent, lend, opened_lent
-from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, needs_listing
-from orchdata.loaders.storage.remote.urls import identity
+from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import Head, head_of, verify_body
 from orchdata.loaders.storage.verified import forget, is_noted, note, still_used
@@ -57,6 +58,31 @@ KIND = b"indx"
 
 _STILL_SECONDS = 24 * 3600.0
 """So often a running job records that it uses its index."""
+
+
+class Place(NamedTuple):
+    """Where the shards of an index file are, whose names in it are relative.
+
+    Attributes:
+        root: their folder, with a final "/".
+        media_root: folder of the files that their records name, as of `Reading`.
+    """
+
+    root: str
+    media_root: str | None = None
+
+    def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
+        """Return a shard of the index where it is now. The times of files in another folder do not count.
+
+        Args:
+            made_in: the root then.
+        """
+        url = self.root + shard.url
+        media_root = (media_root_of(url, self.media_root) or "") if shard.media_root else ""
+        if self.root == made_in:
+            return replace(shard, url=url, media_root=media_root)
+        version = shard.version if is_remote(url) else ""
+        return replace(shard, url=url, media_root=media_root, version=version, moved_media=bool(media_root))
 
 
 class Index:
@@ -101,17 +127,21 @@ class Index:
         own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
-        fetch: opens the index from where it is published, on a machine without a copy of it; it pickles. None: it is
-            not published.
+        place: where its shards are, if it was written as a file.
+        fetch: opens the index from the file that a user named, on a machine without a copy of it; it pickles. None: it
+            is of this cache folder.
         base: the index that it was made of, if `own` columns were added to it; it is in use as long.
     """
 
     fetch: Callable[[], Index] | None = None
     base: Path | None = None
 
-    def __init__(self, path: str | Path, lent: Lent | None = None) -> None:
+    def __init__(self, path: str | Path, lent: Lent | None = None, place: Place | None = None) -> None:
         """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
         see `storage.verified`.
+
+        Args:
+            place: where the shards are, of an index that was written as a file.
 
         Raises:
             FileNotFoundError: no such file.
@@ -132,6 +162,11 @@ class Index:
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
         self.shards = tuple(map(ShardInfo.of_list, metadata["shards"]))
+        self.place = place
+        if place is not None:
+            if "root" not in metadata:
+                raise self.damaged("it was not written by `orchdata index --out`")
+            self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         self._columns = columns
@@ -202,8 +237,13 @@ class Index:
             f"Index({str(self.path)!r}: {counted(self.num_samples, 'sample')} in {counted(len(self.shards), 'shard')})"
         )
 
-    def __reduce__(self) -> tuple[Callable[[Path, Lent], Index], tuple[Path, Lent]]:
-        return _opened_again, (self.path, lend(self._fd))
+    def __reduce__(self) -> tuple[Callable[..., Index], tuple[Path, Lent, Place | None]]:
+        return _opened_again, (self.path, lend(self._fd), self.place)
+
+    @property
+    def size(self) -> TableSize:
+        """The numbers of its rows, parts, members and bytes."""
+        return self._columns.size
 
     def head(self) -> Head:
         """Return the head of its file."""
@@ -499,10 +539,10 @@ class Index:
         return first, counts
 
 
-def _opened_again(path: Path, lent: Lent) -> Index:
+def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:
     """Open the index of another process. Raises MissingIndexError if it was removed."""
     try:
-        return Index(path, lent)
+        return Index(path, lent, place)
     except FileNotFoundError:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 

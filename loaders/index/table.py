@@ -245,7 +245,7 @@ class TableWriter:
             self._write(name, np.zeros(1, np.int64))
 
     def append(self, body: Buffer, size: TableSize, shard: int, field_numbers: Sequence[int]) -> None:
-        """Append a packed table: the rows of `shard`, with `field_numbers` as the new numbers of its fields."""
+        """Append a packed table, with `shard` as the number of its first shard, and `field_numbers` of its fields."""
         view = memoryview(body)
         self._waiting.append((view, size, shard, field_numbers))
         self._waiting_bytes += view.nbytes
@@ -261,10 +261,6 @@ class TableWriter:
         rows = self._shift("rows", [size.rows for size in sizes])
         for name, (dtype, of, _) in LAYOUT.items():
             counts = [getattr(size, of) for size in sizes]
-            if name == "shard":
-                self._write(name, np.repeat(np.array(shards, dtype), counts))
-                continue
-
             # Join the column of all tables, and check that its values stay inside of their table.
             pieces = [body[each[name]] for body, each in zip(bodies, slices, strict=True)]
             joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
@@ -279,6 +275,8 @@ class TableWriter:
             if name == "member_field":
                 bases = np.cumsum([0, *map(len, numbers[:-1])])
                 joined = np.array([*chain(*numbers)], dtype)[joined + np.repeat(bases, counts)]
+            elif name == "shard":
+                joined = joined + np.repeat(np.array(shards, dtype), counts)
             elif name == "bad_row":
                 joined = joined + np.repeat(rows, counts)
             elif name in OFFSETS:

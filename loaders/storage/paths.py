@@ -96,6 +96,18 @@ def expand_paths(
     return shards
 
 
+def pieces_of(paths: Iterable[object]) -> list[str]:
+    """Return each path and pattern of a list, `a::b` as two: absolute, and URLs without secrets. Raises as
+    `expand_paths`.
+    """
+    return [identity(text) for each in paths for text in _texts(each)]
+
+
+def names_and_patterns(pieces: Iterable[str]) -> list[str]:
+    """Return the names that braces stand for, in order, and patterns as they are. No file is looked at."""
+    return [name for piece in pieces for name in (_in_braces(piece) if "{" in piece else [piece])]
+
+
 def suffix_of(path: str, *, own_too: bool = False) -> str:
     """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix.
 

@@ -16,7 +16,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -105,6 +105,20 @@ def head_of(fd: int, kind: bytes, format: int) -> Head:
     return _read_head(fd, kind, format, os.pread(fd, _READ_BYTES, 0))
 
 
+def head_by(read: Callable[[int, int], Buffer], size: int, kind: bytes, format: int) -> Head:
+    """Return the verified head of a file of `size` bytes somewhere else. Raises as `head_of`, and what reading raises.
+
+    Args:
+        read: returns so many bytes from an offset on.
+    """
+    first = bytes(read(0, min(size, _READ_BYTES)))
+
+    def read_more(offset: int, count: int) -> Buffer:
+        return first[offset : offset + count] if offset + count <= len(first) else read(offset, count)
+
+    return _head_in(first, size, kind, format, read_more)
+
+
 def kind_and_format(fd: int) -> tuple[bytes, int] | None:
     """Return what an open file says it is, of any release; None if it does not begin like a sealed file.
 
@@ -144,6 +158,13 @@ def _head(kind: bytes, format: int, values: Mapping[str, Any], size: int, crcs: 
 
 
 def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
+    def read(offset: int, size: int) -> Buffer:
+        return _pread(fd, offset, size, first)
+
+    return _head_in(first, os.fstat(fd).st_size, kind, format, read)
+
+
+def _head_in(first: bytes, file_bytes: int, kind: bytes, format: int, read: Callable[[int, int], Buffer]) -> Head:
     if not first:
         raise Damaged("it is empty")
     if len(first) < _PREFIX_BYTES or first[: len(_MAGIC)] != _MAGIC:
@@ -152,11 +173,11 @@ def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
     _, its_kind, its_format, json_bytes, head_bytes, size = _FIXED.unpack(fixed)
     if (its_kind, its_format) != (kind, format):
         raise Damaged(f"it is of kind {its_kind!r} and format {its_format}, not of {kind!r} and {format}")
-    start, file_bytes = _PREFIX_BYTES + head_bytes, os.fstat(fd).st_size
+    start = _PREFIX_BYTES + head_bytes
     # Checked before anything is read, so that no more memory is allocated than the file is long.
     if start + size != file_bytes:
         raise Damaged(f"it has {file_bytes} bytes, and should have {start + size}")
-    content = bytes(_pread(fd, _PREFIX_BYTES, head_bytes, first))
+    content = bytes(read(_PREFIX_BYTES, head_bytes))
     crc = _CRC.unpack_from(first, _FIXED.size)[0]
     blocks = -(-size // BLOCK_BYTES)
     if json_bytes + 4 * blocks != head_bytes or zlib.crc32(content, zlib.crc32(fixed)) != crc:

@@ -23,7 +23,7 @@ from orchdata.cli.options import (
     FilterOption,
     IgnoreOption,
     IndexFieldsOption,
-    IndexStoreOption,
+    IndexFileOption,
     JsonOption,
     KeyOption,
     MaxFailuresOption,
@@ -49,12 +49,10 @@ from orchdata.cli.output import (
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
-    from orchdata.dataset.indexed.published import StoredIndex
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
-    from orchdata.loaders.index.published.parts import Parts
     from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.shards.reading import Reading
     from orchdata.verifying.verify import Verification
@@ -71,10 +69,16 @@ def index(
     index_field: IndexFieldsOption = None,
     ignore: IgnoreOption = None,
     storage_options: StorageOptionsOption = None,
-    to: Annotated[
+    out: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Publish the index there, for ShardDataset(index_store=)."),
+        typer.Option(metavar="FILE|URL", help="Write the index there, for ShardDataset(index_file=)."),
     ] = None,
+    share: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Index the I-th of N parts of the shards, from 1, for --merge.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write one index of the index files that PATHS name, in their order.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[
         int | None,
@@ -93,32 +97,41 @@ def index(
     Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
+    from orchdata.dataset.indexed.arguments import checked_target
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.own_columns import fields_of
 
     start = time.perf_counter()
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, to, key, ignore)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, None, key, ignore)
+    if merge:
+        _merge(
+            paths, out, given, others=(recipe, media_root, column, key, container, index_field, share, limit, jobs, ray)
+        )
+        return
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
-    if dataset.index_store is not None and dataset.index_store.generation is not None:
-        raise ValueError(f"--to is a folder, and the next generation is written there: leave out the @ of {to!r}")
     if limit is not None:
         if jobs is not None or ray is not None:
             raise ValueError("--limit measures in this process: leave --jobs and --ray out")
-        if to is not None or dataset.index_fields or force:
-            raise ValueError("--limit indexes the first samples alone: leave --to, --index-field and --force out")
+        if out is not None or share is not None or dataset.index_fields or force:
+            raise ValueError(
+                "--limit indexes the first samples alone: leave --out, --share, --index-field, --force out"
+            )
         dataset = dataset.take(limit)
-    stored, measured_by = dataset.stored_index, _measured_by(jobs, ray)
+    named = None if out is None else dataset.named_file(checked_target(out))
+    measured_by = _measured_by(jobs, ray)
     where: dict[str, Any] = {}
     if limit is not None:
         with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
             built = dataset.index(progress=advance)
         scanned, where = len(built.shards), {"of_shards": len(dataset.urls)}
-    elif stored is None:
-        built, scanned = _build(dataset.urls, dataset.recipe, dataset.reading, force=force, **measured_by)
     else:
-        built, scanned, where = _publish(dataset, stored, force=force, **measured_by)
+        urls = dataset.urls if share is None else _share(dataset.urls, share)
+        built, scanned = _build(urls, dataset.recipe, dataset.reading, force=force, **measured_by)
     built = _with_fields(dataset, built, force=force)
     own = {} if built.own is None else fields_of(built.own)
+    if named is not None:
+        named.write(built)
+        where["out"] = named.url
     if not dataset.recipe.text.learns_end:
         _warn_of_unended(dataset, built)
     report = (
@@ -136,6 +149,29 @@ def index(
         raise typer.Exit(code)
 
 
+def _merge(paths: Sequence[str], out: str | None, given: DataOptions, others: Sequence[object]) -> None:
+    from orchdata.dataset.indexed.arguments import checked_file, checked_target, reading_of
+    from orchdata.dataset.indexed.named_file import merged
+
+    if out is None or any(others):
+        raise ValueError(
+            "--merge joins the index files that PATHS name: give --out and, for URLs, --storage-options alone"
+        )
+    files = [str(checked_file(path, (), None)) for path in paths]
+    target = checked_target(out)
+    count = merged(files, target, reading_of(None, None, storage_options=given.storage_options))
+    typer.echo(f"written: {target}, the index of {count:,} shards")
+
+
+def _share(urls: Sequence[str], share: str) -> Sequence[str]:
+    """Return the shards of a part, `I/N`: parts follow each other."""
+    number, _, parts = share.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts) <= len(urls)):
+        raise ValueError(f"--share is I/N, with I from 1 to N, and N at most the {len(urls)} shards; got {share!r}")
+    bounds = [len(urls) * each // int(parts) for each in (int(number) - 1, int(number))]
+    return urls[bounds[0] : bounds[1]]
+
+
 @one_line_errors
 def profile(
     paths: Paths,
@@ -147,7 +183,7 @@ def profile(
     index_field: IndexFieldsOption = None,
     ignore: IgnoreOption = None,
     storage_options: StorageOptionsOption = None,
-    index_store: IndexStoreOption = None,
+    index_file: IndexFileOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
     allow_recipes: AllowRecipesOption = False,
@@ -211,7 +247,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, key, ignore)
+    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_file, key, ignore)
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -249,7 +285,7 @@ def verify(
     key: KeyOption = None,
     container: ContainersOption = None,
     storage_options: StorageOptionsOption = None,
-    index_store: IndexStoreOption = None,
+    index_file: IndexFileOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
@@ -271,7 +307,7 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_store, key)
+    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_file, key)
     dataset = ShardDataset(paths, chosen, **given.arguments)
     if out is not None and any(os.path.realpath(out) == os.path.realpath(url) for url in dataset.urls):
         raise ValueError(f"--out {out} is one of the shards, and would be replaced by the list: give another file")
@@ -362,8 +398,8 @@ def indexed(
         raise ValueError(
             f"--storage-options is of one data set: give the sources in {paths[0]} `storage_options:` each"
         )
-    if options.index_store is not None:
-        raise ValueError(f"--index-store is of one data set: give the sources in {paths[0]} `index_store:` each")
+    if options.index_file is not None:
+        raise ValueError(f"--index-file is of one data set: give the sources in {paths[0]} an `index_file:` each")
     mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options.containers)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [_build_of(dataset) for dataset in leaves]
@@ -371,7 +407,7 @@ def indexed(
 
 
 def _build_of(dataset: ShardDataset) -> Index:
-    if dataset.index_store is None:
+    if dataset.index_file is None:
         index = _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
     else:
         with progress_bar("indexing shards") as advance:
@@ -387,32 +423,12 @@ def _with_fields(dataset: ShardDataset, index: Index, *, force: bool) -> Index:
         return dataset.with_fields(index, force=force, progress=advance)
 
 
-def _publish(
-    dataset: ShardDataset, stored: StoredIndex, *, force: bool, **measured_by: Any
-) -> tuple[Index, int, dict[str, Any]]:
-    """Publish the index if that of the store is of other shards. Return also how many were scanned, and what the report
-    says of the store.
-    """
-    scanned = 0
-
-    def build(reading: Reading, parts: Parts) -> Index:
-        nonlocal scanned
-        index, scanned = _build(dataset.urls, dataset.recipe, reading, force=force, parts=parts, **measured_by)
-        return index
-
-    dataset.find_shards()
-    generation, is_new = stored.kept_up(dataset.urls, dataset.reading, build, force=force)
-    where = {"store": stored.store.url, "generation": generation.manifest.generation, "published": is_new}
-    return dataset.use(generation), scanned, {"index_store": where}
-
-
 def _build(
     urls: Sequence[str],
     recipe: Recipe,
     reading: Reading,
     *,
     force: bool,
-    parts: Parts | None = None,
     **measured_by: Any,
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
@@ -428,7 +444,7 @@ def _build(
             nonlocal scanned
             scanned += shard.measured
 
-        how: dict[str, Any] = {"reading": reading, "force": force, "parts": parts, **measured_by}
+        how: dict[str, Any] = {"reading": reading, "force": force, **measured_by}
         leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
         index = build_index(urls, recipe, **how, progress=shard_done, under_way=advance)
         return index, scanned

@@ -32,7 +32,7 @@ from orchdata.yaml_file import read_yaml
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_OF_STORAGE = ("storage_options", "index_store")
+_OF_STORAGE = ("storage_options", "index_file")
 _LEAF = (
     *("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", "weight", "loss_weight"),
     *("key", *_OF_STORAGE),
@@ -144,12 +144,12 @@ def _source(content: Any, field: str, described: _Described) -> Source:
 
 def _storage(fields: dict[str, Any], field: str, folder: Path) -> dict[str, Any]:
     """Take what a source says of object storage from its fields. Values of options are secret, and in no error."""
-    options, store = (fields.pop(name, None) for name in _OF_STORAGE)
+    options, file = (fields.pop(name, None) for name in _OF_STORAGE)
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"{field}.storage_options must map names of options to values")
-    if store is not None and not isinstance(store, str):
-        raise ValueError(f"{field}.index_store must be a URL or a folder, got {store!r:.80}")
-    return {"storage_options": options, "index_store": None if store is None else _relative_to(folder, store)}
+    if file is not None and not isinstance(file, str):
+        raise ValueError(f"{field}.index_file must be a path or a URL, got {file!r:.80}")
+    return {"storage_options": options, "index_file": None if file is None else _relative_to(folder, file)}
 
 
 def _made(field: str, dataset: ShardDataset | Mixture, fields: Mapping[str, Any]) -> Source:

@@ -59,9 +59,9 @@ StorageOptionsOption = Annotated[
         help="How objects of storage are read, as of ShardDataset(storage_options=); repeatable. Never shown.",
     ),
 ]
-IndexStoreOption = Annotated[
+IndexFileOption = Annotated[
     str | None,
-    typer.Option("--index-store", metavar="URL", help="Where the index is published: ShardDataset(index_store=)."),
+    typer.Option("--index-file", metavar="FILE|URL", help="The index, as of ShardDataset(index_file=)."),
 ]
 FilterOption = Annotated[
     str | None,
@@ -116,7 +116,7 @@ class DataOptions(NamedTuple):
     containers: tuple[Container, ...]
     index_fields: tuple[str, ...]
     storage_options: Mapping[str, str] | None = None
-    index_store: str | None = None
+    index_file: str | None = None
     key: str = ""
     ignore: tuple[str, ...] = ()
 
@@ -128,7 +128,7 @@ class DataOptions(NamedTuple):
         container: Sequence[str] | None,
         index_field: Sequence[str] | None,
         storage_options: Sequence[str] | None,
-        index_store: str | None,
+        index_file: str | None,
         key: str | None,
         ignore: Sequence[str] | None = None,
     ) -> DataOptions:
@@ -139,7 +139,7 @@ class DataOptions(NamedTuple):
             containers_of(container),
             tuple(index_field or ()),
             storage_options_of(storage_options),
-            index_store,
+            index_file,
             key or "",
             tuple(ignore or ()),
         )

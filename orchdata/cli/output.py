@@ -140,9 +140,8 @@ def print_index(report: dict[str, Any]) -> None:
     for failure in report["failed_shards"]:
         typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
     typer.echo(f"index: {report['path']}")
-    if (store := report.get("index_store")) is not None:
-        how = "published" if store["published"] else "nothing changed"
-        typer.echo(f"{how}: generation {store['generation']} in {store['store']}")
+    if (out := report.get("out")) is not None:
+        typer.echo(f"written: {out}")
 
 
 def print_unit(dataset: ShardDataset | Mixture) -> None:

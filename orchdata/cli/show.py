@@ -18,7 +18,7 @@ from orchdata.cli.options import (
     DataOptions,
     FilterOption,
     IndexFieldsOption,
-    IndexStoreOption,
+    IndexFileOption,
     JsonOption,
     MediaRootOption,
     RecipeOption,
@@ -48,7 +48,7 @@ def show(
     container: ContainersOption = None,
     index_field: IndexFieldsOption = None,
     storage_options: StorageOptionsOption = None,
-    index_store: IndexStoreOption = None,
+    index_file: IndexFileOption = None,
     expression: FilterOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
     full: Annotated[bool, typer.Option("--full", help="All of long texts.")] = False,
@@ -68,7 +68,7 @@ def show(
     sample_key = next((each for each in key or () if each != "last_dot"), None)
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
         rule = "last_dot" if "last_dot" in (key or ()) else ""
-        options = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_store, rule)
+        options = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_file, rule)
         dataset, index = indexed(paths, recipe_named(recipe), options, expression, allow_recipes=allow_recipes)
         if sample_key is None:
             rows = np.setdiff1d(np.arange(index.num_rows), unchosen_rows(dataset, index))[:FIRST_SAMPLES].tolist()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -20,15 +21,15 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.arguments import (
     checked_fields,
+    checked_file,
     checked_ignore,
-    checked_store,
     command_arguments,
     reading_of,
 )
 from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
+from orchdata.dataset.indexed.named_file import NamedFile
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
-from orchdata.dataset.indexed.published import Generation, StoredIndex
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -45,7 +46,7 @@ from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.index.fields import with_fields
 from orchdata.loaders.index.index import Index, absolute, digest
-from orchdata.loaders.index.published.manifest import IndexStore, Manifest
+from orchdata.loaders.index.index_file import IndexFile
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.samples.sample import Sample
@@ -53,7 +54,7 @@ from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.paths import Matching, needs_listing
+from orchdata.loaders.storage.paths import Matching, needs_listing, pieces_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.ranks.first_comer import done_by_first
@@ -96,9 +97,9 @@ class ShardDataset(Seen):
             `allow_http`, `read_timeout`, ...), and `retry_seconds`, `profile`, `anonymous`. Credentials that are not
             here are found as usual.
         store: an obstore store or an fsspec filesystem, which is used as it is for all URLs.
-        index_store: URL or shared folder in which the index is published, as by `orchdata index --to`: every node
-            fetches it from there, and shards are neither listed nor opened before the first step. If it is not there
-            yet, it is built and published. A final "/@3" asks for generation 3; default: the newest.
+        index_file: path or URL of the index, as written by `orchdata index --out`: each node fetches it once, and no
+            shard is listed or opened before the first step. It is read with the same credentials as the shards, and is
+            never built: a recipe or paths that do not fit are an error.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
@@ -109,10 +110,10 @@ class ShardDataset(Seen):
 
     selections: tuple[Selection | Taken, ...] = ()
     reading: Reading = PLAIN
-    index_store: IndexStore | None = None
+    index_file: str | None = None
     ignore: tuple[str, ...] = ()
     _urls: tuple[str, ...] | None = None
-    _manifest: Manifest | None = None
+    _file: IndexFile | None = None
 
     def __init__(
         self,
@@ -127,14 +128,14 @@ class ShardDataset(Seen):
         ignore: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         store: Any = None,
-        index_store: str | PathLike[str] | None = None,
+        index_file: str | PathLike[str] | None = None,
     ) -> None:
         given = listed_paths(paths)
         how: dict[str, Any] = {"key": key, "storage_options": storage_options, "store": store, "paths": given}
         self.reading = reading_of(media_root, columns, containers, **how)
-        self._given = tuple(absolute(fspath(path)) for path in given)
-        self.index_store = checked_store(index_store, given, store)
-        if not needs_listing(given):
+        self._given = tuple(pieces_of(given))
+        self.index_file = checked_file(index_file, given, store)
+        if self.index_file is None and not needs_listing(given):
             self._urls = self._expanded(given)
         self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
@@ -143,13 +144,15 @@ class ShardDataset(Seen):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The shards: absolute paths, and URLs without secrets. Those of a published index are taken from it; without
-        one, objects that a pattern matches are listed once.
+        """The shards: absolute paths, and URLs without secrets. Those of an index file are taken from it; without one,
+        objects that a pattern matches are listed once.
         """
         if self._urls is None:
             with self._opened.lock:
-                if self._published() is None:
+                if self.index_file is None:
                     self.find_shards()
+                else:
+                    self._from_file()
         assert self._urls is not None
         return self._urls
 
@@ -182,22 +185,10 @@ class ShardDataset(Seen):
         """Return the shards that the paths name now, also those that the index lacks. Raises as the constructor."""
         return self._expanded(self._given)
 
-    @property
-    def generation(self) -> int | None:
-        """The generation of the index that is open; None without `index_store`, or before it is opened."""
-        return None if self._manifest is None else self._manifest.generation
-
-    @property
-    def stored_index(self) -> StoredIndex | None:
-        """Where the index is published; None without `index_store`."""
-        if self.index_store is None:
-            return None
-        how: dict[str, Any] = {
-            "recipe": self.recipe,
-            "reading": self.reading,
-            "command": f"orchdata index {self._as_arguments()}",
-        }
-        return StoredIndex(store=self.index_store, patterns=self._given, **how)
+    def named_file(self, url: str) -> NamedFile:
+        """Return how the index of this data set is written to a file, or read from it."""
+        how: dict[str, Any] = {"recipe": self.recipe, "reading": self.reading, "command": self.index_command}
+        return NamedFile(url=url, paths=self._given, **how)
 
     def _expanded(self, given: Sequence[Any], matching: Matching | None = None) -> tuple[str, ...]:
         return tuple(absolute(url) for url in self.reading.expand(given, matching))
@@ -317,10 +308,10 @@ class ShardDataset(Seen):
         Args:
             num_ranks: number of ranks that will use it.
             rank: number of this rank; None for a rank that must not build.
-            rebuild: check every shard again, and index those that changed, and those with files that changed. With
-                `index_store` the shards are listed again, and the next generation is published if any changed.
+            rebuild: check every shard again, and index those that changed, and those with files that changed; not with
+                `index_file`.
             check: compare the size and time of change of every local shard (0.3 seconds for 100,000), once, on one rank
-                of a job; not with `index_store`. Ignored if several ranks must not build.
+                of a job; not with `index_file`. Ignored if several ranks must not build.
             progress: called about twice a second with the shards that are done, in which those that are being indexed
                 count in part, and the number of all shards.
 
@@ -329,7 +320,7 @@ class ShardDataset(Seen):
         """
         builds = num_ranks == 1 or rank is not None
         index = self._index(num_ranks, rank, rebuild, progress)
-        looks = check and builds and not rebuild and self.index_store is None
+        looks = check and builds and not rebuild and self.index_file is None
         if looks and has_changed(index, self.recipe, self.containers, self.files.listed, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
         if self.index_fields:
@@ -348,41 +339,27 @@ class ShardDataset(Seen):
         try:
             return with_fields(index, self.index_fields, self.recipe, force=force, progress=progress, **how)
         except MissingIndexError as error:
-            raise MissingIndexError(f"{error}; {self._how_to_index()}") from None
+            raise MissingIndexError(f"{error}; {self._how_to_index}") from None
 
     def _index(
         self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[float, int], None] | None
     ) -> Index:
-        stored = self.stored_index
-        if stored is not None:
-            index = None if rebuild else self._published()
-            if index is not None:
-                return index
-            if rebuild and stored.store.generation is not None:
-                raise ValueError(f"index_store asks for generation {stored.store.generation}, which is never rebuilt")
-            if rebuild or self._first is None:
-                wanted = partial(self._wanted, progress, again=rebuild)
-                return self.use(stored.built(wanted, num_ranks, rank, rebuild=rebuild))
+        if self.index_file is not None:
+            if rebuild:
+                raise ValueError(f"index_file={self.index_file!r} is never built here: {self.index_command}")
+            return self._from_file()
         again = rebuild and needs_listing(self._given)
-        return found_or_built(self._wanted(progress, again=again), num_ranks, rank, rebuild=rebuild)
-
-    def _wanted(self, progress: Callable[[float, int], None] | None, *, again: bool = False) -> Wanted:
         self.find_shards(again=again)
-        return Wanted(
-            self.urls, self.recipe, self.reading, self._first, self._how_to_index(), self._as_arguments(), progress
-        )
+        how = self._first, self._how_to_index, self._as_arguments()
+        wanted = Wanted(self.urls, self.recipe, self.reading, *how, progress)
+        return found_or_built(wanted, num_ranks, rank, rebuild=rebuild)
 
-    def _published(self) -> Index | None:
-        """Return the index that is published; None if there is none, or no `index_store`."""
-        stored = self.stored_index
-        if stored is None:
-            return None
-        manifest = self._manifest or stored.found()
-        return None if manifest is None else self.use(Generation(stored.opened(manifest), manifest))
-
-    def use(self, generation: Generation) -> Index:
-        """Take index and shards of a generation: this data set keeps it."""
-        index, self._manifest = generation
+    def _from_file(self) -> Index:
+        """Open the index file, and take its shards: this data set keeps them, if the file is replaced."""
+        assert self.index_file is not None
+        named = self.named_file(self.index_file)
+        self._file = self._file or named.look()
+        index = named.opened(self._file)
         self._urls = tuple(shard.url for shard in index.shards)
         return index
 
@@ -499,9 +476,10 @@ class ShardDataset(Seen):
         vars(self).update(state, _opened=Opened())
 
     def _as_arguments(self) -> str:
-        options = self.files.options if any(map(is_remote, self._given)) or self.index_store else ()
-        return command_arguments(self._given, self.reading, self.index_fields, tuple(options), self.index_store)
+        options = self.files.options if any(map(is_remote, (*self._given, self.index_file or ""))) else ()
+        return command_arguments(self._given, self.reading, self.index_fields, tuple(options))
 
+    @property
     def _how_to_index(self) -> str:
         return (
             "let them build it together (index='build' under torch.distributed), or build it once before training: "
@@ -511,7 +489,8 @@ class ShardDataset(Seen):
     @property
     def index_command(self) -> str:
         """The command that builds the index, to be shown: values of options are secret."""
-        return f"orchdata index {self._as_arguments()} --recipe MODULE:NAME (no --recipe for the default one)"
+        out = "" if self.index_file is None else f" --out {shlex.quote(self.index_file)}"
+        return f"orchdata index {self._as_arguments()}{out} --recipe MODULE:NAME (no --recipe for the default one)"
 
     def __repr__(self) -> str:
         if self._urls is None:

@@ -215,7 +215,7 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
         check, number = options.index == "build", rank.rank if together else None
         index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
         raises = options.rank.size == 1 and options.policy.action == "raise"
-        if raises and index.totals["bad"] and dataset.index_store is None:
+        if raises and index.totals["bad"] and dataset.index_file is None:
             # It will raise, unless shards were repaired since: check them again.
             index = dataset.index(rebuild=True, progress=progress)
     return index

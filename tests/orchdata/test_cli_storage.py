@@ -27,7 +27,7 @@ class Stored:
 
     def __init__(self, server: S3Server, bucket: str, folder: Path) -> None:
         self.secrets = (server.access_key, server.secret_key)
-        self.pattern, self.index = f"s3://{bucket}/data/*.tar", f"s3://{bucket}/index"
+        self.pattern, self.index = f"s3://{bucket}/data/*.tar", f"s3://{bucket}/train.index"
         self.options = [f"--storage-options={name}={value}" for name, value in server.options.items()]
         self.as_dict = server.options
         for path in omni_shards(folder, shards=SHARDS, samples=SAMPLES):
@@ -55,20 +55,21 @@ def test_every_command_that_takes_shards_reads_them_from_a_store(stored: Stored)
     assert len(stored.json("show")["groups"][0]["samples"]) == 3
 
 
-def test_every_command_takes_a_published_index(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = stored.run("index", stored.pattern, *RECIPE, *stored.options, "--to", stored.index)
-    assert f"published: generation 1 in {stored.index}\n" in said.stdout
+def test_every_command_takes_an_index_file(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = stored.run("index", stored.pattern, *RECIPE, *stored.options, "--out", stored.index)
+    assert f"written: {stored.index}\n" in said.stdout
     for command, more in {"profile": ("--ranks", 2), "verify": ("--jobs", 1), "show": ()}.items():
         monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / command))
-        stored.json(command, "--index-store", stored.index, *more)
+        stored.json(command, "--index-file", stored.index, *more)
         folders = {path.name for path in (tmp_path / command).iterdir()}
         assert "index" in folders
         assert "costs" not in folders, "nothing was measured"
 
 
 def test_a_mixture_has_them_for_each_source(stored: Stored, tmp_path: Path) -> None:
+    stored.run("index", stored.pattern, *RECIPE, *stored.options, "--out", stored.index)
     options = json.dumps(stored.as_dict)
-    source = f"{{paths: '{stored.pattern}', storage_options: {options}, index_store: '{stored.index}'}}"
+    source = f"{{paths: '{stored.pattern}', storage_options: {options}, index_file: '{stored.index}'}}"
     (tmp_path / "mixture.yaml").write_text(f"sources:\n  one: {source}\n")
     report = stored.run("profile", tmp_path / "mixture.yaml", *RECIPE, "--ranks", 2, "--json")
     assert json.loads(report.stdout)["samples"] == SHARDS * SAMPLES
@@ -93,15 +94,14 @@ def test_unchanged_shards_cost_their_listing(gcs_server: GcsServer) -> None:
     for number in range(45):
         gcs_server.put("bucket", f"data/{number:06d}.tar", text_tar(f"text {number}"))
     options = [f"--storage-options={name}={value}" for name, value in gcs_server.options.items()]
-    arguments = ["index", "gs://bucket/data/*.tar", "--to", "gs://bucket/index", *options, "--json"]
+    arguments = ["index", "gs://bucket/data/*.tar", "--out", "gs://bucket/train.index", *options, "--json"]
     assert json.loads(CliRunner().invoke(app, arguments).stdout)["scanned"] == 45
     gcs_server.clear()
     report = json.loads(CliRunner().invoke(app, arguments).stdout)
-    assert report["index_store"] == {"store": "gs://bucket/index", "generation": 1, "published": False}
+    assert (report["out"], report["scanned"]) == ("gs://bucket/train.index", 0)
     listings = [each.query["prefix"].split("/")[0] for each in gcs_server.requests() if "list-type" in each.query]
-    assert listings.count("data") == 5  # 45 shards in pages of 10
-    assert listings.count("index") == 2  # manifests and parts
-    assert len(gcs_server.requests()) == len(listings) + 1  # the manifest
+    assert listings == ["data"] * 5  # 45 shards in pages of 10
+    assert len(gcs_server.requests()) == len(listings) + 1  # the index is written
 
 
 def text_tar(text: str) -> bytes:

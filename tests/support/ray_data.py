@@ -18,7 +18,7 @@ import orchdata as od
 from orchdata.engines.on_ray import node_files
 from orchdata.engines.on_ray.node_files import NodeFile, copied, open_index
 from orchdata.loaders import waits
-from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.index import Index, Place
 from orchdata.loaders.storage.cache import CacheFolder
 
 
@@ -127,9 +127,9 @@ def copied_on_node(file: NodeFile) -> tuple[str, int]:
     return str(path), path.stat().st_ino
 
 
-def index_on_node(file: NodeFile, fetch: Callable[[], Index] | None) -> str:
+def index_on_node(file: NodeFile, fetch: Callable[[], Index] | None, place: Place | None) -> str:
     """A task: the path of a node's index."""
-    return str(open_index(file, fetch).path)
+    return str(open_index(file, fetch, place).path)
 
 
 class Large(Dataset[torch.Tensor]):

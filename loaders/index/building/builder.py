@@ -30,7 +30,6 @@ from orchdata.loaders.index.locations import stored_description
 from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts, NewCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import marked_bytes
 from orchdata.loaders.recipe import Recipe
@@ -78,7 +77,6 @@ class Builder:
         self.missing_media = MissingMedia()
         self.claims = Claims(cache.file("locks", "index"))
         self.jobs: Jobs | None = None
-        self.parts: Parts | None = None
 
     def close(self) -> None:
         if self.jobs is not None:
@@ -121,12 +119,9 @@ class Builder:
                     return None
                 if (table := cached()) is not None:  # another process has measured it
                     return self._kept_in_memory(table), False
-                if self.parts is not None and self.parts.take(path) and (table := cached()) is not None:
-                    return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
                     self._take(self.jobs.measure(url))
                     table = self._stored(path, url, root)
-                    self._give(table)
                     return self._kept_in_memory(named(table, rules)), True
                 facts = load_facts(
                     url,
@@ -142,7 +137,6 @@ class Builder:
                 meta = facts.meta
                 del facts  # a large shard's take as much memory as its costs
                 table = costs.write(path, url, meta, root)
-                self._give(table)
                 return self._kept_in_memory(named(table, rules)), True
 
     def _take(self, measured: Measured) -> None:
@@ -151,10 +145,6 @@ class Builder:
         for name, data in measured.files.items():
             self._cache.make(Path(name).parts[0])
             write_whole(self._cache.root / name, data)
-
-    def _give(self, table: CostTable) -> None:
-        if self.parts is not None and table.meta.checksum:  # without one it is not taken, see `_cached`
-            self.parts.give(table.path)
 
     def _cached(
         self,

@@ -5,7 +5,6 @@ expect(ranges) --merged--> runs under way, in pieces --read--> a sample's bytes,
 
 from __future__ import annotations
 
-import errno
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -178,25 +177,10 @@ class Objects:
                 after = page[-1].key
                 yield page
 
-    def put(self, url: str, data: Buffer, *, create: bool = False) -> bool:
-        """Write an object; with `create` only if there is none. Return whether it was written. Raises StorageError."""
+    def put(self, url: str, data: Buffer) -> None:
+        """Write an object. Raises StorageError."""
         client, key = self._client_of(url)
-        try:
-            self._called(url, "cannot be written", "put", client, partial(client.put, key, data, create=create))
-        except StorageError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            return False
-        return True
-
-    def delete(self, url: str) -> None:
-        """Remove an object, if it is there. Raises StorageError."""
-        client, key = self._client_of(url)
-        try:
-            self._called(url, "cannot be removed", "put", client, partial(client.delete, key))
-        except StorageError as error:
-            if not error.is_absent:
-                raise
+        self._called(url, "cannot be written", "put", client, partial(client.put, key, data))
 
     def pieces(
         self, url: str, file: FileVersion, reads: ReadBytes, ended: Callable[[], bool] = lambda: False

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 from orchdata.dataset.selection import names_of_counts
-from orchdata.loaders.index.published.manifest import IndexStore
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container, checked_containers
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import expand_paths, is_folder
 from orchdata.loaders.storage.remote.clients.of_fsspec import is_filesystem
-from orchdata.loaders.storage.remote.urls import identity, is_remote, parsed, scheme_of
+from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
 
 
 def reading_of(
@@ -134,28 +134,46 @@ def checked_ignore(names: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def checked_store(
-    given: str | PathLike[str] | None, paths: Sequence[str | PathLike[str]], store: Any
-) -> IndexStore | None:
-    """Return `index_store=`. Raises TypeError and ValueError for what is none, without secrets.
+def checked_target(given: str) -> str:
+    """Return where an index can be written, as an absolute path or a URL. Raises ValueError."""
+    url = checked_file(given, (), None)
+    assert url is not None
+    if scheme_of(url) in HTTP:
+        raise ValueError(f"{url}: an HTTP server takes no files")
+    if not is_remote(url) and not is_folder(os.path.dirname(url)):
+        raise ValueError(f"{url}: there is no folder {os.path.dirname(url)}")
+    return url
+
+
+def checked_file(given: str | PathLike[str] | None, paths: Sequence[str | PathLike[str]], store: Any) -> str | None:
+    """Return `index_file=`, as an absolute path or a URL. Raises TypeError and ValueError for what is none, without
+    secrets.
 
     Args:
         paths, store: as given to `ShardDataset`.
     """
     if given is None:
         return None
-    if not isinstance(given, str | PathLike):
-        raise TypeError(f"index_store is a URL or a folder, got {type(given).__name__}")
-    checked = IndexStore.of(fspath(given))
-    if store is not None and is_remote(checked.url) and not is_filesystem(store):
-        root = parsed(checked.url).root
-        others = {parsed(identity(path)).root for path in map(str, paths) if is_remote(path)} - {root}
+    if not isinstance(given, str | PathLike) or not isinstance(fspath(given), str):
+        raise TypeError(f"index_file is a path or a URL, got {type(given).__name__}")
+    url = fspath(given)
+    if not url.strip("/") or url.endswith("/"):
+        raise ValueError(f"index_file is a file, or the URL of one, got {identity(url) if is_remote(url) else url!r}")
+    if not is_remote(url):
+        return identity(url.partition("://")[2] if scheme_of(url) else url)
+    place = parsed(url)
+    if place.query or place.user:
+        raise ValueError(
+            f"index_file {identity(url)!r} has a query or a password: give what authorizes in storage_options"
+        )
+    if store is not None and not is_filesystem(store):
+        others = {parsed(identity(path)).root for path in map(str, paths) if is_remote(path)} - {place.root}
         if others:
             raise ValueError(
-                f"store is of one bucket, and the shards are in {min(others)}, the index in {root}: give "
-                "storage_options in place of store, or an index_store in the same bucket"
+                f"store is of one bucket, and the shards are in {min(others)}, the index in {place.root}: give "
+                "storage_options in place of store, or an index_file in the same bucket"
             )
-    return checked
+    return identity(url)
 
 
 def command_arguments(
@@ -163,7 +181,6 @@ def command_arguments(
     reading: Reading,
     index_fields: Sequence[str],
     options: Sequence[str],
-    store: IndexStore | None,
 ) -> str:
     """Return the arguments of `orchdata index` for a data set, to be shown: values of options are secret."""
     shown = " ".join(shlex.quote(path) for path in given[:3])
@@ -172,5 +189,4 @@ def command_arguments(
     shown += f" --key {reading.key}" if reading.key else ""
     shown += " --container MODULE:NAME" * len(reading.containers)
     shown += "".join(f" --index-field {name}" for name in index_fields)
-    shown += "".join(f" --storage-options {name}=..." for name in options)
-    return shown + ("" if store is None else f" --to {shlex.quote(store.url)}")
+    return shown + "".join(f" --storage-options {name}=..." for name in options)

@@ -13,7 +13,6 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first import build_first_index, open_first
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
-from orchdata.loaders.index.published.parts import Parts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.container import Container
@@ -77,15 +76,11 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
     return built(wanted, num_ranks, rank)
 
 
-def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | None = None) -> Index:
-    """Build the full index, or bring it up to date. Raises as `build_index`; MissingIndexError as `check_one_folder`.
-
-    Args:
-        parts: what builders with other cache folders have measured; None: there are none.
-    """
+def built(wanted: Wanted, num_ranks: int, rank: int | None) -> Index:
+    """Build the full index, or bring it up to date. Raises as `build_index`; MissingIndexError as `Apart.check`."""
     urls, recipe = wanted.urls, wanted.recipe
     reading = wanted.reading.looked_up(urls)
-    apart = Apart(wanted.arguments) if parts is None and num_ranks > 1 and any(map(is_remote, urls)) else None
+    apart = Apart(wanted.arguments) if num_ranks > 1 and any(map(is_remote, urls)) else None
     if apart is not None:
         apart.check()
 
@@ -100,7 +95,6 @@ def built(wanted: Wanted, num_ranks: int, rank: int | None, *, parts: Parts | No
         recipe,
         reading=reading,
         share=(rank or 0, num_ranks),
-        parts=parts,
         under_way=under_way,
     )
 

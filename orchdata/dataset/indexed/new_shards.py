@@ -1,4 +1,4 @@
-"""Shards that a published index lacks: looked for once in a job, in the background, after the first step."""
+"""Shards that an index file lacks: looked for once in a job, in the background, after the first step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _log = logging.getLogger("orchdata")
 
 
 class NewShards:
-    """Looks whether the paths of data sets name shards that their published indexes lack.
+    """Looks whether the paths of data sets name shards that their index files lack.
 
     Args:
-        datasets: of a loader; those without `index_store` are left out.
+        datasets: of a loader; those without `index_file` are left out.
         rank: only the first data-parallel rank looks.
     """
 
     def __init__(self, datasets: Sequence[ShardDataset], rank: Rank) -> None:
-        self._datasets = [each for each in datasets if each.generation is not None] if rank.rank == 0 else []
+        self._datasets = [each for each in datasets if each.index_file is not None] if rank.rank == 0 else []
 
     def begin(self) -> None:
         """Begin to look, unless that was done."""
@@ -45,15 +45,11 @@ def _look(datasets: Sequence[ShardDataset]) -> None:
 
 
 def _compare(dataset: ShardDataset) -> None:
-    stored = dataset.stored_index
-    if stored is None or not is_first(f"new shards/{digest([stored.store.url, stored.name, dataset.generation])}"):
+    if not is_first(f"new shards/{digest([dataset.index_file, *dataset.urls[:1]])}"):
         return
     known = set(dataset.urls)
     new = [url for url in dataset.listed() if url not in known]
     if new:
-        warn_once(
-            f"new shards of {stored.name}",
-            f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in generation "
-            f"{dataset.generation} of the index, and are not read: `{stored.command}` publishes the next generation, "
-            "which the next job reads",
-        )
+        what = f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in the index {dataset.index_file}"
+        how = f"and are not read; write it again: {dataset.index_command}"
+        warn_once(f"new shards of {dataset.index_file}", f"{what}, {how}")

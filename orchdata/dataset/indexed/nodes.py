@@ -27,7 +27,7 @@ class Apart:
     """Finds out whether ranks that build an index together have one cache folder.
 
     Args:
-        arguments: of the command that publishes the index, for the error.
+        arguments: of the command that builds the index, for the error.
     """
 
     def __init__(self, arguments: str) -> None:
@@ -54,8 +54,8 @@ class Apart:
     def _error(self) -> MissingIndexError:
         return MissingIndexError(
             "no index of these shards, and the ranks run on several nodes without a common cache folder: each node "
-            f"would read all shards. Publish it once, `orchdata index {self._arguments} --to URL`, and pass "
-            "index_store=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
+            f"would read all shards. Build it once, `orchdata index {self._arguments} --out URL`, and pass "
+            "index_file=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
         )
 
 

@@ -74,7 +74,7 @@ def dataset_view(dataset: ShardDataset, opened: Opened, urls: Sequence[str] | No
         urls: its shards, if they are known.
     """
     index = opened.index
-    if index is None and urls is not None and dataset.index_store is None and not any(map(is_remote, urls)):
+    if index is None and urls is not None and dataset.index_file is None and not any(map(is_remote, urls)):
         index = open_index(urls, dataset.recipe, reading=dataset.reading)
     title = "ShardDataset" if urls is None else f"ShardDataset of {counted(len(urls), 'shard')}"
     about = [("first shard", urls[0] if urls else "not listed yet")]

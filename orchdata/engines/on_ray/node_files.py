@@ -2,8 +2,8 @@
 
 file of the trainer --name and digest--> the same on a node: by its path, in its cache folder, or fetched once a node
 
-An index comes from `index_store`, if it is published. Other files come in pieces through Ray, which reads them on the
-trainer's node: the training process serves nothing.
+An index comes from its `index_file`, if it has one that the node can read. Other files come in pieces through Ray,
+which reads them on the trainer's node: the training process serves nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from orchdata.engines.on_ray.deaths import cause_of
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import OrchdataError, StorageError, one_line
-from orchdata.loaders.index.index import KIND, Index
+from orchdata.loaders.index.index import KIND, Index, Place
 from orchdata.loaders.storage import mapped_array
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
@@ -67,12 +67,12 @@ def file_of_array(array: MappedArray, node: str) -> NodeFile:
     return NodeFile(path=path, kind=mapped_array.KIND, size=array.array.nbytes, digest=digest, node=node)
 
 
-def open_index(file: NodeFile, fetch: Callable[[], Index] | None) -> Index:
+def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place | None) -> Index:
     """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched.
 
     Args:
-        fetch: of the index: makes a copy for this node from where the index is published. The trainer's node is asked
-            if there is none, or if it fails.
+        fetch, place: of the index: `fetch` makes a copy for this node from the file that the user named. The trainer's
+            node is asked if there is none, or if it fails.
     """
     cache = CacheFolder()
     # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
@@ -84,7 +84,7 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None) -> Index:
             except (OrchdataError, OSError, ValueError, ImportError) as error:
                 failed = error
         try:
-            return Index(path or copied(file, cache))
+            return Index(path or copied(file, cache), place=place)
         except StorageError as error:
             raise error from failed
 

@@ -74,7 +74,7 @@ def _pickler(out: io.BytesIO) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             if type(value) is Index:
-                return open_index, (file_of_index(value, node), value.fetch)
+                return open_index, (file_of_index(value, node), value.fetch, value.place)
             if type(value) is MappedArray and value.array.size:
                 return open_array, (file_of_array(value, node),)
             return super().reducer_override(value)

@@ -310,16 +310,17 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
 
 
 @pytest.mark.slow
-def test_a_published_index_is_fetched_from_its_store(tmp_path: Path, ray_cluster: TestCluster) -> None:
-    dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=4), RECIPE, index_store=str(tmp_path / "store"))
-    index = dataset.index()
-    # The trainer's node has lost its own: only the store is left.
+def test_an_index_file_is_fetched_by_the_node(tmp_path: Path, ray_cluster: TestCluster) -> None:
+    paths = omni_shards(tmp_path, shards=1, samples=4)
+    od.ShardDataset(paths, RECIPE).named_file(str(tmp_path / "one.index")).write(od.ShardDataset(paths, RECIPE).index())
+    index = od.ShardDataset(paths, RECIPE, index_file=tmp_path / "one.index").index()
+    # The trainer's node has lost its own: only the file is left.
     lost = replace(file_of_index(index, ray.get_runtime_context().get_node_id()), path=str(tmp_path / "lost.index"))
     opened = ray.remote(index_on_node).options(num_cpus=0, resources={"node1": 0.1})
-    path = Path(ray.get(opened.remote(lost, index.fetch)))
+    path = Path(ray.get(opened.remote(lost, index.fetch, index.place)))
     assert path.parent == ray_cluster.caches[1] / "index" and path.read_bytes() == index.path.read_bytes()
     with pytest.raises(od.StorageError, match="cannot be read on the trainer's node"):
-        ray.get(opened.remote(lost, None))
+        ray.get(opened.remote(lost, None, None))
 
 
 @pytest.mark.slow
@@ -329,10 +330,10 @@ def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
     index = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=3), RECIPE).index()
     file = file_of_index(index, ray.get_runtime_context().get_node_id())
     monkeypatch.setattr(node_files, "_there", lambda file: None)
-    copy = open_index(file, no_store)
+    copy = open_index(file, no_store, None)
     assert copy.path.name == f"{file.digest}.index" and copy.path.read_bytes() == index.path.read_bytes()
     with pytest.raises(od.StorageError, match="cannot be read on the trainer's node") as raised:
-        open_index(replace(file, path=str(tmp_path / "lost.index"), digest="0"), no_store)
+        open_index(replace(file, path=str(tmp_path / "lost.index"), digest="0"), no_store, None)
     assert "no answer" in str(raised.value.__cause__)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from index_file_job import __file__ as JOB
 from other_places import Place, contents, epoch, loader_of
 from pairs_container import Pairs
-from published_job import __file__ as JOB
 from rank_jobs import run_ranks
 from servers.http_server import HttpServer
 from shard_factory import RECIPE, omni_shards, write_shard
@@ -278,20 +278,6 @@ def test_a_table_with_another_byte_is_an_error(place: Place, measured: list[str]
     assert len(measured) == 2
 
 
-def test_a_published_index_moves_and_is_published(
-    paths: list[str], place: Place, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    od.ShardDataset(paths, RECIPE).index()
-    place.put(paths)
-    first = place.dataset(index_store=f"s3://{place.bucket}/index")
-    assert len(first) == SHARDS * SAMPLES
-    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "another-node"))
-    second = place.dataset(index_store=f"s3://{place.bucket}/index")
-    assert len(epoch(loader_of(second))) == SHARDS * SAMPLES // 3
-    assert (second.generation, second.index().build_id) == (1, first.index().build_id)
-    assert len(measured) == SHARDS
-
-
 def test_sound_inside_of_clips_has_the_mark_of_its_clip(place: Place, measured: list[str], tmp_path: Path) -> None:
     pytest.importorskip("av")
     from video_clips import clip
@@ -414,22 +400,20 @@ def test_sources_of_a_mixture_move(paths: list[str], place: Place, measured: lis
     assert len(measured) == SHARDS
 
 
-@pytest.mark.parametrize("index_store", [False, True])
 def test_ranks_list_the_place_once(
-    paths: list[str], place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index_store: bool
+    paths: list[str], place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "node-0"))
     od.ShardDataset(paths, RECIPE).index()
     place.put(paths)
-    store = {"index_store": f"s3://{place.bucket}/index"} if index_store else {}
-    given = {"paths": place.pattern, "options": place.options, "ranks_per_node": 3, "folder": str(tmp_path)} | store
+    given = {"paths": place.pattern, "options": place.options, "ranks_per_node": 3, "folder": str(tmp_path)}
     ranks = run_ranks(JOB, json.dumps(given | {"common": True}), num_ranks=3, folder=tmp_path)
     assert [rank["measured"] for rank in ranks] == [[]] * 3
     assert len({json.dumps(rank["state"]) for rank in ranks}) == 1
     keys = [key for rank in ranks for key in rank["keys"]]
     assert len(keys) == len(set(keys)) == SHARDS * SAMPLES
     listed = [request for request in place.proxy.requests("LIST") if "prefix=data" in request.query]
-    assert len(listed) == 1 + index_store, "with index_store, new shards are looked for after the first step"
+    assert len(listed) == 1
 
 
 def test_shards_of_a_container_of_the_users_move(place: Place, measured: list[str], tmp_path: Path) -> None:

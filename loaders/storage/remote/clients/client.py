@@ -48,12 +48,8 @@ class Client(Protocol):
         """
         ...
 
-    def put(self, key: str, data: Buffer, *, create: bool) -> None:
-        """Write an object; with `create`, only if there is none (Trouble "exists" otherwise)."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there."""
+    def put(self, key: str, data: Buffer) -> None:
+        """Write an object."""
         ...
 
     def refresh(self) -> bool:

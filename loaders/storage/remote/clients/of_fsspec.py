@@ -96,19 +96,14 @@ class FsspecClient:
         for begin in range(0, len(listed), _PAGE):
             yield listed[begin : begin + _PAGE]
 
-    def put(self, key: str, data: Buffer, *, create: bool) -> None:
+    def put(self, key: str, data: Buffer) -> None:
         path = self._path(key)
 
         def write() -> None:
-            if create and self._files.exists(path):
-                raise Trouble("exists", "there is an object of this name")
             self._files.makedirs(self._files._parent(path), exist_ok=True)
             self._files.pipe_file(path, bytes(data))
 
         self._called(write)
-
-    def delete(self, key: str) -> None:
-        self._called(lambda: self._files.rm_file(self._path(key)))
 
     def refresh(self) -> bool:
         return False

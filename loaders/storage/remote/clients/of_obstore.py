@@ -95,21 +95,8 @@ class ObstoreClient:
         while (page := self._called(lambda: next(listing, None))) is not None:
             yield [Listed(each["path"], _version_of(each)) for each in page]
 
-    def put(self, key: str, data: Buffer, *, create: bool) -> None:
-        mode = "create" if create else "overwrite"
-
-        def write() -> None:
-            try:
-                self._obstore.put(self._store, key, bytes(data), mode=mode)
-            except self._obstore.exceptions.AlreadyExistsError:  # which is any conflict
-                if not create:
-                    raise
-                raise Trouble("exists", "there is an object of this name") from None
-
-        self._called(write)
-
-    def delete(self, key: str) -> None:
-        self._called(lambda: self._obstore.delete(self._store, key))
+    def put(self, key: str, data: Buffer) -> None:
+        self._called(lambda: self._obstore.put(self._store, key, bytes(data)))
 
     def refresh(self) -> bool:
         if self._is_given:

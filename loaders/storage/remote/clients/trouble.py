@@ -16,12 +16,11 @@ from typing import Final, Literal
 
 from orchdata.loaders.errors import StaleIndexError, StorageError, pass_trouble
 
-Kind = Literal["passing", "credentials", "absent", "changed", "exists", "key", "final"]
+Kind = Literal["passing", "credentials", "absent", "changed", "key", "final"]
 
 _NUMBERS: Final[dict[str, int]] = {
     "absent": errno.ENOENT,
     "credentials": errno.EACCES,
-    "exists": errno.EEXIST,
     "key": errno.EILSEQ,
 }
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -58,7 +57,7 @@ class Trouble(Exception):
 
     Attributes:
         kind: "passing": it is made again; "credentials": they are read again, once; "absent": there is no such object
-            or bucket; "changed": the object is another one than was indexed; "exists": a new object was to be created;
+            or bucket; "changed": the object is another one than was indexed;
             "key": the client cannot have a key, its own or one in a page of a listing; "final": no other try helps.
         reason: on one line, without secrets.
     """
@@ -77,7 +76,7 @@ class Trouble(Exception):
             attempts: number of requests.
         """
         if self.kind == "changed":
-            way_out = "run `orchdata index` again, with --to where the index is published"
+            way_out = "run `orchdata index` again, with --out if it is an index_file"
             return StaleIndexError(url, f"{self.reason}: {way_out}")
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
         # A build does not wait once more for what was waited for here.

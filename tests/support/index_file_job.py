@@ -1,6 +1,6 @@
-"""A rank of a job with `index_store`, with a cache folder for its "node". Tells what it saw before the first step.
+"""A rank of a job with `index_file`, with a cache folder for its "node". Tells what it saw before the first step.
 
-Arguments: JSON of paths, storage_options, index_store, ranks of a node, a folder for cache folders, and whether all
+Arguments: JSON of paths, storage_options, index_file, ranks of a node, a folder for cache folders, and whether all
 steps are taken, and whether nodes have one cache folder.
 """
 
@@ -32,9 +32,9 @@ def work(text: str) -> dict[str, Any]:
         measured.append(facts.meta.url.rpartition("/")[2])
         return real(facts, *arguments)
 
-    options, store = given.get("options"), given.get("index_store")
+    options, file = given.get("options"), given.get("index_file")
     with mock.patch.object(builder, "cost_shard", noted):
-        dataset = od.ShardDataset(given["paths"], RECIPE, storage_options=options, index_store=store)
+        dataset = od.ShardDataset(given["paths"], RECIPE, storage_options=options, index_file=file)
         try:
             loader = od.DataLoader(dataset, batch_size=1, num_threads=0)
         except od.MissingIndexError as error:
@@ -45,7 +45,7 @@ def work(text: str) -> dict[str, Any]:
     if given.get("steps", True):
         keys = [key for batch in loader for _, key in batch.sample_ids]
     state = loader.state_dict()
-    return {"measured": measured, "keys": keys, "generation": dataset.generation, "state": state}
+    return {"measured": measured, "keys": keys, "state": state}
 
 
 if __name__ == "__main__":

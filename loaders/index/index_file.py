@@ -1,0 +1,229 @@
+"""An index as a file that a user names: written by `orchdata index --out`, found by its digest, fetched once a node.
+
+    Index --names below the common root of the paths--> FILE or URL --head--> IndexFile --copied--> index/<digest>.index
+
+It has the rows and columns of the index, so that it is the same file whoever writes it of the same data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
+from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
+from orchdata.loaders.index.own_columns import packed_columns
+from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes, marked_bytes
+from orchdata.loaders.index.totals import sum_totals
+from orchdata.loaders.storage.atomic import Buffer, remove, replaced, write_at
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
+from orchdata.loaders.storage.shared.access import Access, access_of
+from orchdata.loaders.storage.shared.files import opened, status_of
+from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.versions import TABLE_FORMAT
+
+_READ_BYTES: Final = 8 << 20
+_ATTEMPTS: Final = 3
+_OUTAGE_SECONDS: Final = 50.0
+"""As `Files.limited` takes it: 0.6 of it."""
+_OPEN: Final = re.compile(r"[*?\[{\\]")
+
+
+class IndexFile(NamedTuple):
+    """A file with an index, as it was when the first rank looked at it.
+
+    Attributes:
+        size, version: as `Storage`.
+        digest: of its head, which has the checksums of its body.
+        root: the folder that its shards were in, with a final "/".
+        recipe, rules: fingerprint of the recipe, and digest of the rules, that it was made under.
+    """
+
+    url: str
+    size: int
+    version: str
+    digest: str
+    root: str
+    recipe: str
+    rules: str
+
+
+def look(url: str, files: Files) -> IndexFile:
+    """Return what a file is now; its head alone is read.
+
+    Raises:
+        MissingIndexError: there is no such file.
+        DamagedIndexError: it is not an index that was written as a file.
+        StorageError: it cannot be read.
+    """
+    version = files.version(url)
+    if version is None:
+        raise MissingIndexError(f"there is no index {url}")
+    with closing(files.open(url, version)) as file:
+        try:
+            head = head_by(file.read, version.size, KIND, TABLE_FORMAT)
+        except ValueError as error:
+            raise DamagedIndexError(url, str(error)) from error
+    made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "rules")]
+    if {*map(type, made)} != {str}:
+        raise DamagedIndexError(url, "it was not written by `orchdata index --out`")
+    return IndexFile(url, *version, head.digest, *made)
+
+
+def opened_copy(file: IndexFile, files: Files, place: Place) -> Index:
+    """Return the index of a file, from the node's copy, which is made if it is missing.
+
+    Raises:
+        DamagedIndexError: the file was replaced or damaged since it was looked at.
+        StorageError: it cannot be read, or the cache folder cannot be written.
+    """
+    cache = CacheFolder()
+    path = cache.root / "index" / f"{file.digest}.index"
+    for attempt in range(_ATTEMPTS):
+        _make(file, files, cache, path)
+        try:
+            return Index(path, place=place)
+        except FileNotFoundError:  # pruned before it was opened
+            continue
+        except DamagedIndexError as error:
+            remove(path)  # the node's copy has changed on its disk, or the file never was an index
+            if attempt == _ATTEMPTS - 1:
+                raise DamagedIndexError(file.url, error.reason) from error
+    raise DamagedIndexError(str(path), "it is removed again and again")
+
+
+def fetched(file: IndexFile, files: Files, place: Place) -> Index:
+    """Return the index of a file, as `opened_copy`. Raises the same; an outage may last half a minute, because there
+    may be another way to the file.
+    """
+    return opened_copy(file, files.limited(_OUTAGE_SECONDS), place)
+
+
+def root_of(paths: Sequence[str]) -> str:
+    """Return the folder, with a final "/", that all paths and patterns are in, as far as they name one."""
+    folders = []
+    for path in paths:
+        found = _OPEN.search(path)
+        fixed = path.rstrip("/") if found is None else path[: found.start()]
+        folders.append(fixed.rpartition("/")[0].split("/"))
+    common = itertools.takewhile(lambda names: len({*names}) == 1, zip(*folders, strict=False))
+    return "/".join(names[0] for names in common) + "/"
+
+
+def write_index_file(indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: str) -> None:
+    """Write an index, or one of the shards of several, as a file. It appears when it is complete.
+
+    Args:
+        indexes: of one recipe; none of their shards is in two of them.
+        root: the folder that all shards are in.
+        recipe, rules: as in `IndexFile`.
+
+    Raises ValueError if a shard is not in the folder, or comes twice; StorageError.
+    """
+    shards = [shard for index in indexes for shard in index.shards]
+    for shard in shards:
+        if not shard.url.startswith(root) or shard.reach:
+            raise ValueError(f"{shard.url} is not in {root}, or indexed in part: the index cannot be written as a file")
+    if len({shard.url for shard in shards}) < len(shards):
+        raise ValueError("a shard is in two of the indexes that are to be merged")
+    named = [
+        replace(shard, url=shard.url[len(root) :], media_root="." if shard.media_root else "").as_list()
+        for shard in shards
+    ]
+    values = {"shards": named, "root": root, "made_under": recipe, "rules": rules}
+    if not is_remote(url):
+        _write(Path(url), indexes, values)
+        return
+    cache = CacheFolder()
+    cache.make("index")
+    path = cache.root / "index" / f"{digest([url, named, os.getpid()])}.out"
+    try:
+        _write(path, indexes, values, Access.joined(access_of(str(index.path)) for index in indexes))
+        with opened(path) as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            files.objects.put(url, data)
+    finally:
+        remove(path)
+
+
+def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any], access: Access | None = None) -> None:
+    shards = [shard for index in indexes for shard in index.shards]
+    fields = {name: number for number, name in enumerate(dict.fromkeys(each for one in indexes for each in one.fields))}
+    sizes = [index.size for index in indexes]
+    size = TableSize.sum(sizes)
+    values |= {
+        "fingerprint": content_fingerprint(shards, values["made_under"]),
+        "build_id": indexes[0].build_id if len(indexes) == 1 else digest([index.build_id for index in indexes]),
+        "recipe": indexes[0].recipe,
+        "shard_rows": np.cumsum(np.concatenate([[0], *(np.diff(index.shard_rows) for index in indexes)])).tolist(),
+        "fields": list(fields),
+        "modalities": list(indexes[0].modalities),
+        "totals": sum_totals([index.totals for index in indexes]),
+        "size": size.as_dict(),
+    }
+    if has_marks := any(index.marks is not None for index in indexes):
+        values["marks"] = True
+    table = length = marked_bytes(size) if has_marks else body_bytes(size)
+    columns = [index.own for index in indexes if index.own is not None]
+    if len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns):
+        values["own"], batch = packed_columns(pa.concat_batches(columns))
+        length += batch.size
+    start, number = body_start(values, length), 0
+    with replaced(path, access) as fd:
+        writer = TableWriter(fd, start, size, has_marks=has_marks)
+        for index, its_size in zip(indexes, sizes, strict=True):
+            with index.body() as body:
+                writer.append(body, its_size, number, [fields[name] for name in index.fields])
+                writer.flush()
+            index.check_unchanged()
+            number += len(index.shards)
+        if length > table:
+            write_at(fd, memoryview(batch), start + table)
+        finish(fd, KIND, TABLE_FORMAT, values, start, length)
+
+
+def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None:
+    """Make a node's copy, if there is none: one of its ranks does, and the others wait."""
+    if status_of(path) is not None:
+        return
+    cache.make("index")
+    access = None if is_remote(file.url) else access_of(file.url)
+    with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
+        if status_of(path) is not None:  # another rank has made it
+            return
+        with replaced(path, access) as fd:
+            at = 0
+            try:
+                for data in _pieces(file, files):
+                    write_at(fd, data, at)
+                    at += len(data)
+                is_same = at == file.size and head_of(fd, KIND, TABLE_FORMAT).digest == file.digest
+            except (StaleIndexError, ValueError):
+                is_same = False
+            if not is_same:
+                raise DamagedIndexError(
+                    file.url, "it was replaced or cut since the first rank looked at it: start again"
+                )
+
+
+def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
+    if is_remote(file.url):
+        yield from files.objects.pieces(file.url, FileVersion(file.size, file.version), ReadBytes())
+        return
+    with closing(files.open(file.url)) as local:
+        for start in range(0, file.size, _READ_BYTES):
+            yield local.read(start, min(_READ_BYTES, file.size - start))

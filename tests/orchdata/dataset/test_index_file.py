@@ -1,0 +1,464 @@
+"""An index as a file: what a job asks the server for, what does not fit, replaced, damaged and forged files, parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from index_file_job import __file__ as JOB
+from rank_jobs import run_ranks
+from servers.fixtures import Proxied
+from servers.proxy import Proxy, Request
+from servers.s3_server import S3Server
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.loaders.index.building import builder
+from orchdata.loaders.index.index import KIND
+from orchdata.loaders.index.index_file import root_of
+from orchdata.loaders.storage.sealed import head_of, seal
+from orchdata.loaders.versions import TABLE_FORMAT
+
+SHARDS = 6
+SAMPLES = 4
+
+
+class Bucket:
+    """A bucket with shards, and a proxy that counts what is asked of it."""
+
+    def __init__(self, server: S3Server, name: str, proxy: Proxy, folder: Path) -> None:
+        self.server, self.name, self.proxy = server, name, proxy
+        self.options = server.options_of("all", proxy.endpoint)
+        self.pattern = f"s3://{name}/data/*.tar"
+        self.file = f"s3://{name}/index/train.index"
+        self.paths = omni_shards(folder, shards=SHARDS, samples=SAMPLES)
+        for path in self.paths:
+            self.put(path)
+
+    def put(self, path: str) -> None:
+        self.server.put(self.name, f"data/{Path(path).name}", Path(path).read_bytes())
+
+    def dataset(self, **more: Any) -> od.ShardDataset:
+        given = {"storage_options": self.options, "index_file": self.file} | more
+        return od.ShardDataset(self.pattern, RECIPE, **given)
+
+    def asked(self) -> Counter[str]:
+        """How often each kind of request was made of each folder, since the last time; then it is forgotten."""
+        seen = Counter(_called(each) for each in self.proxy.requests())
+        self.proxy.clear()
+        return seen
+
+    def index(self, *more: str, out: str | None = None) -> Any:
+        """What `orchdata index --out` reports."""
+        options = [f"--storage-options={name}={value}" for name, value in self.options.items()]
+        return index(self.pattern, "--out", out or self.file, *options, *more)
+
+
+def index(*arguments: object, recipe: tuple[str, ...] = ("--recipe", "shard_factory:RECIPE", "--json")) -> Any:
+    result = CliRunner().invoke(app, ["index", *map(str, arguments), *recipe])
+    if result.exit_code:
+        raise ValueError(result.stderr)
+    return json.loads(result.stdout) if recipe else result.stdout
+
+
+def _called(request: Request) -> str:
+    if request.kind == "LIST":
+        listed = next(part for part in request.query.split("&") if part.startswith("prefix="))
+        return f"LIST {listed.removeprefix('prefix=').replace('%2F', '/').split('/')[0]}"
+    return f"{request.method} {request.path.partition('/')[2].partition('/')[2].partition('/')[0]}"
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path) -> Bucket:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    return Bucket(s3_server, new_bucket(), proxied(s3_server), folder)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """A pattern of local shards, and `train.index` next to their folder."""
+    (tmp_path / "shards").mkdir()
+    omni_shards(tmp_path / "shards", shards=SHARDS, samples=SAMPLES)
+    index(f"{tmp_path}/shards/*.tar", "--out", tmp_path / "train.index")
+    return f"{tmp_path}/shards/*.tar"
+
+
+def new_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> Path:
+    """Be another node."""
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / name))
+    return tmp_path / name
+
+
+def test_a_node_fetches_the_file_once_and_asks_for_no_shard(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = bucket.index()
+    assert report["out"] == bucket.file
+    built = od.ShardDataset(bucket.pattern, RECIPE, storage_options=bucket.options)
+    expected, fourth = built.urls, built[3].key
+    new_cache(monkeypatch, tmp_path, "another")
+    bucket.asked()
+    first = bucket.dataset()
+    assert (len(first), first.urls) == (SHARDS * SAMPLES, expected)
+    head = {"HEAD index": 1, "GET index": 1}
+    assert bucket.asked() == head | {"GET index": 2}, "its head, and all of it"
+    again = bucket.dataset()
+    assert len(again) == SHARDS * SAMPLES
+    assert bucket.asked() == head, "the node's copy"
+    assert again[3].key == fourth
+    od.DataLoader(bucket.dataset(), dp=(0, 2), index="require")
+    assert bucket.server.get(bucket.name, "index/train.index") == first.index().path.read_bytes()
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 1)])
+def test_a_job_looks_at_the_file_once_and_fetches_it_once_a_node(
+    bucket: Bucket, tmp_path: Path, nodes: int, per_node: int
+) -> None:
+    bucket.index()
+    bucket.asked()
+    ranks = run_ranks(
+        JOB, _arguments(bucket, tmp_path, per_node, steps=False), num_ranks=nodes * per_node, folder=tmp_path
+    )
+    assert bucket.asked() == {"HEAD index": 1, "GET index": 1 + nodes}
+    assert [rank["measured"] for rank in ranks] == [[]] * len(ranks)
+
+
+def _arguments(bucket: Bucket, folder: Path, per_node: int, **more: Any) -> str:
+    given = {"paths": bucket.pattern, "options": bucket.options, "index_file": bucket.file, "folder": str(folder)}
+    return json.dumps(given | {"ranks_per_node": per_node} | more)
+
+
+def test_nodes_without_a_file_or_a_common_folder_are_an_error_with_the_command(bucket: Bucket, tmp_path: Path) -> None:
+    ranks = run_ranks(JOB, _arguments(bucket, tmp_path, 1, index_file=None, steps=False), num_ranks=2, folder=tmp_path)
+    errors = [rank["error"] for rank in ranks if "error" in rank]
+    assert errors, "the first rank may have measured all before another one came"
+    for error in errors:
+        assert f"orchdata index '{bucket.pattern}' --storage-options endpoint=..." in error
+        assert "--out URL" in error
+        assert bucket.options["secret_access_key"] not in error
+
+
+def test_nodes_with_a_common_folder_build_together(bucket: Bucket, tmp_path: Path) -> None:
+    arguments = _arguments(bucket, tmp_path, 1, index_file=None, common=True)
+    ranks = run_ranks(JOB, arguments, num_ranks=2, folder=tmp_path)
+    assert sorted(name for rank in ranks for name in rank["measured"]) == [Path(path).name for path in bucket.paths]
+
+
+def test_a_local_file_serves_ranks_of_several_nodes(shards: str, tmp_path: Path) -> None:
+    given = {"paths": shards, "index_file": str(tmp_path / "train.index"), "folder": str(tmp_path)}
+    ranks = run_ranks(JOB, json.dumps(given | {"ranks_per_node": 2}), num_ranks=4, folder=tmp_path)
+    assert [rank["measured"] for rank in ranks] == [[]] * 4
+    keys = [key for rank in ranks for key in rank["keys"]]
+    assert len(keys) == len(set(keys)) == SHARDS * SAMPLES
+
+
+def test_parts_of_several_machines_become_the_index_of_one(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [tmp_path / f"{number}.index" for number in range(1, 4)]
+    for number, part in enumerate(parts, 1):
+        new_cache(monkeypatch, tmp_path, f"machine-{number}")
+        assert index(shards, "--share", f"{number}/3", "--out", part)["shards"] == SHARDS // 3
+    new_cache(monkeypatch, tmp_path, "another")
+    said = index("--merge", *parts, "--out", tmp_path / "merged.index", recipe=())
+    assert f"the index of {SHARDS} shards" in said
+    heads = [head(tmp_path / name) for name in ("train.index", "merged.index")]
+    assert heads[0].crcs == heads[1].crcs
+    assert heads[0].values | {"build_id": ""} == heads[1].values | {"build_id": ""}
+    assert len(od.ShardDataset(shards, RECIPE, index_file=tmp_path / "merged.index")) == SHARDS * SAMPLES
+
+    with pytest.raises(ValueError, match="a shard is in two"):
+        index("--merge", parts[0], parts[0], "--out", tmp_path / "merged.index", recipe=())
+    index(shards, "--out", tmp_path / "other.index", recipe=("--json",))
+    with pytest.raises(ValueError, match="of another recipe"):
+        index("--merge", parts[0], tmp_path / "other.index", "--out", tmp_path / "merged.index", recipe=())
+    for wrong in ("0/3", "4/3", "1/9", "1", "a/b"):
+        with pytest.raises(ValueError, match="--share is I/N"):
+            index(shards, "--share", wrong, "--out", parts[0])
+
+
+def test_a_merge_of_two_folders_is_of_their_common_one(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / f"{name}.tar", omni_samples(SAMPLES, prefix=name, seed=1))
+        index(f"{tmp_path}/{name}/*.tar", "--out", tmp_path / f"{name}.index")
+    index("--merge", tmp_path / "a.index", tmp_path / "b.index", "--out", tmp_path / "ab.index", recipe=())
+    dataset = od.ShardDataset([f"{tmp_path}/a/*.tar", f"{tmp_path}/b/*.tar"], RECIPE, index_file=tmp_path / "ab.index")
+    assert len({sample.key for sample in dataset}) == 2 * SAMPLES
+
+
+class TestWhatDoesNotFit:
+    """It is an error before the first step, with the command, and nothing is measured."""
+
+    @pytest.mark.parametrize(
+        ("paths", "reason"),
+        [
+            (["omni-00000[0-4].tar"], "has .*omni-000005.tar, which the paths do not name"),
+            (["omni-000003.tar", "*.tar"], "after shards that come later"),
+            (["*.tar", "other/*.tar"], "has no shard of .*other/"),
+            (["omni-{000000..000006}.tar"], "has no shard of .*omni-000006.tar"),
+        ],
+    )
+    def test_paths(self, shards: str, tmp_path: Path, paths: list[str], reason: str) -> None:
+        given = [f"{tmp_path}/shards/{path}" for path in paths]
+        with pytest.raises(od.MissingIndexError, match=f"{reason}.*orchdata index .* --out {tmp_path}/train.index"):
+            od.ShardDataset(given, RECIPE, index_file=tmp_path / "train.index").index()
+
+    @pytest.mark.parametrize("paths", [["omni-{000000..000005}.tar"], ["omni-000000.tar", "omni-00000[1-5].tar"]])
+    def test_other_words_for_the_same_paths_fit(self, shards: str, tmp_path: Path, paths: list[str]) -> None:
+        given = [f"{tmp_path}/shards/{path}" for path in paths]
+        assert len(od.ShardDataset(given, RECIPE, index_file=tmp_path / "train.index")) == SHARDS * SAMPLES
+
+    def test_a_recipe(self, shards: str, tmp_path: Path) -> None:
+        with pytest.raises(od.MissingIndexError, match=r"another recipe: orchdata index"):
+            od.DataLoader(od.ShardDataset(shards, index_file=tmp_path / "train.index"), batch_size=1)
+
+    def test_rules_of_another_release(self, shards: str, tmp_path: Path) -> None:
+        forged(tmp_path / "train.index", lambda values: values | {"rules": "of another"})
+        with pytest.raises(od.MissingIndexError, match="judges or counts"):
+            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index()
+
+    @pytest.mark.parametrize("how", [{"columns": {"a": "b"}}, {"key": "last_dot"}])
+    def test_how_shards_are_read(self, shards: str, tmp_path: Path, how: dict[str, Any]) -> None:
+        with pytest.raises(od.MissingIndexError, match="or other columns, key or containers"):
+            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index", **how).index()
+
+    def test_no_file(self, shards: str, tmp_path: Path) -> None:
+        with pytest.raises(od.MissingIndexError, match=r"there is no index .*no\.index: orchdata index"):
+            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "no.index").index()
+        with pytest.raises(ValueError, match="never built here"):
+            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index(rebuild=True)
+
+    @pytest.mark.parametrize("name", ["there/no.index", "https://host/no.index"])
+    def test_a_place_that_takes_no_file_is_refused_before_anything_is_measured(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "a.tar").touch()
+        out = name if "://" in name else str(tmp_path / name)
+        with pytest.raises(ValueError, match="there is no folder|takes no files"):
+            index(f"{tmp_path}/*.tar", "--out", out)
+
+
+@pytest.mark.parametrize("given", ["https://host/a?signature=hidden", "https://me:hidden@host/a", "", "/a/", 3])
+def test_an_index_file_that_is_none_is_refused_without_secrets(given: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="index_file") as caught:
+        od.ShardDataset("s3://bucket/*.tar", index_file=given)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("paths", "root"),
+    [
+        (["s3://b/train/*.tar"], "s3://b/train/"),
+        (["s3://b/train/a.tar", "s3://b/test/**/x.tar"], "s3://b/"),
+        (["s3://a/x.tar", "s3://b/y.tar"], "s3://"),
+        (["/d/e/{0..3}.tar", "/d/f"], "/d/"),
+        (["/a.tar"], "/"),
+    ],
+)
+def test_the_root_of_paths(paths: list[str], root: str) -> None:
+    assert root_of(paths) == root
+
+
+def test_a_file_that_is_replaced_meanwhile_is_an_error(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.index()
+    dataset = bucket.dataset()
+    assert len(dataset) == SHARDS * SAMPLES
+    bucket.put(write_shard(Path(bucket.paths[0]).parent / f"omni-{SHARDS:06d}.tar", omni_samples(1, seed=98)))
+    bucket.index()
+    assert len(dataset.filter("tokens > 0")) == SHARDS * SAMPLES, "the node's copy of the former one"
+    new_cache(monkeypatch, tmp_path, "another")
+    with pytest.raises(od.DamagedIndexError, match="was replaced or cut since the first rank looked"):
+        dataset.filter("tokens > 1").index()
+    assert not list((tmp_path / "another").glob("index/*.index")), "nothing half is left"
+    assert len(bucket.dataset()) == SHARDS * SAMPLES + 1
+
+
+@pytest.mark.parametrize("at", [0, 200, -9])
+def test_a_damaged_file_is_an_error(shards: str, tmp_path: Path, at: int) -> None:
+    content = bytearray((tmp_path / "train.index").read_bytes())
+    content[at] ^= 1
+    (tmp_path / "train.index").write_bytes(content)
+    with pytest.raises(od.DamagedIndexError, match=r"train\.index"):
+        od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index()
+
+
+def test_a_damaged_copy_of_a_node_is_fetched_again(bucket: Bucket) -> None:
+    bucket.index()
+    path = bucket.dataset().index().path
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    assert bucket.dataset().index().path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["../a.tar", "/etc/a.tar", "s3://b/a.tar", "a//b.tar", "./a.tar", ""])
+def test_a_forged_file_names_no_shard_outside_of_the_paths(shards: str, tmp_path: Path, name: str) -> None:
+    def renamed(values: dict[str, Any]) -> dict[str, Any]:
+        return values | {"shards": [[name, *values["shards"][0][1:]], *values["shards"][1:]]}
+
+    forged(tmp_path / "train.index", renamed)
+    with pytest.raises(od.DamagedIndexError, match="is not named by a path below the common folder"):
+        od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index()
+
+
+def test_an_index_of_a_cache_folder_is_no_index_file(shards: str, tmp_path: Path) -> None:
+    path = od.ShardDataset(shards, RECIPE).index().path
+    with pytest.raises(od.DamagedIndexError, match="not written by `orchdata index --out`"):
+        od.ShardDataset(shards, RECIPE, index_file=path).index()
+
+
+def head(path: Path) -> Any:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return head_of(fd, KIND, TABLE_FORMAT)
+    finally:
+        os.close(fd)
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Seal the file again with another head, as whoever wrote it could."""
+    known = head(path)
+    content, _ = seal(KIND, TABLE_FORMAT, change(dict(known.values)), [path.read_bytes()[known.start :]])
+    path.write_bytes(content)
+
+
+class TestAnotherPlace:
+    """An index file serves shards under another root: times do not count there, contents do."""
+
+    def test_copies_with_other_times_serve_and_other_contents_do_not(self, shards: str, tmp_path: Path) -> None:
+        shutil.copytree(tmp_path / "shards", tmp_path / "copy")  # with the same times
+        file = tmp_path / "train.index"
+        here, there = (
+            od.ShardDataset(f"{tmp_path}/{name}/*.tar", RECIPE, index_file=file) for name in ("shards", "copy")
+        )
+        expected = [sample.key for sample in here]
+        os.utime(tmp_path / "copy" / "omni-000001.tar")
+        assert [sample.key for sample in there] == expected
+        assert there.urls[0] == f"{tmp_path}/copy/omni-000000.tar"
+
+        changed = tmp_path / "copy" / "omni-000000.tar"
+        stat = changed.stat()
+        changed.write_bytes(changed.read_bytes().replace(b"s0-0000", b"s0-000x"))
+        os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        again = od.ShardDataset(f"{tmp_path}/copy/*.tar", RECIPE, index_file=file)
+        with pytest.raises(od.StaleIndexError, match="was rewritten since it was indexed"):
+            again[0]
+
+    def test_objects_of_equal_etags_serve_in_another_bucket(
+        self, bucket: Bucket, new_bucket: Callable[[], str], tmp_path: Path
+    ) -> None:
+        bucket.index(out=str(tmp_path / "train.index"))
+        other = new_bucket()
+        for path in bucket.paths:
+            bucket.server.put(other, f"data/{Path(path).name}", Path(path).read_bytes())
+        how: dict[str, Any] = {"storage_options": bucket.options, "index_file": tmp_path / "train.index"}
+        there = od.ShardDataset(f"s3://{other}/data/*.tar", RECIPE, **how)
+        assert [sample.key for sample in there] == [sample.key for sample in bucket.dataset(**how)]
+        first = f"data/{Path(bucket.paths[0]).name}"
+        bucket.server.put(other, first, bucket.server.get(other, first)[:-512] + bytes(511) + b"x")
+        with pytest.raises(od.StaleIndexError, match="was replaced since it was indexed.*orchdata index"):
+            list(od.ShardDataset(f"s3://{other}/data/*.tar", RECIPE, **how))
+
+
+def test_shards_that_the_index_lacks_are_one_warning_after_the_first_step(bucket: Bucket) -> None:
+    bucket.index()
+    bucket.put(write_shard(Path(bucket.paths[0]).parent / f"omni-{SHARDS:06d}.tar", omni_samples(SAMPLES, seed=98)))
+    bucket.asked()
+    dataset = bucket.dataset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = od.DataLoader(dataset, batch_size=4, num_threads=0)
+        assert "LIST data" not in bucket.asked()
+        assert len([key for batch in loader for key in batch.sample_ids]) == SHARDS * SAMPLES
+        for thread in threading.enumerate():
+            if thread.name == "orchdata-new-shards":
+                thread.join()
+    said = [str(each.message) for each in caught if bucket.file in str(each.message)]
+    assert len(said) == 1
+    assert said[0].startswith(f"1 shard (the first: s3://{bucket.name}/data/omni-{SHARDS:06d}.tar)")
+    assert bucket.asked()["LIST data"] == 1
+
+
+def test_a_state_goes_on_with_the_same_file_and_is_refused_with_another(shards: str, tmp_path: Path) -> None:
+    def loader() -> od.DataLoader:
+        dataset = od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index")
+        return od.DataLoader(dataset, batch_size=4, num_threads=0)
+
+    first = loader()
+    next(iter(first))
+    state = first.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert len(list(again)) == SHARDS * SAMPLES // 4 - 1
+    write_shard(tmp_path / "shards" / f"omni-{SHARDS:06d}.tar", omni_samples(SAMPLES, prefix="m-", seed=98))
+    index(shards, "--out", tmp_path / "train.index")
+    with pytest.raises(od.StateError):
+        loader().load_state_dict(state)
+
+
+def test_bad_samples_do_not_make_one_rank_build_again(bucket: Bucket, tmp_path: Path) -> None:
+    folder = Path(bucket.paths[0]).parent
+    bucket.put(write_shard(folder / f"omni-{SHARDS:06d}.tar", [{"__key__": "bad", "jpg": b"no image", "txt": b"x"}]))
+    bucket.index("--max-failures", "1")
+    with pytest.raises(od.DataError, match="the first of 1 bad samples"):
+        od.DataLoader(bucket.dataset(), batch_size=1, num_threads=0)
+
+
+def test_wrong_credentials_are_one_error_without_them(bucket: Bucket) -> None:
+    bucket.index()
+    options = bucket.options | {"secret_access_key": "not-the-secret"}
+    with pytest.raises(od.StorageError, match="credentials|403|denied") as caught:
+        bucket.dataset(storage_options=options).index()
+    assert "not-the-secret" not in str(caught.value)
+
+
+def test_secrets_are_in_no_file(bucket: Bucket, tmp_path: Path, private_cache: Path) -> None:
+    secrets = [bucket.options[name].encode() for name in ("secret_access_key", "access_key_id")]
+    bucket.index()
+    ranks = run_ranks(JOB, _arguments(bucket, tmp_path, 1), num_ranks=2, folder=tmp_path)
+    dataset = bucket.dataset()
+    dataset.index()
+    files = [path for folder in (tmp_path, private_cache) for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > SHARDS
+    shown = [bucket.server.get(bucket.name, "index/train.index"), json.dumps(ranks).encode(), repr(dataset).encode()]
+    shown += [repr(dataset.named_file(bucket.file)).encode(), dataset.index_command.encode()]
+    for content in [*(path.read_bytes() for path in files), *shown]:
+        assert not any(secret in content for secret in secrets)
+
+
+def test_a_store_of_one_bucket_cannot_have_an_index_in_another(bucket: Bucket) -> None:
+    bucket.index()
+    store = bucket.server.store(bucket.name)
+    with pytest.raises(ValueError, match="store is of one bucket"):
+        od.ShardDataset(bucket.pattern, store=store, index_file="s3://other/train.index")
+    dataset = od.ShardDataset(bucket.pattern, RECIPE, store=store, index_file=bucket.file)
+    assert len(dataset) == SHARDS * SAMPLES
+
+
+def test_a_mixture_gives_a_file_to_each_source(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "more").mkdir()
+    write_shard(tmp_path / "more" / "m.tar", omni_samples(SAMPLES, prefix="m-", seed=98))
+    index(f"{tmp_path}/more/*.tar", "--out", tmp_path / "more.index")
+    monkeypatch.setattr(builder, "cost_shard", lambda *_: pytest.fail("a shard is measured"))
+    sources = {
+        "one": od.Source(od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index"), weight=1),
+        "two": od.Source(
+            od.ShardDataset(f"{tmp_path}/more/*.tar", RECIPE, index_file=tmp_path / "more.index"), weight=1
+        ),
+    }
+    loader = od.DataLoader(od.Mixture(sources), batch_size=2, num_threads=0)
+    keys = {key for batch in loader for _, key in batch.sample_ids}
+    assert any(key.startswith("m-") for key in keys)
+    assert any(key.startswith("s0-") for key in keys)
