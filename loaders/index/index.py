@@ -78,11 +78,12 @@ class Place(NamedTuple):
             made_in: the root then.
         """
         url = self.root + shard.url
-        media_root = (media_root_of(url, self.media_root) or "") if shard.media_root else ""
+        media_root = (media_root_of(url, self.media_root) or shard.media_root) if shard.media_root else ""
         if self.root == made_in:
             return replace(shard, url=url, media_root=media_root)
         version = shard.version if is_remote(url) else ""
-        return replace(shard, url=url, media_root=media_root, version=version, moved_media=bool(media_root))
+        is_moved = bool(media_root) and not is_remote(media_root)
+        return replace(shard, url=url, media_root=media_root, version=version, moved_media=is_moved)
 
 
 class Index:

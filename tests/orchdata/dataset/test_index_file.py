@@ -18,7 +18,7 @@ from rank_jobs import run_ranks
 from servers.fixtures import Proxied
 from servers.proxy import Proxy, Request
 from servers.s3_server import S3Server
-from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
+from shard_factory import RECIPE, omni_samples, omni_shards, png, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
@@ -370,6 +370,41 @@ class TestAnotherPlace:
         bucket.server.put(other, first, bucket.server.get(other, first)[:-512] + bytes(511) + b"x")
         with pytest.raises(od.StaleIndexError, match="was replaced since it was indexed.*orchdata index"):
             list(od.ShardDataset(f"s3://{other}/data/*.tar", RECIPE, **how))
+
+    def test_files_that_records_name_are_compared_by_size_and_header(self, tmp_path: Path) -> None:
+        here, there = tmp_path / "here", tmp_path / "there"
+        (here / "media").mkdir(parents=True)
+        for number in range(4):
+            (here / "media" / f"{number}.png").write_bytes(png(40 + 10 * number, 50, seed=number))
+        lines = [json.dumps({"image": f"{number}.png", "text": f"<image> {number}"}) for number in range(4)]
+        (here / "0.jsonl").write_text("\n".join(lines))
+        index(here / "0.jsonl", "--media-root", here / "media", "--out", tmp_path / "train.index")
+        shutil.copytree(here, there, copy_function=shutil.copy)
+
+        def dataset(folder: Path) -> od.ShardDataset:
+            how = {"media_root": folder / "media", "index_file": tmp_path / "train.index"}
+            return od.ShardDataset(folder / "0.jsonl", RECIPE, **how)
+
+        assert [sample.key for sample in dataset(there)] == [sample.key for sample in dataset(here)]
+        picture = there / "media" / "3.png"
+        size = picture.stat().st_size
+        for data in (png(50, 70, seed=3).ljust(size, b"\0")[:size], b"no picture", None):
+            picture.unlink()
+            if data is not None:
+                picture.write_bytes(data)
+            loader = od.DataLoader(dataset(there), batch_size=4, num_threads=0, on_error="skip")
+            with pytest.raises(od.StaleIndexError, match="in another place .*orchdata index"):
+                list(loader)
+        with pytest.raises(od.MissingIndexError, match="another media_root"):
+            od.ShardDataset(there / "0.jsonl", RECIPE, index_file=tmp_path / "train.index").index()
+
+    def test_local_shards_and_objects_do_not_share_an_index(self, bucket: Bucket, tmp_path: Path) -> None:
+        index(f"{tmp_path}/shards/*.tar", "--out", tmp_path / "train.index")
+        with pytest.raises(od.StaleIndexError, match="was replaced since it was indexed.*orchdata index"):
+            bucket.dataset(index_file=tmp_path / "train.index")[0]
+        bucket.index(out=str(tmp_path / "remote.index"))
+        here = od.ShardDataset(f"{tmp_path}/shards/*.tar", RECIPE, index_file=tmp_path / "remote.index")
+        assert len(list(here)) == SHARDS * SAMPLES, "contents are compared"
 
 
 def test_shards_that_the_index_lacks_are_one_warning_after_the_first_step(bucket: Bucket) -> None:
