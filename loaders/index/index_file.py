@@ -30,10 +30,9 @@ from orchdata.loaders.storage.atomic import Buffer, remove, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.opening import opened, status_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
-from orchdata.loaders.storage.shared.access import Access, access_of
-from orchdata.loaders.storage.shared.files import opened, status_of
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.loaders.versions import TABLE_FORMAT
 
@@ -153,14 +152,14 @@ def write_index_file(indexes: Sequence[Index], url: str, files: Files, *, root: 
     cache.make("index")
     path = cache.root / "index" / f"{digest([url, named, os.getpid()])}.out"
     try:
-        _write(path, indexes, values, Access.joined(access_of(str(index.path)) for index in indexes))
+        _write(path, indexes, values)
         with opened(path) as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             files.objects.put(url, data)
     finally:
         remove(path)
 
 
-def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any], access: Access | None = None) -> None:
+def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any]) -> None:
     shards = [shard for index in indexes for shard in index.shards]
     fields = {name: number for number, name in enumerate(dict.fromkeys(each for one in indexes for each in one.fields))}
     sizes = [index.size for index in indexes]
@@ -183,7 +182,7 @@ def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any], access:
         values["own"], batch = packed_columns(pa.concat_batches(columns))
         length += batch.size
     start, number = body_start(values, length), 0
-    with replaced(path, access) as fd:
+    with replaced(path) as fd:
         writer = TableWriter(fd, start, size, has_marks=has_marks)
         for index, its_size in zip(indexes, sizes, strict=True):
             with index.body() as body:
@@ -201,11 +200,10 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
     if status_of(path) is not None:
         return
     cache.make("index")
-    access = None if is_remote(file.url) else access_of(file.url)
     with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
         if status_of(path) is not None:  # another rank has made it
             return
-        with replaced(path, access) as fd:
+        with replaced(path) as fd:
             at = 0
             try:
                 for data in _pieces(file, files):
