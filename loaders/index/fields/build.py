@@ -31,7 +31,7 @@ from orchdata.loaders.shards.open import by_identity, open_indexed, rules_of
 from orchdata.loaders.shards.own.shard import Container
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard, ShardInfo
-from orchdata.loaders.slow import here, shards_under_way, watching
+from orchdata.loaders.slow import here, shards_under_way
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
@@ -98,7 +98,7 @@ def _all_layers(reader: _Reader, progress: Progress | None) -> list[ShardLayer]:
     total = len(reader.index.shards)
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1, total), thread_name_prefix="orchdata-fields")
     try:
-        with measuring(), watching():
+        with measuring():
             futures = [pool.submit(reader.layer, number) for number in range(total)]
             pending = set(futures)
             while pending:
