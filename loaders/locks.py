@@ -9,31 +9,18 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+Lock = AbstractContextManager[Any]
 
-class Turn:
-    """A lock for one thread at a time. Waiting threads wait in this module, which `slow` looks for."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-_locks: dict[int, tuple[Turn, object]] = {}
+_locks: dict[int, tuple[Lock, object]] = {}
 _making = threading.Lock()
 
 
-def lock_of(used: Any) -> Turn:
+def lock_of(used: Any) -> Lock:
     """Return the lock of an object: for a bound method that of its object, for a partial function that of its function.
 
     The thread that has it may take it again.
@@ -50,7 +37,7 @@ def _target(used: Any) -> Any:
     return used if owner is None or isinstance(owner, ModuleType) else owner
 
 
-def _make(target: Any) -> Turn:
+def _make(target: Any) -> Lock:
     with _making:
         if id(target) not in _locks:
             reference: object
@@ -59,7 +46,7 @@ def _make(target: Any) -> Turn:
                 reference = weakref.ref(target, partial(_forget, id(target)))
             except TypeError:
                 reference = target  # kept for ever: an object without weak references cannot say when it is gone
-            _locks[id(target)] = (Turn(), reference)
+            _locks[id(target)] = (threading.RLock(), reference)
         return _locks[id(target)][0]
 
 

@@ -36,7 +36,7 @@ from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
-from orchdata.ranks.comparing import Agreement
+from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
 from orchdata.runtime import Runtime
 from orchdata.steps import OptimizerSteps

@@ -53,7 +53,7 @@ from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
 from orchdata.planning.layout import Padded, layout_of
-from orchdata.ranks.comparing import Agreement
+from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import Rank
 
 _IN_ORDER = (

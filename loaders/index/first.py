@@ -38,7 +38,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Beginning, Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.slow import here, watching
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 
@@ -150,7 +150,7 @@ class _First:
     def tables(self, paths: Sequence[str], count: int) -> list[CostTable]:
         """Return tables of the first shards that have `count` good samples together, or of all; the last may be cut."""
         tables: list[CostTable] = []
-        with measuring(), watching():
+        with measuring():
             while len(tables) < len(paths):
                 left = count - sum(map(_num_good, tables))
                 if left <= 0:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from orchdata.batch.batch import Batch
 from orchdata.ranks.gathering import gather, small_device
-from orchdata.ranks.notes import name_call, name_missing
+from orchdata.ranks.store import name_call, name_missing
 
 
 class FailedParts:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchdata.finalizers import User
-from orchdata.loaders.interrupts import interrupts_later
 from orchdata.loop.position import Position, Progress, Start
 from orchdata.order.steps import Draw
 
@@ -295,7 +294,5 @@ class LoaderIterator:
             self._finish(waits=waits)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid) -> None:
-        # What a finalizer raises is lost: a Ctrl-C that comes in it is raised later.
         if not ends() and process() == self._process:
-            with interrupts_later(sys._getframe()):
-                self.close(waits=self._user is None or self._user.drops_it())
+            self.close(waits=self._user is None or self._user.drops_it())

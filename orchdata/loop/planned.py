@@ -24,8 +24,7 @@ from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.notices import warn_once
 from orchdata.order.steps import Steps, StepTask
-from orchdata.ranks.agreement import check_plans, fail_check
-from orchdata.ranks.comparing import Agreement, Beginning
+from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
 
 
@@ -93,8 +92,6 @@ class PlannedStream:
         return [*(task.step for task, _ in self._under_way), *(task.step for task in self._ahead)]
 
     def __next__(self) -> list[Any]:
-        # Ranks compare where they begin, and share what rank 0 has drawn.
-        self._begun.compare()
         if self._tasks is None:
             self._tasks = self._draw()
 
@@ -188,8 +185,8 @@ class PlannedStream:
             self.position = loop.know(origin.draw)
             return left.tasks
 
-        # All ranks use the random inputs that rank 0 has drawn, or those of the state.
-        draw = self._begun.share(origin.draw or context.steps.draw())
+        # Ranks compare where they begin. All use the random inputs that rank 0 has drawn, or those of the state.
+        draw = self._begun.agree(lambda: origin.draw or context.steps.draw())
         if origin.draw is not None and draw != origin.draw:
             raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
         self.position = loop.know(draw)

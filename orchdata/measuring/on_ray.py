@@ -21,7 +21,7 @@ from orchdata.loaders.errors import ProcessError, StorageError
 from orchdata.loaders.index.jobs.process import ATTEMPTS, Died
 from orchdata.loaders.index.jobs.work import Measurer, packed
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.slow import ThreadProgress, shards_under_way, watching
+from orchdata.loaders.slow import ThreadProgress, shards_under_way
 from orchdata.notices import warn_user
 
 START_SECONDS: Final = 600.0
@@ -125,7 +125,6 @@ class ShardActor:
     def __init__(self, given: bytes) -> None:
         self._measurer = Measurer(given)
         self._contexts = ExitStack()
-        self._contexts.enter_context(watching())
         self._contexts.enter_context(measuring())
 
     def run(self, task: tuple[Any, ...]) -> bytes:

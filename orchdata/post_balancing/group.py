@@ -1,7 +1,7 @@
 """Communication between the ranks of post_balance: gathers and one ragged all-to-all, on a separate gloo group.
 
 Gloo reports a lost rank only to some of the others; the rest would wait for the timeout. So a rank that cannot continue
-leaves a note (`orchdata.ranks.notes`) and closes its connections, which wakes the others.
+leaves a note (`orchdata.ranks.store`) and closes its connections, which wakes the others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StepError
-from orchdata.ranks.notes import Notes, no_word_from, store_of
 from orchdata.ranks.parallel import group_timeout
+from orchdata.ranks.store import Notes, no_word_from, store_of
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]

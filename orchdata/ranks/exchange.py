@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from orchdata.planning.route import Route
-from orchdata.ranks.notes import name_call, name_missing
 from orchdata.ranks.parallel import served_devices
+from orchdata.ranks.store import name_call, name_missing
 
 if TYPE_CHECKING:
     Group = dist.ProcessGroup | None

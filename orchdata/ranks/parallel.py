@@ -64,6 +64,7 @@ class Rank:
         check_plan_every: steps between comparisons of plans, 0 for none.
         dp_groups: process groups, one after another, that together reach the data-parallel ranks and no others; empty
             without torch.distributed.
+        ranks: global numbers of the ranks that run this loader; empty if they are not known.
     """
 
     rank: int = 0
@@ -74,6 +75,7 @@ class Rank:
     ranks_per_node: int | None = None
     check_plan_every: int = 0
     dp_groups: tuple[Any, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -102,7 +104,10 @@ def resolve_rank(dp: Any = None) -> Rank:
             _warn_of_a_launcher()
             return Rank(ranks_per_node=ranks_per_node())
         world = dist.group.WORLD
-        return Rank(dist.get_rank(), dist.get_world_size(), world, ranks_per_node=ranks_per_node(), dp_groups=(world,))
+        size = dist.get_world_size()
+        return Rank(
+            dist.get_rank(), size, world, (), (), ranks_per_node(), dp_groups=(world,), ranks=tuple(range(size))
+        )
     if isinstance(dp, DataParallel):
         resolved = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
         per_node = dp.ranks_per_node or resolved.ranks_per_node
@@ -138,7 +143,8 @@ def _of_group(group: Any) -> Rank:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("dp is a process group this process does not belong to")
-    return Rank(rank, dist.get_world_size(group), group, (group,), ranks_per_node=ranks_per_node(), dp_groups=(group,))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Rank(rank, len(ranks), group, (group,), (), ranks_per_node(), dp_groups=(group,), ranks=ranks)
 
 
 def _of_mesh(dp: DataParallel) -> Rank:
@@ -177,6 +183,7 @@ def _of_mesh(dp: DataParallel) -> Rank:
         shared,
         _ranks_of_a_node(ranks[:, 0].tolist()),
         dp_groups=tuple(mesh.get_group(dim) for dim in dims),
+        ranks=tuple(sorted(ranks.flatten().tolist())),
     )
 
 

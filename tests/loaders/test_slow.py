@@ -1,29 +1,18 @@
-"""Samples that take long are reported of, and judged by work that is counted: never by a clock."""
+"""Samples that take long are judged by work that is counted: never by a clock."""
 
 from __future__ import annotations
 
 import base64
 import gc
-import logging
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_factory import write_shard
 from video_clips import animation, clip
 
-import orchdata as od
-from orchdata.loaders import slow
-from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.shards.jsonl.named_media import media_of
-from orchdata.loaders.slow import AFTER_SECONDS, Watcher, here
-from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Work
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.template import ChatTemplate
@@ -32,65 +21,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@contextmanager
-def at_work(key: str, *, waits: bool = False) -> Iterator[None]:
-    """A thread that is at a sample of shard a.tar, or waits for its storage."""
-    ready, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ready.set()
-        go_on.wait(60)
-
-    def run() -> None:
-        with here().at("a.tar"):
-            here().key = key
-            tried("a.tar", "cannot be read", wait) if waits else wait()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(60)
-    try:
-        yield
-    finally:
-        go_on.set()
-        thread.join()
-
-
-def test_a_slow_sample_is_reported_once_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
-    reports: list[Any] = []
-    watcher = Watcher(lambda *what: reports.append(what))
-    with at_work("slow"):
-        watcher.look(1.0)  # it is seen for the first time
-        for _ in range(4):
-            watcher.look(AFTER_SECONDS / 2)
-    assert reports == [("a.tar", "slow", AFTER_SECONDS)]
-    with caplog.at_level(logging.WARNING, "orchdata"):
-        slow.log(*reports[0])
-    assert "a.tar: sample 'slow' has taken 30 s" in caplog.text
-
-
-def test_a_text_that_is_tokenized_alone_is_that_of_the_sample_under_way(tmp_path: Path) -> None:
-    """Texts of several samples are prepared together."""
-    found: list[tuple[str, object]] = []
-
-    def tokenize(text: str) -> list[int]:
-        found.append((text, here().key))
-        return [1]
-
-    shard = write_shard(tmp_path / "a.tar", [{"__key__": f"k{at}", "txt": f"k{at}".encode()} for at in range(9)])
-    build_index([shard], od.Recipe(text=od.TextPreprocessor(tokenize, id="keys")))
-    assert len(found) == 9 and all(text == key for text, key in found)
-
-
-def test_waiting_for_storage_counts_for_nothing() -> None:
-    reports: list[Any] = []
-    watcher = Watcher(lambda *what: reports.append(what))
-    with at_work("waits", waits=True):
-        for _ in range(9):
-            watcher.look(AFTER_SECONDS)
-    assert reports == []
 
 
 def test_megabytes_of_blanks_where_base64_may_stand_take_no_time() -> None:

@@ -27,7 +27,7 @@ from orchdata.planning.layout import Layout
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
-from orchdata.ranks.comparing import Agreement
+from orchdata.ranks.agreement import Agreement
 
 PER_PHASE = od.Balance(assignment="per_phase")
 

@@ -23,7 +23,7 @@ from orchdata.loaders.index.shard_costs import CostTable
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.slow import here, shards_under_way, watching
+from orchdata.loaders.slow import here, shards_under_way
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.retries import Patience
 
@@ -79,7 +79,7 @@ def in_parallel(
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        with measuring(), watching(), _cancelled(pool, crew):
+        with measuring(), _cancelled(pool, crew):
             chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
             while chunks:  # shards that other processes are measuring are checked again, and waited for
                 futures = [pool.submit(crew.measure, chunk) for chunk in chunks]

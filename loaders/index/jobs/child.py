@@ -8,14 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from orchdata.loaders.index.jobs.work import Measurer, packed
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.slow import shards_under_way, watching
+from orchdata.loaders.slow import shards_under_way
 
 _SHOWN_SECONDS: Final = 0.5
 
@@ -39,7 +38,7 @@ def run_child(channel: Connection[Any, Any], life: Connection[Any, Any]) -> None
 
     send("started")
     given = channel.recv_bytes()
-    with watching(partial(send, "slow")), measuring():
+    with measuring():
         measurer = Measurer(given)
         threading.Thread(target=show, daemon=True).start()
         for task in _received(channel):

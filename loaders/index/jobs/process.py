@@ -9,7 +9,7 @@ import signal
 from typing import Any, Final
 
 from orchdata.loaders.index.jobs.child import run_child
-from orchdata.loaders.slow import ThreadProgress, log
+from orchdata.loaders.slow import ThreadProgress
 
 ATTEMPTS: Final = 3
 """How many children try the same task if they end."""
@@ -72,10 +72,7 @@ class ChildProcess:
                 kind, *values = self._received(shown)
                 if kind == "result":
                     return values[0]
-                if kind == "at":
-                    shown.fraction = values[0]
-                else:
-                    log(*values)
+                shown.fraction = values[0]
         except (EOFError, OSError):
             raise self._death() from None
 

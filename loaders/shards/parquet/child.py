@@ -28,7 +28,6 @@ from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
-from orchdata.loaders.slow import watching
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 
 CPU_SECONDS = 60.0
@@ -61,16 +60,9 @@ def main(window: int, life: int) -> None:
     shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
     _send(replies, {"ready": True})
 
-    def report_slow(_: str, key: object, seconds: float) -> None:
-        with suppress(Ended):  # the main thread notices too
-            _send(replies, {"slow": [str(key), seconds]})
-
-    try:
-        with watching(report_slow):
-            while True:
-                _serve(receive(0), replies, shared)
-    except Ended:
-        pass
+    with suppress(Ended):
+        while True:
+            _serve(receive(0), replies, shared)
 
 
 def _send(replies: int, message: dict[str, Any], content: memoryview | None = None) -> None:

@@ -26,7 +26,6 @@ from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.child import cpu_seconds
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
-from orchdata.loaders.slow import log
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -137,8 +136,6 @@ class MeasuringProcess:
                     self._send_block(file, value, digest)
                 elif kind == "rows" and isinstance(value, int):
                     self.promised_rows = value
-                elif kind == "slow" and isinstance(value, list):
-                    log(file.url, str(value[0]), float(value[1]))
                 elif kind == "broken" and isinstance(value, list):
                     raise PackageError(*map(str, value))
                 elif kind == "short" and isinstance(value, list):

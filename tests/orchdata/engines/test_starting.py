@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.engines.processes import supervisor
 from orchdata.engines.processes.isolate import Trial
-from orchdata.loaders.interrupts import interrupts_deferred, interrupts_later
-from orchdata.loop.planned import PlannedStream
+from orchdata.loaders.interrupts import interrupts_deferred
 
 
 class Plain:
@@ -192,37 +189,13 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def iterate() -> None:
-        loader = od.DataLoader(list(range(4)), num_threads=1)
-        monkeypatch.setattr(PlannedStream, "close", lambda stream, **_: interrupt())
-        with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
-            warnings.simplefilter("error")  # an exception in a finalizer is a warning
-            for _ in loader:
-                break
-            threading.Event().wait(30)
-
-    where_ctrl_c_is_heard(iterate)
-
-
-def finalize(done: list[str]) -> None:
-    """End as a finalizer does in which Ctrl-C comes, and which then takes a while."""
-    with interrupts_later(sys._getframe()):
-        interrupt()
-    time.sleep(0.1)
-    done.append("later")
-
-
-def test_interrupts_are_deferred_or_raised_later() -> None:
+def test_interrupts_are_deferred() -> None:
     def interrupted() -> None:
         done = []
         with pytest.raises(KeyboardInterrupt), interrupts_deferred():
             interrupt()
             done.append("deferred")
-        with pytest.raises(KeyboardInterrupt):
-            finalize(done)
-            threading.Event().wait(30)
-        assert done == ["deferred", "later"]
+        assert done == ["deferred"]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
         elsewhere.start()

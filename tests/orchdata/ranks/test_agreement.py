@@ -9,8 +9,7 @@ from mesh_job import RECIPE, run_suite
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
-from orchdata.ranks.agreement import find_difference
-from orchdata.ranks.comparing import Agreement
+from orchdata.ranks.agreement import Agreement, find_difference
 from orchdata.ranks.parallel import Rank
 
 Ranks = list[dict[str, Any]]

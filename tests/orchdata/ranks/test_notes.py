@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it adds the backend
 
-from orchdata.ranks import notes
-from orchdata.ranks.notes import Notes, Reason, name_call, name_missing
+from orchdata.ranks import store as stores
+from orchdata.ranks.store import Notes, Reason, name_call, name_missing
 
 
 @pytest.fixture
 def rank_0_of_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A group in which no rank waits for others."""
-    monkeypatch.setattr(notes, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(stores, "_WAIT_SECONDS", 0.0)
     dist.init_process_group("fake", rank=0, world_size=3, store=dist.HashStore())
     yield
     dist.destroy_process_group()
