@@ -72,9 +72,10 @@ def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         ValueError: it is not a regular file, or has more bytes.
         OSError: it cannot be read now.
     """
-    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+    with opened(path) as fd:
         _check_regular(path, os.fstat(fd))
-        content = file.read(most_bytes + 1)
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"{os.fspath(path)} has more than {most_bytes:,} bytes: no such file needs that many")
     return content
