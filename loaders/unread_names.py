@@ -161,13 +161,13 @@ def names_of_record(
             no_media = [key for key in keys if record[key] is False and key in rules.words.records]
             keys, names = _others(tuple(record), (*mine, *media, *read, *no_media))
             values = [record[key] for key in keys]
-        beside = any(isinstance(record.get(key), list | dict) for key in media)
-        if not is_chat and not beside and _FLAT.issuperset(map(type, values)) and "" not in values:
+        near = any(isinstance(record.get(key), list | dict) for key in media)
+        if not is_chat and not near and _FLAT.issuperset(map(type, values)) and "" not in values:
             return names
         for its_name, value in zip(names, values, strict=True):
             _add(its_name, value, found)
-        for key in media if beside else ():
-            _add_beside_file(_short(key), record.get(key), rules, found)
+        for key in media if near else ():
+            _add_next_to_file(_short(key), record.get(key), rules, found)
         for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
             _add_turns(f"{key}[]", _listed(record[key]), rules, found)
     return tuple(found)
@@ -274,8 +274,8 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
             _add(_below(name, key), value, found)
 
 
-def _add_beside_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
-    """Add the keys that stand beside a file: `images[].bbox` of {"path": ..., "bbox": ...}. What stands beside the
+def _add_next_to_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
+    """Add the keys that stand next to a file: `images[].bbox` of {"path": ..., "bbox": ...}. What stands next to the
     frames of a video is about them.
     """
     for item in value if isinstance(value, list) else (value,):

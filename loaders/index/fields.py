@@ -1,4 +1,4 @@
-"""The user's own columns of a data set: read from its shards, joined by keys, written behind the table of its index.
+"""The user's own columns of a data set: read from its shards, joined by keys, written after the table of its index.
 
     shard --_read--> keys, columns --joined, taken in the order of the index--> another index with the same rows
 
@@ -131,7 +131,7 @@ def _kept(path: Path, index: Index) -> Index | None:
 
 
 def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
-    """Write the index with these columns behind its table. Raises StorageError."""
+    """Write the index with these columns after its table. Raises StorageError."""
     head, (own, batch) = index.head(), packed_columns(columns)
     values = {**head.values, "shards": [shard.as_list() for shard in index.shards], "own": own}
     with index.body() as table, replaced(path) as fd:

@@ -1,4 +1,4 @@
-"""The user's own columns as an index has them: a type for all shards, and the bytes behind the table of the index.
+"""The user's own columns as an index has them: a type for all shards, and the bytes after the table of the index.
 
 A column has integers, floats, strings or booleans, and nulls. Integers and floats together are floats. Other mixtures
 are an error, because a comparison would silently leave out a part of the samples.

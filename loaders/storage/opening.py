@@ -109,7 +109,7 @@ def open_lock(path: str | Path) -> int:
 
 
 def record_use(path: str | Path, seconds: float = USE_SECONDS) -> None:
-    """Record a use as the time of a small file beside the used one, if the last was so long ago; best effort.
+    """Record a use as the time of a small file next to the used one, if the last was so long ago; best effort.
 
     A change of the time of the file itself would tell its readers that it was changed.
     """

@@ -80,7 +80,7 @@ def test_a_list_that_holds_itself_is_described() -> None:
     assert "list" in json.dumps(stable(endless))
 
 
-def test_equal_indices_are_described_equally_whatever_holds_them() -> None:
+def test_equal_indices_are_described_equally_in_any_container() -> None:
     held = [[3, 1], (3, 1), np.array([3, 1]), torch.tensor([3, 1]), [np.int64(3), np.int64(1)]]
     (described,) = {json.dumps(_dataset(Chosen(indices))) for indices in held}
     assert "2 of them" in described

@@ -260,10 +260,10 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
             assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
 
 
-def test_what_stands_beside_a_file_is_said(tmp_path: Path) -> None:
+def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(jpeg(40, 30))
-    beside = {"bbox": [1, 2, 3, 4], "weight": 0, "caption": None}
-    rows = [{"images": [{"path": "a.jpg", **beside}], "text": "a cat"}, {"image": {"path": "a.jpg"}, "text": "a cat"}]
+    more = {"bbox": [1, 2, 3, 4], "weight": 0, "caption": None}
+    rows = [{"images": [{"path": "a.jpg", **more}], "text": "a cat"}, {"image": {"path": "a.jpg"}, "text": "a cat"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=RECIPE, media_root=tmp_path)
     assert set(names_of(dataset)) == {"images[].bbox", "images[].weight"}
