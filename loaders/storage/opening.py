@@ -74,8 +74,9 @@ def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """
     with opened(path) as fd:
         _check_regular(path, os.fstat(fd))
-        with open(fd, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)
+        content = b""
+        while piece := os.read(fd, most_bytes + 1 - len(content)):
+            content += piece
     if len(content) > most_bytes:
         raise ValueError(f"{os.fspath(path)} has more than {most_bytes:,} bytes: no such file needs that many")
     return content
