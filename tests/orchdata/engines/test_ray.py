@@ -57,7 +57,10 @@ from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.cache import CacheFolder
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("default:.*Ray actors of this loader have not started"),  # on a loaded machine
+]
 ENGINE = RayEngine(**ACTOR)
 OPTIONS = WorkerOptions(
     num_workers=1, num_threads=1, max_jobs=2, worker_init_fn=None, dataset=None, as_torch=False, memory=None
