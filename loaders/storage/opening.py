@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from orchdata.loaders.storage.retries import tried
+
 USE_SECONDS: Final = 3600.0
 """A use is recorded if the last one was recorded so long ago."""
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without it, opening a named pipe waits for a writer
@@ -42,8 +44,12 @@ class Lent(NamedTuple):
 
 
 def lend(fd: int) -> Lent:
-    """Return what another process opens the file of a descriptor with, as long as this process has it open."""
-    return Lent(f"/proc/{os.getpid()}/fd/{fd}", _identity(os.fstat(fd)))
+    """Return what another process opens the file of a descriptor with, as long as this process has it open.
+
+    Raises StorageError if it cannot be looked at now.
+    """
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return Lent(path, _identity(tried(path, "cannot be looked at", lambda: os.fstat(fd))))
 
 
 @contextmanager
