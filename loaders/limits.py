@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,9 +106,3 @@ def still_holds(kept: Mapping[str, float], limits: Limits, reasons: Iterable[str
         return False
     raised = [name for name in now if now[name] > kept[name]]
     return not any(name in reason for reason in reasons for name in raised)
-
-
-@lru_cache(maxsize=64)
-def limits_fingerprint(limits: Limits) -> str:
-    """Return a hash of the limits that facts depend on."""
-    return hashlib.blake2b(json.dumps(scan_limits(limits), sort_keys=True).encode(), digest_size=8).hexdigest()

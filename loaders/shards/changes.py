@@ -80,14 +80,6 @@ def find_changes(
     return Changes([shard.url for shard in changed], len(unknown) - len(compared))
 
 
-def are_as_indexed(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion] = _NONE_LISTED) -> bool:
-    """Return whether each local shard of an index, and each listed object, has the size and version that it had then,
-    as a build wants it: texts may be edited in place under the same size and headers.
-    """
-    with _pool() as pool:
-        return not _all_touched(shards, pool, listed)
-
-
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes")
 

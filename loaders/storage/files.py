@@ -60,11 +60,6 @@ class Files:
         self._copies: Copies | None = None
         self._lock = threading.Lock()
 
-    def with_given(self, paths: Mapping[str, str]) -> Files:
-        """Return files that know these URLs as they were given."""
-        more = {name: url for name, url in paths.items() if name != url}
-        return Files(self.options, self.store, self.given | more) if more else self
-
     def limited(self, timeout: float) -> Files:
         """Return files that give an outage less time than a step may take, in seconds; 0: as much as by default."""
         if not timeout:

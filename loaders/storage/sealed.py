@@ -119,18 +119,6 @@ def head_by(read: Callable[[int, int], Buffer], size: int, kind: bytes, format: 
     return _head_in(first, size, kind, format, read_more)
 
 
-def kind_and_format(fd: int) -> tuple[bytes, int] | None:
-    """Return what an open file says it is, of any release; None if it does not begin like a sealed file.
-
-    Raises OSError.
-    """
-    first = bytearray(_FIXED.size)
-    if read_into_at(fd, 0, memoryview(first)) < len(first) or first[: len(_MAGIC)] != _MAGIC:
-        return None
-    _, kind, format, *_ = _FIXED.unpack(first)
-    return kind, format
-
-
 def verify_body(fd: int, head: Head) -> None:
     """Read and check a large body, a block at a time on all CPUs. Raises Damaged, or OSError."""
     actual = _crcs_in(fd, head.start, head.size)
