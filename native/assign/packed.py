@@ -13,7 +13,6 @@ from orchdata.native.assign.bounds import common_divisor, equal_count_bound, str
 from orchdata.native.assign.multifit import multifit
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.refine import lower_makespan, search_budget
-from orchdata.native.assign.resplit import resplit
 from orchdata.native.assign.tournament import NEVER, replay, tournament
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import present_descending
@@ -137,8 +136,6 @@ def solve(
             recount(descending, owner, loads, counts)
             if loads.max() > target:
                 lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
-    if loads.max() > target:
-        resplit(descending, owner, loads, counts, target, moves_limit, search_budget(num_samples, num_ranks))
     rank = np.full(costs.shape[0], np.int32(-1))
     for position in range(num_samples):
         rank[order[position]] = owner[position]

@@ -65,8 +65,8 @@ def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(
 GOLDEN = {
     "none": "324094074bbe1c66",
     "grouped": "9a92a0528cb7140d",
-    "grid": "c81bf68f096c9956",
-    "global": "5b2c49e40ade4aab",
+    "grid": "b532227dad37510a",
+    "global": "b505cea933a7eb74",
 }
 
 
