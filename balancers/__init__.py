@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
-from orchdata.balancers.bins.micro_steps import pack_micro_steps
 from orchdata.balancers.bins.pack import bin_bound, deal_bins, pack_bins
 from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.model import CostModel
@@ -21,7 +19,6 @@ from orchdata.balancers.pipeline import MicrobatchOrder, order_microbatches, sim
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
 
 __all__ = [
-    "Advice",
     "Assignment",
     "CostModel",
     "FittedCost",
@@ -33,11 +30,9 @@ __all__ = [
     "MovedAssignment",
     "MovedPhases",
     "NodePlacement",
-    "Option",
     "PhaseAssignment",
     "PhaseCost",
     "TransformerCost",
-    "advise",
     "balance",
     "balance_from",
     "balance_grid",
@@ -52,7 +47,6 @@ __all__ = [
     "lower_bound",
     "order_microbatches",
     "pack_bins",
-    "pack_micro_steps",
     "place_on_nodes",
     "simulate_1f1b",
     "split_microbatches",

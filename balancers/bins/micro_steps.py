@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_caps, checked_count, checked_phases, checked_sizes
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
 from orchdata.native.microbatches.rough_peaks import rough_peaks
 from orchdata.native.microbatches.within_caps import looked_peaks
@@ -26,48 +25,6 @@ ENOUGH_RANKS = 128  # This number of ranks is enough to estimate longest first, 
 MANY_ITEMS = 16_384  # Above this number of items, the ways with the best estimates are balanced on ENOUGH_RANKS ranks:
 LOOKS, LOOK_PAIRS = 4, 12.0  # this number of ways, and of pairs of items for each two that share a rank.
 CLOSES = 4  # A search leaves about 1/4 of the difference between longest first and the bounds.
-
-
-def pack_micro_steps(
-    sizes: ArrayLike, capacities: int | ArrayLike, num_micro_steps: int, costs: ArrayLike, *, num_ranks: int = 1
-) -> NDArray[np.int32]:
-    """Deal items into micro-steps so that ranks, which meet after each phase of each, wait little.
-
-    Args:
-        sizes: integers (num_items,) or (num_items, num_caps), what the capacities count.
-        capacities: of each micro-step, on the sum of its sizes; one for each column of sizes.
-        num_micro_steps: at least 1.
-        costs: integers (num_items,) or (num_items, num_phases); the last phase is the one that all items have.
-        num_ranks: ranks that share out the items of a micro-step.
-
-    Returns:
-        int32 (num_items,): the micro-step of each.
-
-    Raises:
-        ValueError: mismatched lengths, or capacities within which no packing was found.
-    """
-    phases = checked_phases(costs)
-    columns = checked_sizes(sizes, len(phases))
-    limits = checked_caps(capacities, columns.shape[1], "capacities")
-    num_micro_steps = checked_count(num_micro_steps, "num_micro_steps")
-    num_ranks = checked_count(num_ranks, "num_ranks")
-    orders = packing_orders(phases, columns, phases.shape[1] - 1)
-    total = columns.sum(axis=0)
-    even, room = -(-total // num_micro_steps), np.minimum(limits, total)
-    for fill in FILLS:
-        most = np.maximum(1, room - (room - even) // 4 * (4 - fill))
-        packed, taken = pack_in_orders(orders, phases, columns, most, num_micro_steps, num_ranks)
-        for number in np.argsort(taken, kind="stable"):
-            loads = np.zeros((num_micro_steps, len(limits)), np.int64)
-            np.add.at(loads, packed[number], columns)
-            if (loads <= limits).all():
-                bins: NDArray[np.int32] = packed[number].copy()
-                return bins
-    raise ValueError(
-        f"no packing into num_micro_steps={num_micro_steps} of capacities={limits.tolist()} was found for sizes that "
-        f"sum to {total.tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
-        "num_micro_steps or the capacities"
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -272,15 +272,15 @@ def _packed() -> None:
 
 
 def _microbatches() -> None:
-    from orchdata.balancers import pack_micro_steps, split_microbatches
-    from orchdata.balancers.bins.micro_steps import LOOK_PAIRS
+    from orchdata.balancers import split_microbatches
+    from orchdata.balancers.bins.micro_steps import LOOK_PAIRS, candidate_packings
     from orchdata.native.microbatches.within_caps import looked_peaks
 
     rank = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     for in_step in (False, True):
         split_microbatches(_COSTS, rank, _RANKS, max_size=_CAP, oversize="own", in_step=in_step)
     both = np.stack([_COSTS, _COSTS], axis=1)
-    pack_micro_steps(_COSTS, 160, 2, both, num_ranks=_RANKS)
+    next(candidate_packings(both, np.full(2, 160), 2, both, [(slice(None), _RANKS)], 1), None)
     looked_peaks(both, both, both, np.full(2, 160), np.zeros(len(both), np.int32), rank, 2, _RANKS, LOOK_PAIRS)
 
 

@@ -43,9 +43,7 @@ owner = np.arange(48) % 6
 answer += [numbers(balance_from(phases, owner, 6)), numbers(balance_grid(phases, owner, 6, 3))]
 table = np.stack(list(phases.values()), axis=1)
 for ranks in (1, 4):
-    answer.append(pack_micro_steps(np.stack([lengths, image], axis=1), [lengths.sum(), image.sum()], 3, table).tolist())
     answer.append(pack_bins(lengths[:7], int(lengths.max()), None, table[:7], num_ranks=ranks).tolist())
-    answer.append(pack_micro_steps(lengths, lengths.sum() // 2, 3, table, num_ranks=ranks).tolist())
 for ways in ([(slice(None), 4)], [(slice(0, 24), 2), (slice(24, None), 2)]):
     for one in candidate_packings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, ways, 18):
         answer += [one.bins.tolist(), one.rank.tolist(), one.estimate]

@@ -31,7 +31,7 @@ balancers: assignment costs
 balancers: packed padded pipeline placement microbatches bins
 balancers: phases
 balancers: moves
-balancers: grid advice
+balancers: grid
 balancers: __init__
 loaders: environment limited_process collector
 loaders: memory waits
