@@ -191,8 +191,7 @@ def profile(
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Numbers of data-parallel ranks to plan for; default: those of 8,64,512,2560 whose step has at most "
-            "16 times the data.",
+            help="Numbers of data-parallel ranks to plan for; default: of 8,64,512,2560 those that the data fill.",
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,

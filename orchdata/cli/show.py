@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -26,13 +25,10 @@ from orchdata.cli.options import (
 )
 from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 FIRST_SAMPLES = 3
 LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
-_STYLES: Final = {"trained": "green", "masked": "dim"}
+_COLOURS: Final = {"trained": "green", "masked": None}
 
 
 @one_line_errors
@@ -83,52 +79,33 @@ def show(
         ignored = dict(index.totals["ignored_fields"])
         print_json({"groups": [{"samples": samples}], "ignored_fields": ignored, "files": files})
         return
-    _print_samples(samples, ignored_words(unread_of(dataset, index)["names"]), files, full=full)
-
-
-def _print_samples(samples: Sequence[dict[str, Any]], ignored: str, files: Sequence[str], *, full: bool) -> None:
-    """Print samples, coloured in a terminal; then fields of the shards that are not read, and written files."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
     for sample in samples:
-        _print_sample(console, sample, full=full)
-    if ignored:
-        console.print(Text(_visible(f"fields of these shards that the recipe does not read: {ignored}")))
+        _print_sample(sample, full=full)
+    if ignored_fields := ignored_words(unread_of(dataset, index)["names"]):
+        typer.echo(_visible(f"fields of these shards that the recipe does not read: {ignored_fields}"))
     for file in files:
-        console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
+        typer.echo(_visible(f"saved {file}"))
 
 
-def _print_sample(console: Console, sample: dict[str, Any], *, full: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print_sample(sample: dict[str, Any], *, full: bool) -> None:
+    """Print a sample, coloured in a terminal."""
     piece = f", piece {sample['piece']}" if sample["piece"] else ""
     source = f" of {sample['source']}" if sample["source"] else ""
-    console.print(
-        Text(_visible(f"{sample['key']}{piece}{source}"), style="bold"),
-        Text(_visible(f"in {sample['shard']}, row {sample['row']}")),
-    )
-    console.print(Text(f"{sample['tokens']:,} tokens, {sample['trained_tokens']:,} trained"))
+    name = typer.style(_visible(f"{sample['key']}{piece}{source}"), bold=True)
+    typer.echo(f"{name} in {_visible(sample['shard'])}, row {sample['row']}")
+    typer.echo(f"{sample['tokens']:,} tokens, {sample['trained_tokens']:,} trained")
     if sample["error"] is not None:
-        console.print(Text(_visible(sample["error"]), style="red"))
-    spans = Table.grid(padding=(0, 1))
-    spans.add_column(min_width=7, style="dim", no_wrap=True)
-    spans.add_column(min_width=6, style="dim", no_wrap=True, justify="right")
-    spans.add_column(overflow="fold")
+        typer.secho(_visible(sample["error"]), fg="red")
     for span in sample["spans"]:
-        kind, content = _content(span, full=full)
-        spans.add_row(kind, f"{span['tokens']:,}", Text(content, style=_STYLES.get(kind, "cyan")))
-    console.print(spans)
-
-
-def _content(span: dict[str, Any], *, full: bool) -> tuple[str, str]:
-    if "modality" in span:
-        sizes = "".join(f", {name} {_shortened(_number(value), full=full)}" for name, value in span["sizes"].items())
-        return span["modality"], _visible(f"{span['field']}, {span['positions']:,} positions{sizes}")
-    said = "ids " + " ".join(map(str, span["token_ids"])) if span["text"] is None else span["text"]
-    return "trained" if span["trained"] else "masked", _visible(_shortened(said, full=full), kept="\n")
+        if "modality" in span:
+            kind, sizes = span["modality"], span["sizes"].items()
+            told = "".join(f", {size} {_shortened(_number(value), full=full)}" for size, value in sizes)
+            content = _visible(f"{span['field']}, {span['positions']:,} positions{told}")
+        else:
+            kind = "trained" if span["trained"] else "masked"
+            said = "ids " + " ".join(map(str, span["token_ids"])) if span["text"] is None else span["text"]
+            content = _visible(_shortened(said, full=full), kept="\n").replace("\n", "\n" + " " * 15)
+        typer.echo(f"{kind:<7} {span['tokens']:>6,} " + typer.style(content, fg=_COLOURS.get(kind, "cyan")))
 
 
 def _number(value: Any) -> str:

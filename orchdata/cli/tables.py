@@ -59,8 +59,8 @@ def profile_table(profile: Profile) -> RenderableType:
     shown.append((f"How much of a batch is padding, at {step_words(main)}", tables.layouts(profile)))
 
     notes = [left_out_words(profile)] if profile.ranks_left_out else []
-    if any(scale.with_replacement for scale in profile.scales):
-        notes.append("r: the data set has less than this global batch, so samples were drawn with replacement")
+    if any(scale.less_than_a_step for scale in profile.scales):
+        notes.append("all: the data set has less than this global batch, so all of it was planned as one")
     reads = profile.read_amplification
     read = {
         "by range": reads.by_range,

@@ -234,14 +234,14 @@ def _lengths(profile: Profile, colours: Mapping[str, int]) -> str:
 def _scales(profile: Profile, colours: Mapping[str, int]) -> str:
     scales = profile.scales
     settings = [name for name in SETTINGS if any(name in scale.settings for scale in scales)]
-    drawn = any(scale.with_replacement for scale in scales)
+    some_short = any(scale.less_than_a_step for scale in scales)
     unit = "by your cost model" if profile.has_cost_model else "in positions, not time"
     caption = (
         f"Cost of a step over a perfectly even one, {unit}, against the number of ranks. Bars show one standard error "
         "over steps."
     )
-    if drawn:
-        caption += " Hollow: the data set has fewer samples than a step, so they were drawn with replacement."
+    if some_short:
+        caption += " Hollow: the data set has less than a step, so all of it was planned as one."
     of_rows = [settings.index(name) for scale in scales for name in scale.settings]
     parts = [
         f'<div class="plots">{_figure(draw_waiting("waiting", scales, settings), caption)}</div>',
@@ -256,7 +256,7 @@ def _scales(profile: Profile, colours: Mapping[str, int]) -> str:
         streams = ", ".join(f"od.Shuffle(streams={scale.streams}) at {scale.ranks:,} ranks" for scale in grouped)
         parts.append("<h3>How many groups of ranks read from a shard</h3>" + _table(tables.groups(scales)))
         parts.append(f'<p class="note">{escape(f"Groups a shard: with {streams}.")}</p>')
-    parts += [paragraph("r: samples were drawn with replacement.")] if drawn else []
+    parts += [paragraph("all: the data set has less than a step.")] if some_short else []
     parts += [paragraph(left_out_words(profile))] if profile.ranks_left_out else []
     return _section("What ranks wait for" if profile.has_cost_model else "How uneven ranks are", *parts)
 

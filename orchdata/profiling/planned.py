@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,22 +38,17 @@ _ROUND: Final = 1024
 
 
 class PlannedStep(NamedTuple):
-    """One step. Costs and their lower bounds are in the unit of the cost model, see `orchdata.planning.balance`.
+    """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`.
 
-    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `rows`:
-    encoder phase -> rows of its features that stay on their rank, move inside a node and cross nodes; empty if parts
-    are not assigned separately.
+    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all.
     """
 
     cost: int
-    bound: int
     phase_costs: Mapping[str, int]
-    phase_bounds: Mapping[str, int]
     totals: Mapping[str, int]
     microbatches: int
     samples: int
     tokens: int
-    rows: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,24 +65,14 @@ class PlannedSteps:
 
     @property
     def step(self) -> float:
-        return self._over_mean([step.cost for step in self.steps], *self.balanced)
+        return self._over_mean([step.cost for step in self.steps])
 
     @property
     def costliest(self) -> float:
-        return self._over_mean([max(step.cost for step in self.steps)] * len(self.steps), *self.balanced)
+        return self._over_mean([max(step.cost for step in self.steps)] * len(self.steps))
 
-    @property
-    def step_bound(self) -> float:
-        return self._over_mean([step.bound for step in self.steps], *self.balanced)
-
-    def phase(self, name: str) -> float:
-        return self._over_mean([step.phase_costs[name] for step in self.steps], name)
-
-    def phase_bound(self, name: str) -> float:
-        return self._over_mean([step.phase_bounds[name] for step in self.steps], name)
-
-    def _over_mean(self, costs: Sequence[int], *phases: str) -> float:
-        total = sum(step.totals[phase] for step in self.steps for phase in phases)
+    def _over_mean(self, costs: Sequence[int]) -> float:
+        total = sum(step.totals[phase] for step in self.steps for phase in self.balanced)
         return sum(costs) * self.num_ranks / total if total else 1.0
 
     @property
@@ -125,15 +110,6 @@ class PlannedSteps:
         """Return the mean of `samples`, `tokens` or `microbatches` of a step."""
         return float(sum(getattr(step, name) for step in self.steps) / len(self.steps))
 
-    @property
-    def rows_between_nodes(self) -> dict[str, float]:
-        """Encoder phase -> share of its features' rows that cross nodes, if parts are assigned separately."""
-        phases = {phase: None for step in self.steps for phase in step.rows}
-        ways = {
-            phase: np.sum([step.rows[phase] for step in self.steps if phase in step.rows], axis=0) for phase in phases
-        }
-        return {phase: int(way[2]) / max(1, int(way.sum())) for phase, way in ways.items()}
-
 
 def _standard_error(deviations: NDArray[np.float64]) -> float | None:
     """Return the standard error of the mean, larger for few values by Student's t over the normal quantile.
@@ -149,19 +125,16 @@ def _standard_error(deviations: NDArray[np.float64]) -> float | None:
 
 
 def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> PlannedStep:
-    price, phases = spec.balance.price, spec.costs.phases
+    price = spec.balance.price
     plan = make_plan(spec, task)
-    cells = {phase: plan.cells(phase) for phase in phases}
+    cells = {phase: plan.cells(phase) for phase in spec.costs.phases}
     return PlannedStep(
         cost=price.of([cells[phase] for phase in priced]),
-        bound=plan.cost_bound(price, priced),
-        phase_costs={phase: price.of([cells[phase]]) for phase in phases},
-        phase_bounds={phase: plan.lower_bound(phase) for phase in phases},
-        totals={phase: int(plan.costs[phase].sum()) for phase in phases},
+        phase_costs={phase: price.of([cells[phase]]) for phase in cells},
+        totals={phase: int(plan.costs[phase].sum()) for phase in cells},
         microbatches=plan.num_microbatches,
         samples=len(plan.row),
         tokens=int(plan.llm_positions.sum()),
-        rows={phase: plan.feature_rows(phase).tolist() for phase in plan.parts},
     )
 
 
@@ -185,44 +158,13 @@ class StepSize(NamedTuple):
         return cls(ranks * batch_size) if batch_tokens is None else cls(ranks * batch_tokens, counts)
 
 
-def epoch_spec(
-    source: SampleCosts, order: AnyOrder, balance: Balance, size: StepSize, *, num_ranks: int, steps: int
-) -> PlanSpec:
-    """Return the spec of an epoch of `order`, or of `steps` steps with replacement if it is less than one step."""
-    drawn: SampleOrder = order
-    seed = 0 if isinstance(order, MixtureOrder) else order.seed
-    batches: Batches = GlobalBatches(size=size.amount, drop_last=True)
-    if size.counts is None:
-        if order.length(0) < size.amount:
-            drawn = Draws(order, seed, steps * size.amount)
-    else:
+def epoch_spec(source: SampleCosts, order: AnyOrder, balance: Balance, size: StepSize, *, num_ranks: int) -> PlanSpec:
+    """Return the spec of an epoch of `order`: of whole steps, or of one with all samples if they are less than that."""
+    batches: Batches = GlobalBatches(size=size.amount, drop_last=order.length(0) >= size.amount)
+    if size.counts is not None:
         sums = sums_of(order, size.counts)
-        total = sums.of_epoch(0)
-        if total < size.amount:
-            some = -(-steps * size.amount * order.length(0) // max(1, total))
-            drawn = Draws(order, seed, some + some // 4)
-            sums = ListedSums(np.cumsum(size.counts(drawn.rows(0, 0, drawn.num_samples)[1])))
-        batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=True)
-    return PlanSpec(costs=source, order=drawn, batches=batches, balance=balance, num_ranks=num_ranks)
-
-
-@dataclass(frozen=True, eq=False)
-class ListedSums:
-    """`TokenSums` of one epoch as an array: tokens up to and with each position, int64 (num_samples,)."""
-
-    ends: NDArray[np.int64]
-
-    def of_epoch(self, epoch: int) -> int:
-        return int(self.ends[-1])
-
-    def of_epochs_before(self, epoch: int) -> int:
-        return epoch * self.of_epoch(epoch)
-
-    def before(self, epoch: int, position: int) -> int:
-        return int(self.ends[position - 1]) if position else 0
-
-    def position(self, epoch: int, tokens: int) -> int:
-        return int(np.searchsorted(self.ends, tokens, side="right"))
+        batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=sums.of_epoch(0) >= size.amount)
+    return PlanSpec(costs=source, order=order, batches=batches, balance=balance, num_ranks=num_ranks)
 
 
 def spread_steps(spec: PlanSpec, most: int) -> list[StepTask]:
@@ -276,36 +218,6 @@ class KnownSteps:
     def __init__(self, order: SampleOrder) -> None:
         self.order, self.num_samples, self.length = order, order.num_samples, order.length
         self.rows, self.drawn_from = cache(order.rows), cache(order.drawn_from)
-
-
-class Draws:
-    """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
-
-    If `order` is of one data set, position p is drawn from stream p % streams, as there.
-    """
-
-    def __init__(self, order: AnyOrder, seed: int, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self._order, self._seed, self._of_epoch = order, seed, cache(self._drawn)
-
-    def length(self, epoch: int) -> int:
-        return self.num_samples
-
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        picks, source, row, _ = self._of_epoch(epoch)
-        return source[picks[start:stop]], row[picks[start:stop]]
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        picks, _, _, stream = self._of_epoch(epoch)
-        return np.asarray(stream[picks[start:stop]])
-
-    def _drawn(self, epoch: int) -> tuple[NDArray[Any], ...]:
-        """Return the positions that are drawn, and source, row and stream of each position of the order."""
-        total, streams = self._order.length(epoch), self._order.streams
-        turn = np.arange(self.num_samples) % min(streams, total)
-        sizes = (total - 1 - turn) // streams + 1
-        picks = turn + streams * np.random.default_rng((self._seed, epoch)).integers(sizes)
-        return picks, *self._order.rows(epoch, 0, total), self._order.drawn_from(epoch, 0, total)
 
 
 def padding_of_layouts(

@@ -151,7 +151,7 @@ def draw_shares(name: str, joint: Figures) -> str:
 
 def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[SettingName]) -> str:
     """Draw the cost of a step over a perfectly even one, against the number of ranks: a line for each setting, hollow
-    where samples were drawn with replacement.
+    where the data set has less than a step.
     """
     with _drawing(name, 330) as (axes, drawn):
         for number, setting in enumerate(settings):
@@ -164,7 +164,7 @@ def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[Settin
                 axes.errorbar(scale.ranks, cost, yerr=spread, color=colour, linewidth=1, capsize=2)
                 look: dict[str, Any] = {
                     "color": colour,
-                    "markerfacecolor": "none" if scale.with_replacement else colour,
+                    "markerfacecolor": "none" if scale.less_than_a_step else colour,
                 }
                 (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
                 drawn.titled(mark, f"{LABELS[setting]}, {scale.ranks:,} ranks: {cost:.2f}, ± {spread:.2f} (one error)")

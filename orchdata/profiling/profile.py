@@ -54,7 +54,7 @@ from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, windo
 from orchdata.profiling.content import content_of, measure_phases
 from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
 from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
-from orchdata.profiling.scales import MOST_REPEATS, make_scale
+from orchdata.profiling.scales import make_scale
 from orchdata.profiling.summary import call_of, findings
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
@@ -84,7 +84,7 @@ class Profile(Figures):
         balanced_phases, has_cost_model, layout, balance, multiple_of, length, objective: of the run; `balance` has the
             arguments other than defaults that all settings share.
         caps: phase -> cap, how many samples are above, what becomes of them; None without `max_tokens`.
-        ranks_left_out: default numbers of ranks whose step would have more than 16 times the data.
+        ranks_left_out: default numbers of ranks whose step would have more than the data.
         text_is_bytes, is_of_processor: no recipe has a tokenizer; a recipe is one of `od.hf.recipe`.
         sources, epoch: of a mixture: what each source gives in the first epoch, and what that delivers of each
             modality. All else is of the stored samples, each once.
@@ -93,11 +93,9 @@ class Profile(Figures):
         largest: the ten samples that cost the most: `cost` over the mean sample's, and the least that a `step` costs
             over an even one if one rank has it.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
-        scales: for each number of ranks, over `steps` steps of an epoch. `phases`, `step`: cost that ranks wait
-            for over the mean load, dealt out in turn ("unbalanced"), as the loader does ("balanced"), "per_phase", and
-            a "lower_bound" for whole samples; `speedup`. `scopes`: the same for each scope of balancing, with locality:
-            samples in their `own_streams`, groups of ranks that read from a shard. `settings`: share of the step that
-            ranks wait, its standard error, settings that it beats by three errors.
+        scales: for each number of ranks, over `steps` steps of an epoch. `settings`: share of the step that ranks wait,
+            in all and in each phase, its standard error, settings that it beats by three errors. `scopes`: groups of
+            ranks that read from a shard. `less_than_a_step`: all the data were planned as one step.
     """
 
     def __repr__(self) -> str:
@@ -181,11 +179,11 @@ def profile(
     Args:
         data: a data set, whose index is built where it is missing, or an index.
         cost: the model's cost; with None every phase costs its positions.
-        balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned in
-            both assignments, independent of those given here, with groups of `group_size`.
+        balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned,
+            with groups of `group_size`, and each phase by itself over all ranks.
         layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
         ranks: numbers of data-parallel ranks to plan for; None for those of 8, 64, 512 and 2,560 whose step has at most
-            16 times the samples, or tokens, of the data, at least 8.
+            the samples, or tokens, of the data, at least 8.
         batch_size: samples per rank and step.
         batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
         group_size: ranks of a group, such as those of a node; by default `balance.group_size`, else 8.
@@ -255,7 +253,7 @@ def profile(
         if batch_tokens is not None:
             size_of_data = sum(counts["tokens"] for counts in totals["modalities"].values())
         of_a_rank = batch_tokens or batch_size
-        few = [each for each in DEFAULT_RANKS if each * of_a_rank <= MOST_REPEATS * size_of_data]
+        few = [each for each in DEFAULT_RANKS if each * of_a_rank <= size_of_data]
         ranks, left_out = DEFAULT_RANKS[: max(1, len(few))], DEFAULT_RANKS[max(1, len(few)) :]
     if batch_tokens is not None:
         budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
@@ -305,9 +303,7 @@ def profile(
         index,
         cost,
         balance,
-        lambda costs, its: epoch_spec(
-            costs, order_of(main.global_streams), its, size, num_ranks=main.ranks, steps=steps
-        ),
+        lambda costs, its: epoch_spec(costs, order_of(main.global_streams), its, size, num_ranks=main.ranks),
         multiple_of=layout.multiple_of,
         dummies=dummies if layout.empty == "dummy" else None,
         length=length,

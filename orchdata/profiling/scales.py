@@ -1,6 +1,6 @@
-"""The profile of a number of ranks: plans of an epoch under every scope -> balance, waiting, locality.
+"""The profile of a number of ranks: plans of an epoch under every scope -> waiting, locality.
 
-steps spread over the epoch   --plan, as in training--> cost of the step --> imbalance, speedup, waiting
+steps spread over the epoch   --plan, as in training--> cost of the step --> waiting
 consecutive steps             --plan, as in training--> which group reads which shard --> locality
 """
 
@@ -34,19 +34,6 @@ SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 _NEAR: Final = ("grouped", "grid")
 """Scopes in which samples stay near the group that reads their stream: with one stream a group, each reads its own."""
-MOST_REPEATS: Final = 16
-"""A step of more times the data says nothing of larger data of the kind, and takes long to plan."""
-
-_Tried = tuple[Literal["joint", "per_phase", "llm"], Scope]
-"""What is balanced, and in which scope."""
-_SETTING_OF: Final[Mapping[_Tried, SettingName]] = {
-    ("joint", "none"): "none",
-    ("llm", "global"): "llm",
-    ("joint", "global"): "joint",
-    ("per_phase", "global"): "per_phase",
-    ("joint", "grouped"): "grouped",
-    ("joint", "grid"): "grid",
-}
 
 
 @dataclass(frozen=True)
@@ -82,91 +69,63 @@ def make_scale(
     size = StepSize.of(ranks, batch_size, batch_tokens, counts)
     most = max(steps, most_steps)
 
-    def spec_of(order: AnyOrder) -> tuple[PlanSpec, bool]:
-        spec = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=most)
-        return replace(spec, order=KnownSteps(spec.order)), spec.order is not order
+    def spec_of(order: AnyOrder) -> PlanSpec:
+        spec = epoch_spec(source, order, balance, size, num_ranks=ranks)
+        return replace(spec, order=KnownSteps(spec.order))
 
-    base, with_replacement = spec_of(order)
-    global_base = base
-    if global_order is not order:
-        global_base, with_replacement = spec_of(global_order)
+    base = spec_of(order)
+    global_base = base if global_order is order else spec_of(global_order)
 
-    # Plan every scope in both assignments, and by LLM tokens alone.
+    # Plan every scope, each phase by itself, and by LLM tokens alone.
     limited = balance.equal_count or balance.max_samples is not None
     scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
-    tried: dict[_Tried, PlanSpec] = {}
+    tried: dict[SettingName, PlanSpec] = {}
     for scope in scopes:
         of_scope = base if scope in _NEAR else global_base
-        tried["joint", scope] = _scoped(of_scope, scope, "joint", group_size)
-        if scope != "none":
-            tried["per_phase", scope] = _scoped(of_scope, scope, "per_phase", group_size)
+        tried["joint" if scope == "global" else scope] = _scoped(of_scope, scope, "joint", group_size)
+    tried["per_phase"] = _scoped(global_base, "global", "per_phase", group_size)
     if len(source.balanced) > 1:
         llm_alone = LlmAlone(**{field.name: getattr(source, field.name) for field in fields(source)})
-        tried["llm", "global"] = replace(tried["joint", "global"], costs=llm_alone)
-    near = {key: spec for key, spec in tried.items() if key[1] in _NEAR and base is not global_base}
-    others = {key: spec for key, spec in tried.items() if key not in near}
-    planned = plan_enough(others, source.balanced, steps, most)
+        tried["llm"] = replace(tried["joint"], costs=llm_alone)
+    near: set[SettingName] = {name for name in tried if name in _NEAR and base is not global_base}
+    of_others = {name: spec for name, spec in tried.items() if name not in near}
+    planned = plan_enough(of_others, source.balanced, steps, most)
     if near:
-        planned |= plan_enough(near, source.balanced, steps, most)
+        planned |= plan_enough({name: tried[name] for name in near}, source.balanced, steps, most)
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
-    settings = {name: planned[tried_as] for tried_as, name in _SETTING_OF.items() if tried_as in planned}
     if size.counts is None and not limited:
         mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
-        in_tokens, everywhere = StepSize(size.amount * mean, counts), tried["joint", "global"].balance
-        spec = epoch_spec(source, global_order, everywhere, in_tokens, num_ranks=ranks, steps=most)
-        settings["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most)["tokens"]
+        in_tokens = StepSize(size.amount * mean, counts)
+        spec = epoch_spec(source, global_order, tried["joint"].balance, in_tokens, num_ranks=ranks)
+        planned["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most)["tokens"]
+    settings = {name: planned[name] for name in SETTINGS if name in planned}
     count = min(steps, base.num_steps)
     first = (base.num_steps - count) // 2
     run = range(first, first + count)
-    one_stream = base if streams == 1 else global_base if global_streams == 1 else spec_of(order_of(1))[0]
+    one_stream = base if streams == 1 else global_base if global_streams == 1 else spec_of(order_of(1))
 
     # The figures.
-    unbalanced, balanced, apart = planned["joint", "none"], planned["joint", "global"], planned["per_phase", "global"]
     of_scopes = {}
     for scope in scopes:
-        locality = _locality(_scoped(base, scope, "joint", group_size), run, source, group_size)
-        of_one_stream = locality
+        read = _groups_per_shard(_scoped(base, scope, "joint", group_size), run, source, group_size)
+        of_one_stream = read
         if one_stream is not base:
-            of_one_stream = _locality(_scoped(one_stream, scope, "joint", group_size), run, source, group_size)
-        of_scopes[scope] = Figures(
-            **_assigned(planned["joint", scope], unbalanced),
-            per_phase=None if scope == "none" else _assigned(planned["per_phase", scope], unbalanced),
-            **locality,
-            groups_per_shard_of_one_stream=of_one_stream.groups_per_shard,
-        )
+            of_one_stream = _groups_per_shard(_scoped(one_stream, scope, "joint", group_size), run, source, group_size)
+        of_scopes[scope] = Figures(groups_per_shard=read, groups_per_shard_of_one_stream=of_one_stream)
     return Figures(
         ranks=ranks,
         batch_size=batch_size if batch_tokens is None else None,
         global_batch_size=size.amount if batch_tokens is None else None,
         batch_tokens=batch_tokens,
         global_batch_tokens=None if batch_tokens is None else size.amount,
-        samples=balanced.mean("samples"),
-        steps=len(unbalanced.steps),
-        with_replacement=with_replacement,
+        samples=settings["joint"].mean("samples"),
+        steps=len(settings["none"].steps),
+        less_than_a_step=not base.batches.drop_last,
         group_size=group_size,
         groups=groups,
         streams=streams,
         global_streams=global_streams,
-        locality_steps=len(run),
-        phases={
-            phase: Figures(
-                unbalanced=unbalanced.phase(phase),
-                balanced=balanced.phase(phase),
-                per_phase=apart.phase(phase),
-                lower_bound=balanced.phase_bound(phase),
-            )
-            for phase in source.phases
-        },
-        step=Figures(
-            unbalanced=unbalanced.step,
-            balanced=balanced.step,
-            per_phase=apart.step,
-            lower_bound=balanced.step_bound,
-        ),
-        speedup=unbalanced.step / balanced.step,
-        per_phase_speedup=unbalanced.step / apart.step,
-        rows_between_groups=apart.rows_between_nodes,
         scopes=of_scopes,
         settings=make_settings(settings, of_other_steps=_NEAR if near else ()),
     )
@@ -178,28 +137,13 @@ def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size
     return replace(spec, balance=balance, ranks_per_node=group_size if assignment == "per_phase" else None)
 
 
-def _assigned(planned: PlannedSteps, unbalanced: PlannedSteps) -> Figures:
-    return Figures(
-        phases={phase: planned.phase(phase) for phase in planned.steps[0].totals},
-        step=planned.step,
-        speedup=unbalanced.step / planned.step,
-        microbatches=planned.mean("microbatches"),
-    )
-
-
-def _locality(spec: PlanSpec, run: Sequence[int], source: IndexCosts, group_size: int) -> Figures:
-    """Measure which groups read which shards in consecutive steps, with whole samples."""
+def _groups_per_shard(spec: PlanSpec, run: Sequence[int], source: IndexCosts, group_size: int) -> float:
+    """Return how many groups read from a shard in consecutive steps, with whole samples."""
     groups = -(-spec.num_ranks // group_size)
     plans = [make_plan(spec, StepTask(0, step)) for step in run]
     group = np.concatenate([plan.rank for plan in plans]) // group_size
-    stream_group = np.concatenate([plan.stream_rank for plan in plans]) // group_size
     shard = source.index.shard[np.concatenate([plan.row for plan in plans])].astype(np.int64)
-    read = len(np.unique(shard * groups + group))  # pairs of a shard and a group that reads from it
-    return Figures(
-        own_streams=float(np.mean(group == stream_group)),
-        shards_per_group=read / groups,
-        groups_per_shard=read / len(np.unique(shard)),
-    )
+    return len(np.unique(shard * groups + group)) / len(np.unique(shard))
 
 
 def is_better(one: PlannedSteps, other: PlannedSteps, *, paired: bool) -> bool:

@@ -13,7 +13,7 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.html import number, percent
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.planned import CLEAR
-from orchdata.profiling.scales import MOST_REPEATS, SettingName
+from orchdata.profiling.scales import SettingName
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -47,10 +47,10 @@ def findings(profile: Profile) -> list[Finding]:
             "No cost model was given, so all figures are positions, not time, and nothing is said about waiting or "
             "speed. Give the model's costs, as in --cost MODULE:NAME or profile(cost=...)."
         )
-    if profile.main_scale.with_replacement:
+    if profile.main_scale.less_than_a_step:
         said.append(
-            f"The data set has less than one step of {step_words(profile.main_scale)}: an epoch has no such step. "
-            "Figures are of samples drawn with replacement, as from a larger data set of the same kind."
+            f"The data set has less than one step of {profile.main_scale.ranks:,} ranks: figures are of all of it as "
+            "one step."
         )
     found = _of_waiting(profile) if profile.has_cost_model else []
     return [*found, *map(Finding, said), *_of_content(profile)]
@@ -97,8 +97,7 @@ def step_words(scale: Figures) -> str:
 def left_out_words(profile: Profile) -> str:
     """Return which numbers of ranks were left out, and why."""
     ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
-    much = f"more than {MOST_REPEATS} times the data"
-    return f"Not planned: {ranks} ranks, whose step would have {much}. Name them to plan them."
+    return f"Not planned: {ranks} ranks, whose step would have more than the data. Name them to plan them."
 
 
 def _of_waiting(profile: Profile) -> list[Finding]:
@@ -108,11 +107,10 @@ def _of_waiting(profile: Profile) -> list[Finding]:
     added = _added(profile)
     # Without balancing.
     where = _where(none)
-    drawn = ", of samples drawn with replacement" if scale.with_replacement else ""
     found = [
         _finding(
             f"At {size}, ranks wait {{}} of the step without balancing{where}, by your cost model "
-            f"({counted(scale.steps, 'step')} planned{drawn}).",
+            f"({counted(scale.steps, 'step')} planned).",
             "none",
             none,
             added["none"],
@@ -305,8 +303,8 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
         each_its_own = best == "grouped" and streams == scale.groups
         reason = "streams: each group of ranks reads its own" if each_its_own else "streams: as planned here"
         arguments.append((f"shuffle=od.Shuffle(streams={streams})", reason))
-    if scale.global_batch_size is not None and scale.global_batch_size > profile.samples:
-        few = f"{profile.samples:,} samples are fewer than a step: take a smaller batch, or fewer ranks"
+    if scale.less_than_a_step:
+        few = "the data are less than a step: take a smaller batch, or fewer ranks"
         arguments.append(("drop_last=False", few))
     else:
         arguments.append(("drop_last=True", "steps of one size, as planned"))

@@ -118,7 +118,7 @@ def settings(profile: Profile) -> pa.Table:
             its.samples,
             number(its.tokens),
             its.microbatches,
-            f"{scale.steps}" + (" r" if scale.with_replacement else ""),
+            f"{scale.steps}" + (" all" if scale.less_than_a_step else ""),
         )
         for scale in profile.scales
         for name, its in scale.settings.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_factory import RECIPE, jpeg, write_shard
+from shard_factory import RECIPE, write_shard
 
 import orchdata as od
 
@@ -28,7 +28,6 @@ def made(call: str, dataset: od.ShardDataset | od.Mixture, **names: Any) -> od.D
 @pytest.mark.parametrize(
     ("name", "layout", "expected"),
     [
-        ("llama", od.Packed(), "od.hf.Inputs(model.config)"),
         ("llama", od.Padded(multiple_of=8), "od.hf.Inputs(model.config, padded=True, multiple_of=8)"),
         ("llama", od.Packed(length=256), "od.hf.Inputs(model.config, length=256)"),
         ("llava", od.Packed(), "od.hf.Inputs(model.config)"),
@@ -56,14 +55,6 @@ def test_a_source_of_a_processor_makes_the_mixture_one_of_it(tmp_path: Path) -> 
     dataset = texts(tmp_path, od.hf.recipe(FAMILIES["llama"].build()[0]))
     mixture = od.Mixture({"one": od.Source(dataset, weight=1), "two": od.Source(dataset, weight=1)})
     assert "collate_fn=od.hf.Inputs(model.config)," in mixture.profile(ranks=(1,), batch_size=4).call
-
-
-def test_the_call_for_another_recipe_is_packed(tmp_path: Path) -> None:
-    samples = [{"__key__": str(number), "jpg": jpeg(40, 40), "txt": b"one"} for number in range(8)]
-    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
-    profile = dataset.profile(ranks=(1,), batch_size=4)
-    assert not profile.is_of_processor
-    assert "collate_fn=od.Packed(),  # padding of the LLM" in profile.call
 
 
 def sharded(folder: Path, shards: int, samples: int = 64) -> od.ShardDataset:

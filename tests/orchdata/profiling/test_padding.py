@@ -55,13 +55,12 @@ def measured(dataset: od.ShardDataset, ranks: int, cost: od.CostModel | None, la
 
 @pytest.mark.parametrize("layout", [od.Padded(multiple_of=4), od.Packed(multiple_of=16)], ids=repr)
 @pytest.mark.parametrize("cost", [WITH_AUDIO, WITHOUT], ids=["audio", "images"])
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_padding_is_that_of_batches(tmp_path: Path, ranks: int, cost: od.CostModel | None, layout: Layout) -> None:
+def test_padding_is_that_of_batches(tmp_path: Path, cost: od.CostModel | None, layout: Layout) -> None:
     """Where the cost model names audio, which no sample has, each batch has a dummy of it in a row of its own."""
-    dataset = pictures(tmp_path, ranks)
-    expected, has_dummies = measured(dataset, ranks, cost, layout)
+    dataset = pictures(tmp_path, 2)
+    expected, has_dummies = measured(dataset, 2, cost, layout)
     assert has_dummies == (cost is WITH_AUDIO)
-    assert said(dataset, ranks, cost, layout) == pytest.approx(expected)
+    assert said(dataset, 2, cost, layout) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("layout", [od.Padded(), od.Packed(), od.Padded(empty="zero")], ids=repr)

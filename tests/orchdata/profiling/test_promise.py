@@ -83,9 +83,8 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: i
         (CAPPED, od.Packed()),
         (od.Balance(max_tokens={"llm": 200, "image": 256}, oversize="own", assignment="per_phase"), od.Packed()),
         (replace(CAPPED, oversize="drop", scope="grouped", group_size=GROUP), od.Packed()),
-        (replace(CAPPED, scope="grid", group_size=GROUP, assignment="per_phase"), od.Packed()),
+        (replace(CAPPED, scope="grid", group_size=GROUP), od.Packed()),
         (replace(CAPPED, objective="sum"), od.Packed()),
-        (replace(CAPPED, objective="sum", assignment="per_phase"), od.Packed()),
         (replace(CAPPED, scope="none"), od.Packed(multiple_of=16)),
         (CAPPED, od.Padded(multiple_of=8)),
         (od.Balance(equal_count=True, max_tokens=200, oversize="own"), od.Packed()),
@@ -95,30 +94,14 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: i
 def test_a_loader_reports_what_its_profile_said(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> None:
     plans, stats = train(dataset, balance, layout)
     scale = look(dataset, balance, layout, len(plans))
-    scope = scale.scopes[balance.scope]
-    said = scope.per_phase if balance.assignment == "per_phase" else scope
-    assert said is not None
+    name = "per_phase" if balance.assignment == "per_phase" else balance.scope
+    said = scale.settings["joint" if name == "global" else name]
     assert scale.steps == stats["steps"] == len(plans) > 3
     assert stats["microbatches"] == said.microbatches
     assert balance.max_tokens is None or said.microbatches > 1
-    assert stats["step_imbalance"] == pytest.approx(said.step)
-    at_the_end = balance.objective == "sum" and balance.assignment == "joint"
-    waits = "imbalance" if at_the_end else "imbalance_in_micro_steps"
-    for phase, ratio in said.phases.items():
-        assert stats["phases"][phase][waits] == pytest.approx(ratio)
-    if balance.assignment == "joint":
-        own = np.mean(np.concatenate([plan.rank // GROUP == plan.stream_rank // GROUP for plan in plans]))
-        assert scope.own_streams == pytest.approx(own)
-
-
-def test_the_speedup_is_over_samples_dealt_out_within_the_same_caps(dataset: od.ShardDataset) -> None:
-    scale = look(dataset, CAPPED, od.Packed())
-    planned, dealt = (
-        sum(plan.cost(balance.price, COST.phases) for plan in train(dataset, balance, od.Packed())[0])
-        for balance in (CAPPED, replace(CAPPED, scope="none"))
-    )
-    assert scale.speedup == pytest.approx(dealt / planned)
-    assert scale.scopes["none"].microbatches != scale.scopes["global"].microbatches
+    assert stats["step_imbalance"] == pytest.approx(1 / (1 - said.waiting))
+    costs = [plan.cost(balance.price, COST.phases) for plan in plans]
+    assert said.costliest == pytest.approx(max(costs) / np.mean(costs) / (1 - said.waiting))
 
 
 def test_micro_steps_worked_out_by_hand(tmp_path: Path) -> None:
@@ -130,8 +113,7 @@ def test_micro_steps_worked_out_by_hand(tmp_path: Path) -> None:
     index = build_index([shard], RECIPE)
     balance = od.Balance(max_tokens=40)
     (scale,) = profile(index, balance=balance, ranks=(2,), batch_size=6).scales
-    everywhere = scale.scopes["global"]
-    assert (everywhere.microbatches, everywhere.step, everywhere.phases["llm"]) == (2, 1.0, 1.0)
+    assert (scale.settings["joint"].microbatches, scale.settings["joint"].waiting) == (2, 0.0)
 
 
 @pytest.mark.parametrize(("policy", "order"), [("own", 4), ("drop", 3)])
@@ -140,7 +122,7 @@ def test_samples_above_a_cap_are_counted(tmp_path: Path, policy: Any, order: int
     result = profile(index, balance=od.Balance(max_tokens=50, oversize=policy), ranks=(1,), batch_size=order)
     assert result.caps is not None
     assert (result.caps.above, result.caps.samples, result.samples) == ({"llm": 1}, 1, 4)
-    assert not result.scales[0].with_replacement
+    assert not result.scales[0].less_than_a_step
     with pytest.raises(ValueError, match=r"'1' has 90 llm positions, max_tokens allows 50 \(the largest of 1 sample"):
         profile(index, balance=od.Balance(max_tokens=50))
     with pytest.raises(ValueError, match="all 4 usable samples are above max_tokens"):

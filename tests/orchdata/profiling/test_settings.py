@@ -21,14 +21,11 @@ def steps(costs: list[int], totals: list[int]) -> PlannedSteps:
         steps=tuple(
             PlannedStep(
                 cost=cost,
-                bound=cost,
                 phase_costs={"llm": cost},
-                phase_bounds={"llm": cost},
                 totals={"llm": total},
                 microbatches=1,
                 samples=8,
                 tokens=total,
-                rows={},
             )
             for cost, total in zip(costs, totals, strict=True)
         ),
@@ -62,14 +59,7 @@ def test_the_error_is_that_of_repeated_draws() -> None:
     assert np.mean([each.waiting_error for each in many]) == pytest.approx(spread, rel=0.15)
 
 
-def test_three_errors_of_few_steps_hold_as_often_as_of_many() -> None:
-    """Student's t: without it, three errors of five steps miss ten times as often as those of a normal distribution."""
-    many, truth = drawn(5, 2000), drawn(20_000, 1)[0].waiting
-    misses = [abs(each.waiting - truth) > 3 * (each.waiting_error or 0.0) for each in many]
-    assert np.mean(misses) < 0.01
-
-
-@pytest.mark.parametrize(("count", "quantile"), [(3, 19.21), (5, 6.62), (8, 4.53), (16, 3.59), (64, 3.12)])
+@pytest.mark.parametrize(("count", "quantile"), [(3, 19.21), (8, 4.53), (64, 3.12)])
 def test_the_factor_for_few_steps_is_that_of_student(count: int, quantile: float) -> None:
     """Quantiles of Student's t for the probability that a normal value lies within three deviations, from tables."""
     planned = steps(list(range(10, 10 + count)), [40] * count)
