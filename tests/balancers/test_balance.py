@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
-from orchdata.balancers import Assignment, balance, balance_from, lower_bound, split_microbatches
+from orchdata.balancers import Assignment, balance, balance_from, lower_bound
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -85,12 +85,6 @@ def test_reaches_the_bound_on_every_distribution(name: str, num_ranks: int, limi
     assert found.makespan <= np.bincount(rank[rank >= 0], weights=costs[rank >= 0]).max()
 
 
-def test_equal_on_repeats() -> None:
-    costs = DISTRIBUTIONS["audio phase"](np.random.default_rng(1), 512)
-    first = balance(costs, 32).rank.tobytes()
-    assert all(balance(costs, 32).rank.tobytes() == first for _ in range(1000))
-
-
 def test_ties_go_to_the_lowest_load_then_count_then_rank() -> None:
     assert balance([5, 5, 5, 5], 2).rank.tolist() == [0, 1, 0, 1]
     # 4 and 2+2 tie in load; rank 0 holds fewer samples, so the last one is its.
@@ -126,21 +120,6 @@ def test_other_integer_inputs_give_the_same() -> None:
     assert balance(costs.tolist(), 4).rank.tolist() == expected
 
 
-@pytest.mark.slow
-def test_arrays_that_may_not_be_written_are_taken() -> None:
-    costs, owner = np.array([5, 4, 3, 3, 1]), np.array([0, 0, 0, 1, 1], np.int32)
-    costs.flags.writeable = owner.flags.writeable = False
-    expected = balance(costs.tolist(), 2).rank.tolist()
-    assert balance(costs, 2).rank.tolist() == expected
-    assert balance(np.broadcast_to(np.int64(7), 6), 3).loads.tolist() == [14, 14, 14]
-    assert balance_from(costs, owner, 2).rank.tolist() == balance_from(costs.tolist(), owner.tolist(), 2).rank.tolist()
-    assert split_microbatches(costs, owner, 2, max_size=12)[1] == 1
-
-
-def test_half_precision_costs_are_taken_without_a_warning() -> None:
-    assert balance(np.array([5, 4, 1], np.float16), 2).loads.tolist() == [5, 5]
-
-
 def test_one_rank_and_many_ranks_are_bounded_quickly() -> None:
     # One group of all samples for every k: with sums computed again this would be 20 billion additions.
     costs = np.arange(1, 200_001)
@@ -160,22 +139,14 @@ def test_costs_up_to_the_limit_do_not_overflow() -> None:
     [
         ([1, -2], 2, {}, r"costs\[1\] is -2; it must be at least 0"),
         ([1.0, float("nan")], 2, {}, r"costs\[1\] is nan; it must be a whole number"),
-        ([1.5], 2, {}, r"costs\[0\] is 1.5"),
         ([1.0, 1e300], 2, {}, r"costs\[1\] is 1e\+300"),
         ([2**62, 1], 2, {}, r"sum to more than 2\*\*62 at sample 1"),
-        (np.array([2**63], np.uint64), 2, {}, r"above the limit of 2\*\*62"),
         (["a"], 2, {}, "costs must be integers, got dtype"),
-        ([[1, 2]], 2, {}, r"one dimension, one entry a sample, got shape \(1, 2\)"),
         ([1], 0, {}, "num_ranks must be at least 1, got 0"),
-        ([1], 1.5, {}, "num_ranks must be an integer of at least 1, got 1.5"),
         ([1, 1, 1], 2, {"max_samples": 1}, "2 ranks allows 2 samples, but there are 3: raise it to at least 2"),
-        ([1], 2, {"max_samples": 0}, "max_samples must be at least 1, got 0"),
         ([3, 9], 2, {"max_cost": 8}, "sample 1 costs 9, above max_cost=8"),
         ([3, 3, 3], 2, {"max_cost": 4}, "cost 9 together, but 2 ranks of max_cost=4 hold 8: raise it to at least 6"),
         ([3, 3, 3], 2, {"max_cost": 5}, "no assignment within max_cost=5 was found: the best has 6"),
-        ([1], 2**24 + 1, {}, "num_ranks must be at most 16,777,216, got 16,777,217"),
-        ([1], 2, {"equal_count": "no"}, "equal_count must be True or False, got 'no'"),
-        ([1], 2, {"tolerance": -1}, "tolerance must be from 0 to below 1, got -1"),
     ],
 )
 def test_errors_name_value_and_limit(costs: object, num_ranks: object, options: dict[str, int], message: str) -> None:

@@ -124,19 +124,6 @@ def test_prefers_the_same_node() -> None:
     assert (found.moved_cost_within, found.moved_cost_between) == (4, 0)
 
 
-def test_a_fresh_start_where_giving_up_the_excess_stalls() -> None:
-    costs = np.array([7, 7, 7, 6, 6, 6, 6, 5, 5, 5])
-    owner = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2, 2])
-    assert balance_from(costs, owner, 3, tolerance=0).makespan <= balance(costs, 3, tolerance=0).makespan
-
-
-def test_equal_on_repeats() -> None:
-    costs = DISTRIBUTIONS["audio phase"](np.random.default_rng(3), 60)
-    owner = np.random.default_rng(4).integers(0, 6, 60)
-    first = balance_from(costs, owner, 6, ranks_per_node=2).rank.tobytes()
-    assert all(balance_from(costs, owner, 6, ranks_per_node=2).rank.tobytes() == first for _ in range(1000))
-
-
 def test_empty_and_free_inputs() -> None:
     assert balance_from([], [], 3).loads.tolist() == [0, 0, 0]
     found = balance_from([0, 5], [1, 1], 2)
@@ -150,11 +137,7 @@ def test_empty_and_free_inputs() -> None:
         (([1, 2], [0, 2], 2), {}, r"owner\[1\] is 2; it must be from 0 to 1"),
         (([1, 2], [0, -1], 2), {}, r"owner\[1\] is -1; it must be from 0 to 1"),
         (([1, 2], [0.0, 1.0], 2), {}, "owner must be integers, got dtype float64"),
-        (([1, -2], [0, 1], 2), {}, r"costs\[1\] is -2; it must be at least 0"),
-        (([1, 2], [0, 1], 0), {}, "num_ranks must be at least 1, got 0"),
         (([1, 2], [0, 1], 2), {"sizes": [1]}, "sizes must have one entry for each of the 2 costs, got 1"),
-        (([1, 2], [0, 1], 2), {"sizes": [1, -1]}, r"sizes\[1\] is -1"),
-        (([1, 2], [0, 1], 2), {"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
         (([1, 2], [0, 1], 2), {"tolerance": 1.5}, "tolerance must be from 0 to below 1, got 1.5"),
     ],
 )

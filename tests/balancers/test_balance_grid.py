@@ -97,13 +97,6 @@ def test_ranks_that_hear_only_row_and_column_find_the_same_plan_by_phase(held: H
     assert found.metadata_bytes <= counts + 4 * 2 * 2 * len(samples)
 
 
-def test_the_same_plan_with_costs_that_4_bytes_round() -> None:
-    generator = np.random.default_rng(0)
-    costs = generator.integers(2**40, 2**44, 24 * 8)
-    owner = generator.integers(0, 24, len(costs))
-    assert two_rounds(costs, owner, 24, 8) == balance_grid(costs, owner, 24, 8).rank.tolist()
-
-
 @given(held_samples)
 def test_every_sample_once_and_what_a_rank_hears_is_counted(held: Held) -> None:
     num_ranks, ranks_per_node, samples = held
@@ -173,14 +166,6 @@ def test_groups_are_balanced_alone_and_nothing_leaves_them(held: Held) -> None:
         assert np.where(alone.rank >= 0, alone.rank + first, -1).tolist() == found.rank[listed].tolist()
         bound = max(bound, alone.lower_bound)
     assert found.lower_bound == bound
-
-
-def test_one_group_of_all_and_groups_of_one() -> None:
-    costs, owner = [9, 5, 4, 3, 3], [0, 0, 0, 1, 2]
-    assert balance_grouped(costs, owner, 3, 8).rank.tolist() == balance_from(costs, owner, 3).rank.tolist()
-    assert balance_grouped(costs, owner, 3, 1).rank.tolist() == owner
-    assert balance_grid(costs, owner, 3, 1).loads.tolist() == balance_from(costs, owner, 3).loads.tolist()
-    assert balance_grid(costs, owner, 3, 3).loads.tolist() == balance_from(costs, owner, 3).loads.tolist()
 
 
 @pytest.mark.parametrize("function", [balance_grid, balance_grouped])

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.padded import balance_padded
 
@@ -115,12 +114,6 @@ def test_worked_by_hand() -> None:
     assert aligned.loads.tolist() == [32, 32]  # 2 * 16 and 4 * 8
 
 
-def test_short_samples_do_not_pile_up_where_another_rank_has_room() -> None:
-    found = balance_padded([100] + [1] * 60, 4, TOKENS)
-    assert np.bincount(found.rank).tolist() == [1, 20, 20, 20]
-    assert found.makespan == 100
-
-
 def test_empty_input_more_ranks_than_samples_and_samples_without_length() -> None:
     assert balance_padded([], 3, TOKENS).loads.tolist() == [0, 0, 0]
     assert balance_padded([0, 0], 2, TOKENS, max_samples=1, multiple_of=8).rank.tolist() == [-1, -1]
@@ -137,29 +130,14 @@ def test_a_transformer_is_a_cost_and_any_integers_will_do() -> None:
     assert found.rank.tolist() == balance_padded(lengths.astype(np.float32), 4, transformer).rank.tolist()
 
 
-@pytest.mark.parametrize("name", ["text", "long tail", "audio phase"])
-def test_repeats_are_equal_on_a_full_batch(name: str) -> None:
-    lengths = DISTRIBUTIONS[name](np.random.default_rng(3), 8192)
-    found = balance_padded(lengths, 512, TOKENS, max_samples=64, multiple_of=8)
-    check_books(lengths.tolist(), row_costs(lengths.tolist(), TOKENS, 8), 512, found)
-    for _ in range(3):
-        again = balance_padded(lengths, 512, TOKENS, max_samples=64, multiple_of=8)
-        assert np.array_equal(found.rank, again.rank)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"lengths": [3, -1]}, r"lengths\[1\] is -1; it must be at least 0"),
         ({"lengths": [3.0, np.nan]}, r"lengths\[1\] is nan; it must be a whole number"),
-        ({"lengths": [3.5]}, r"lengths\[0\] is 3.5; it must be a whole number"),
-        ({"lengths": [1e30]}, r"lengths\[0\] is 1e\+30"),
-        ({"lengths": [[3]]}, r"lengths must have one dimension"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
         ({"multiple_of": 0}, "multiple_of must be at least 1, got 0"),
-        ({"multiple_of": 8.0}, "multiple_of must be an integer of at least 1, got 8.0"),
         ({"cost": 3}, "cost must be a PhaseCost or a TransformerCost, got 3"),
-        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
         (
             {"lengths": [1] * 7, "max_samples": 3},
             "max_samples=3 on 2 ranks allows 6 samples, but there are 7: raise it to at least 4",
@@ -169,7 +147,6 @@ def test_repeats_are_equal_on_a_full_batch(name: str) -> None:
             {"lengths": [1, 2**31 - 4], "multiple_of": 8},
             r"lengths\[1\] is 2147483644, 2147483648 as a multiple of 8, above 2147483647",
         ),
-        ({"multiple_of": 2**70}, r"lengths\[0\] is 1, \d+ as a multiple of \d+, above 2147483647"),
         ({"lengths": [1, 2**21 + 1], "cost": PhaseCost(0.0, 1.0)}, r"lengths\[1\] is 2097153, above 2097152,"),
         (
             {"lengths": np.r_[1 << 21, np.ones(1 << 20, np.int64)], "cost": PhaseCost(0.0, 1.0)},

@@ -79,19 +79,6 @@ def test_two_stages_two_microbatches() -> None:
     assert (found.makespan, found.lower_bound) == (11, 11)
 
 
-def test_one_stage_never_waits() -> None:
-    assert simulate_1f1b([[1, 2, 3]], [[4, 5, 6]]) == 21
-    assert simulate_1f1b([[1, 2, 3]], [[4, 5, 6]], [2, 0, 1]) == 21
-
-
-def test_one_microbatch_goes_down_and_up() -> None:
-    forward, backward = [[1], [2], [3]], [[4], [5], [6]]
-    # F 0-1, 1-3, 3-6 on stages 0, 1, 2; B 6-12, 12-17, 17-21 on stages 2, 1, 0.
-    assert simulate_1f1b(forward, backward) == 21
-    found = order_microbatches(forward, backward)
-    assert (found.order.tolist(), found.makespan, found.lower_bound) == ([0], 21, 21)
-
-
 def test_more_stages_than_microbatches() -> None:
     forward, backward = [[1, 2], [1, 1], [2, 1]], [[1, 1], [2, 2], [3, 1]]
     # stage 0 | F0 0-1 | F1 1-3 |                            | B0 9-10 | B1 11-12 |
@@ -158,22 +145,6 @@ def test_equal_on_repeats_and_for_other_layouts() -> None:
     assert order_microbatches(forward.tolist(), backward.tolist()).makespan == first.makespan
 
 
-def test_another_seed_may_find_another_order() -> None:
-    forward, backward = heterogeneous("tokens", 8, 32, np.random.default_rng(1))
-    seeds = {order_microbatches(forward, backward, seed=seed).order.tobytes() for seed in (0, 1, 2**70)}
-    assert len(seeds) == 3
-
-
-def test_integers_give_what_floats_give() -> None:
-    generator = np.random.default_rng(2)
-    forward, backward = generator.integers(0, 100, (2, 3, 7))
-    expected = order_microbatches(forward, backward)
-    for dtype in (np.int32, np.uint8, np.float32, np.float64):
-        found = order_microbatches(forward.astype(dtype), backward.astype(dtype))
-        assert found.order.tolist() == expected.order.tolist()
-        assert (found.makespan, found.lower_bound) == (expected.makespan, expected.lower_bound)
-
-
 def test_whole_numbers_up_to_the_limit_are_exact() -> None:
     # One stage adds all up: 2**53 - 1 is odd, so a lost last bit would show.
     assert simulate_1f1b([[2**52 - 1, 1]], [[2**51, 2**51 - 1]]) == 2**53 - 1
@@ -181,23 +152,14 @@ def test_whole_numbers_up_to_the_limit_are_exact() -> None:
     assert found.makespan == found.lower_bound == 2**53 - 1
 
 
-def test_all_zero_times_take_no_time() -> None:
-    found = order_microbatches(np.zeros((3, 4)), np.zeros((3, 4)))
-    assert (found.order.tolist(), found.makespan, found.lower_bound) == ([0, 1, 2, 3], 0, 0)
-
-
 @pytest.mark.parametrize(
     ("forward", "backward", "message"),
     [
         ([[1, 2]], [[1, 2, 3]], r"must have one shape .*, got \(1, 2\) and \(1, 3\)"),
         ([1, 2], [1, 2], r"forward_times must have shape \(num_stages, num_microbatches\) .*, got \(2,\)"),
-        (np.zeros((0, 3)), np.zeros((0, 3)), r"with at least one of each, got \(0, 3\)"),
         (np.zeros((3, 0)), np.zeros((3, 0)), r"with at least one of each, got \(3, 0\)"),
         ([[1, float("nan")]], [[1, 1]], r"forward_times\[0, 1\] is nan; it must be a finite number of at least 0"),
-        ([[1], [1]], [[1], [float("inf")]], r"backward_times\[1, 0\] is inf"),
         ([[1], [-2]], [[1], [1]], r"forward_times\[1, 0\] is -2; it must be a finite number of at least 0"),
-        ([["a"]], [[1]], "forward_times must be numbers, got dtype <U1"),
-        ([[True]], [[1]], "forward_times must be numbers, got dtype bool"),
         ([[1e308, 1e308]], [[1, 1]], "sum to more than float64 can represent: use a larger unit"),
     ],
 )
@@ -211,17 +173,9 @@ def test_errors_name_value_and_limit(forward: object, backward: object, message:
     ("order", "message"),
     [
         ([0, 1], r"order must have 3 integers, one a microbatch, got shape \(2,\)"),
-        ([0.0, 1.0, 2.0], r"got shape \(3,\) of float64"),
         ([0, 0, 2], r"order must be a permutation of 0..2, but has 0 2 times"),
-        ([0, 3, 2], r"order must be a permutation of 0..2, but has 1 0 times"),
-        ([0, -1, 2], r"order must be a permutation of 0..2, but has 1 0 times"),
     ],
 )
 def test_an_order_must_be_a_permutation(order: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate_1f1b(np.ones((2, 3)), np.ones((2, 3)), order)  # type: ignore[arg-type]
-
-
-def test_a_seed_is_at_least_zero() -> None:
-    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-        order_microbatches([[1]], [[1]], seed=-1)

@@ -116,13 +116,6 @@ def test_names_stay_where_renaming_gains_nothing() -> None:
         assert place_on_nodes(traffic, 4).rank.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_bytes_past_32_bits_and_int32_input() -> None:
-    large = np.array([[0, 2**40], [2**40, 1]], np.int64)
-    assert place_on_nodes(large, 1).bytes_between == 1
-    assert place_on_nodes(np.asfortranarray(large // 2**20).astype(np.int32), 1).rank.tolist() == [1, 0]
-    assert place_on_nodes(large.astype(np.float64), 1).rank.tolist() == [1, 0]
-
-
 def test_traffic_counts_samples_or_bytes() -> None:
     owner, rank = [0, 0, 1, 1], [1, 1, 0, -1]
     assert traffic_between(owner, rank, 2).tolist() == [[0, 2], [1, 0]]
@@ -130,33 +123,18 @@ def test_traffic_counts_samples_or_bytes() -> None:
     assert traffic_between([], [], 2).tolist() == [[0, 0], [0, 0]]
 
 
-def test_equal_on_repeats() -> None:
-    traffic = np.random.default_rng(2).integers(0, 9, (11, 11))
-    first = place_on_nodes(traffic, 4).rank.tobytes()
-    assert all(place_on_nodes(traffic, 4).rank.tobytes() == first for _ in range(100))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: place_on_nodes([[1, 2]], 1), r"shape \(num_ranks, num_ranks\) .* got \(1, 2\)"),
-        (lambda: place_on_nodes(np.zeros((0, 0), int), 1), r"at least 1 rank, got \(0, 0\)"),
         (lambda: place_on_nodes([[0, -3], [0, 0]], 1), r"traffic\[0, 1\] is -3; .* from 0 to 2\*\*53"),
         (lambda: place_on_nodes([[0, 0.5], [0, 0]], 1), r"traffic\[0, 1\] is 0.5"),
-        (lambda: place_on_nodes([[0, 0], [float("nan"), 0]], 1), r"traffic\[1, 0\] is nan"),
         (lambda: place_on_nodes([[2**53, 0], [0, 2**53]], 1), r"sums to 1.801e\+16, above the limit of 2\*\*53"),
-        (lambda: place_on_nodes([["a"]], 1), "must be integers, got dtype"),
         (lambda: place_on_nodes([[1]], 0), "ranks_per_node must be at least 1, got 0"),
-        (lambda: place_on_nodes([[1]], True), "ranks_per_node must be an integer"),
         (lambda: traffic_between([0, 2], [0, 1], 2), r"owner\[1\] is 2; it must be from 0 to 1"),
         (lambda: traffic_between([0, 1], [0, -2], 2), r"rank\[1\] is -2; it must be from -1 \(left out\) to 1"),
-        (lambda: traffic_between([-1], [0], 2), r"owner\[0\] is -1; it must be from 0"),
-        (lambda: traffic_between([0.5], [0], 2), "owner must be integers"),
         (lambda: traffic_between([0], [0, 1], 2), r"rank must have one entry .* got shape \(2,\)"),
-        (lambda: traffic_between([[0]], [0], 2), r"owner must have one entry .* got shape \(1, 1\)"),
         (lambda: traffic_between([0], [0], 2, sizes=[1, 2]), "sizes must have one entry a sample, got 2 for 1"),
-        (lambda: traffic_between([0], [0], 2, sizes=[-1]), r"sizes\[0\] is -1"),
-        (lambda: traffic_between([], [], 0), "num_ranks must be at least 1, got 0"),
     ],
 )
 def test_bad_input(call: object, message: str) -> None:

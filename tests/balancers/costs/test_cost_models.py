@@ -52,13 +52,6 @@ def test_heads_need_not_be_as_wide_as_the_residual_stream_together() -> None:
     assert cost.phase_cost() == PhaseCost(96 + 48 + 128.0, 24.0)
 
 
-def test_experts_count_where_they_are_used() -> None:
-    # h=4: projections 128; two experts of 6 and a shared one of 3: 4*4*15 = 240; a router of ten: 80; dense 4*4*8.
-    moe = MoE(num_experts=10, top_k=2, ffn=6, shared_ffn=3, dense_layers=1)
-    cost = TransformerCost(hidden=4, layers=3, ffn=8, moe=moe, trainable=False)
-    assert cost.phase_cost().linear == 3 * 128 + 2 * (240 + 80) + 128
-
-
 def test_an_encoders_windows_cut_the_sequence() -> None:
     cost = TransformerCost(hidden=4, layers=3, ffn=8, window=10, window_layers=2, trainable=False).phase_cost()
     assert (cost.quadratic, cost.windows) == (16.0, ((10, 32.0),))
@@ -83,77 +76,10 @@ def test_a_decoders_window_slides(window: int) -> None:
         assert length not in (3 * window, 10_000 * window) or found == pytest.approx(pairs, rel=1e-4)
 
 
-def test_recomputing_adds_a_forward_and_frozen_has_only_one() -> None:
-    frozen, trained, recomputed = (
-        TransformerCost(hidden=8, layers=2, ffn=32, trainable=t, recompute=r).phase_cost().linear
-        for t, r in ((False, True), (True, False), (True, True))
-    )
-    assert (trained, recomputed) == (3 * frozen, 4 * frozen)
-
-
-def test_backbone_flops_are_about_six_a_parameter() -> None:
-    parameters = 8.03e9 - 0.53e9  # Llama 3 8B; its input embedding is a lookup.
-    assert BACKBONE.phase_cost().linear == pytest.approx(6 * parameters, rel=0.01)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("trainable", [False, True])
-def test_flops_agree_with_torchs_own_count(gated: bool, trainable: bool) -> None:
-    torch = pytest.importorskip("torch")
-    from torch.utils.flop_counter import FlopCounterMode
-
-    hidden, layers, ffn, heads, kv_heads, vocab, length = 24, 3, 40, 6, 2, 50, 13
-
-    def weight(columns: int, rows: int = hidden) -> object:
-        return torch.randn(rows, columns, requires_grad=trainable)
-
-    def split(x: object, count: int) -> object:
-        return x.view(length, count, hidden // heads).transpose(0, 1).repeat_interleave(heads // count, 0)  # type: ignore[attr-defined]
-
-    def layer(x: object) -> object:
-        kv = hidden * kv_heads // heads
-        query, key, value = (
-            split(x @ weight(hidden), heads),
-            split(x @ weight(kv), kv_heads),
-            split(x @ weight(kv), kv_heads),
-        )  # type: ignore[operator]
-        attended = torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)  # type: ignore[attr-defined]
-        x = x + attended.transpose(0, 1).reshape(length, hidden) @ weight(hidden)
-        up = x @ weight(ffn)
-        return x + (up * (x @ weight(ffn)).sigmoid() if gated else up.relu()) @ weight(hidden, ffn)
-
-    with FlopCounterMode(display=False) as counter:
-        # The first layer's input has a gradient too, as after an embedding.
-        x = torch.randn(length, hidden, requires_grad=trainable)
-        for _ in range(layers):
-            x = layer(x)
-        logits = x @ weight(vocab)
-        if trainable:
-            logits.sum().backward()
-    cost = TransformerCost(
-        hidden=hidden,
-        layers=layers,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocab=vocab,
-        gated=gated,
-        trainable=trainable,
-    )
-    assert cost.phase_cost().at(length) == counter.get_total_flops()
-
-
 def test_phases_run_encoders_first_and_the_backbone_last() -> None:
     one = PhaseCost(1.0)
     assert CostModel(llm=one, video=one, audio=one, image=one).phases == ("image", "audio", "video", "llm")
     assert CostModel(llm=one, audio=None).phases == ("llm",)
-
-
-def test_tokens_cost_what_they_are() -> None:
-    lengths = [0, 1, 17, 2**31 - 1]
-    assert CostModel.tokens().sequence_costs("llm", lengths).tolist() == lengths
-    whole = CostModel(llm=PhaseCost(3, 2, 5))
-    assert whole.sequence_costs("llm", [0, 1, 10]).tolist() == [0, 10, 235]  # 3*10 + 2*100 + 5
 
 
 def test_scale_is_shared_so_that_phases_compare() -> None:
@@ -172,25 +98,6 @@ def test_windows_are_one_each_by_width() -> None:
         100 + 2.0 * 800 + 0.75 * 6400,
     ]
     assert PhaseCost(0.0, windows=[(8, 2)]).at(2) == 8  # type: ignore[arg-type]
-
-
-def test_only_models_with_windows_describe_them() -> None:
-    model = CostModel(image=PhaseCost(3, windows=((8, 2),)), llm=PhaseCost(1, 2, 5))
-    one = 1 << 20
-    assert model.describe() == {
-        "exponent": 0,
-        "shift": 20,
-        "phases": {"image": [3 * one, 0, 0, [[8, 2 * one]]], "llm": [one, 2 * one, 5 * one]},
-    }
-    assert model.sequence_costs("image", [0, 4, 10]).tolist() == [0, 12 + 2 * 16, 30 + 2 * 80]
-    assert json.loads(json.dumps(WINDOWED.describe())) == WINDOWED.describe()
-
-
-def test_windows_keep_the_scale() -> None:
-    for phase, cost in zip(WINDOWED.phases, WINDOWED.costs, strict=True):
-        for length in (1, 100, 5_000, 1_000_000):
-            exact = cost.at(length) * 2.0**WINDOWED.exponent
-            assert WINDOWED.sequence_costs(phase, [length])[0] == pytest.approx(exact, rel=1e-4, abs=1)
 
 
 def test_a_million_samples_of_a_million_tokens_do_not_overflow() -> None:
@@ -212,12 +119,6 @@ def test_no_coefficients_overflow_in_any_number_of_phases(phases: list[tuple[flo
     # The kernel refuses what would overflow, so none of these does.
     sample = sum(int(model.sequence_costs(name, [2**20])[0]) for name in names)
     assert sample * 2**20 <= 2**62 + len(names) * 2**20  # A phase that is next to free still costs 1.
-
-
-def test_rounding_up_at_the_limit_does_not_pass_it() -> None:
-    # (2**22 - 0.5) * 2**40 + 2**36 is just below 2**62; with 2**22 for the quadratic it is just above.
-    model = CostModel(llm=PhaseCost(2.0**16, 2.0**22 - 0.5))
-    assert 2**40 < model.sequence_costs("llm", [2**20])[0] <= 2**42
 
 
 @pytest.mark.parametrize("unit", [1e-18, 1e-6, 1.0, 1e9, 1e20])
@@ -258,13 +159,6 @@ def test_golden_values(model: CostModel, golden: str) -> None:
     assert digest.hexdigest() == golden
 
 
-def test_numbers_of_any_kind_give_the_same_model() -> None:
-    plain = CostModel(llm=PhaseCost(3.0, 0.5), image=TransformerCost(hidden=8, layers=2, ffn=16))
-    small = TransformerCost(hidden=np.int64(8), layers=np.int32(2), ffn=16)  # type: ignore[arg-type]
-    assert CostModel(llm=PhaseCost(np.int64(3), np.float32(0.5)), image=small) == plain  # type: ignore[arg-type]
-    assert json.loads(json.dumps(plain.describe())) == plain.describe()
-
-
 def test_a_model_is_a_value() -> None:
     same = CostModel(llm=BACKBONE, audio=PhaseCost(2e9, 5e4, 1e8), image=VISION)
     assert same == MODEL
@@ -280,22 +174,15 @@ def test_a_model_is_a_value() -> None:
     [
         (lambda: PhaseCost(-1.0), "PhaseCost.linear must be a finite number of at least 0, got -1.0"),
         (lambda: PhaseCost(1.0, float("nan")), "PhaseCost.quadratic .* got nan"),
-        (lambda: PhaseCost(1.0, 0.0, float("inf")), "PhaseCost.constant .* got inf"),
         (lambda: PhaseCost(True), "PhaseCost.linear .* got True"),
-        (lambda: PhaseCost("1"), "PhaseCost.linear .* got '1'"),  # type: ignore[arg-type]
         (lambda: PhaseCost(None), "PhaseCost.linear .* got None"),  # type: ignore[arg-type]
-        (lambda: PhaseCost(10**400), "PhaseCost.linear must be a finite number"),
         (lambda: PhaseCost(0.0), "needs a coefficient above 0"),
         (lambda: PhaseCost(0.0, windows=((8, 0.0),)), "needs a coefficient above 0"),
         (lambda: PhaseCost(1.0, windows=((0, 1.0),)), "PhaseCost.windows: a width must be at least 1, got 0"),
         (lambda: PhaseCost(1.0, windows=((1 << 31, 1.0),)), "a width must be at most 2,147,483,647, got 2,147,483,648"),
-        (lambda: PhaseCost(1.0, windows=((8, -1.0),)), "PhaseCost.windows: a coefficient must be .* got -1.0"),
         (lambda: PhaseCost(1.0, windows=(8, 1.0)), r"must be pairs \(width, coefficient\), got \(8, 1.0\)"),  # type: ignore[arg-type]
         (lambda: TransformerCost(hidden=0, layers=1, ffn=1), "TransformerCost.hidden .* got 0"),
         (lambda: TransformerCost(hidden=8, layers=True, ffn=1), "TransformerCost.layers .* got True"),
-        (lambda: TransformerCost(hidden=8, layers=1.5, ffn=1), "TransformerCost.layers .* got 1.5"),  # type: ignore[arg-type]
-        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, vocab=0), "TransformerCost.vocab .* got 0"),
-        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, causal=1), "TransformerCost.causal .* got 1"),  # type: ignore[arg-type]
         (
             lambda: TransformerCost(hidden=8, layers=1, ffn=1, kv_heads=2),
             "kv_heads=2 must divide heads, got heads=None",
@@ -307,17 +194,13 @@ def test_a_model_is_a_value() -> None:
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window_layers=1), "window_layers=1 needs a window"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=4, window_layers=2), "at most layers=1"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, recompute="all"), "recompute must be .* got 'all'"),  # type: ignore[arg-type]
-        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, stem_macs=-1), "TransformerCost.stem_macs .* got -1"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, moe=MoE(4, 2, 8, dense_layers=2)), "dense_layers=2"),
         (lambda: MoE(4, 5, 8), "MoE.top_k must be at most num_experts=4, got 5"),
-        (lambda: MoE(4, 2, 0), "MoE.ffn must be at least 1, got 0"),
         (lambda: CostModel(image=PhaseCost(1.0)), r"CostModel needs llm=..., .* got \['image'\]"),
-        (lambda: CostModel(), r"CostModel needs llm=..., .* got \[\]"),
         (lambda: CostModel(llm=3), r"CostModel\(llm=...\) must be a PhaseCost or a TransformerCost, got 3"),
         (lambda: CostModel(llm=PhaseCost(1e308)), "too large"),
         (lambda: CostModel(llm=PhaseCost(1.0), image=PhaseCost(0.0, 1e300)), "too large"),
         (lambda: MODEL.sequence_costs("video", [1]), "no phase 'video'"),
-        (lambda: MODEL.coefficients("video"), "no phase 'video', it has image, audio, llm"),
         (lambda: MODEL.sequence_costs("llm", [-1]), r"lengths\[0\] is -1"),
         (lambda: MODEL.sequence_costs("llm", [2**23]), "too long for its cost"),
     ],

@@ -50,16 +50,6 @@ def test_five_per_cent_of_noise(name: str) -> None:
     assert fitted.residual < fitted.worst_residual < 0.25  # Five sigma.
 
 
-def test_residuals_by_hand() -> None:
-    # Every length twice, 10 % above and 10 % below 1 second. Least relative squares: with w = 1/t the best constant is
-    # sum(w) / sum(w*w) = (1/1.1 + 1/0.9) / (1/1.1**2 + 1/0.9**2) = 2.0202 / 2.0610 = 0.9802.
-    fitted = fit_phase_cost([1, 1, 10, 10, 100, 100], [1.1, 0.9] * 3)
-    assert fitted.cost.constant == pytest.approx(0.980198, rel=1e-6)
-    errors = np.array([0.980198 / 1.1 - 1, 0.980198 / 0.9 - 1])
-    assert fitted.residual == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
-    assert fitted.worst_residual == pytest.approx(-errors[0], rel=1e-5)
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=3, max_size=30, unique_by=lambda pair: pair[0]
@@ -72,12 +62,6 @@ def test_no_measurements_make_a_fit_negative(measured: list[tuple[int, float]]) 
     assert fitted.residual <= fitted.worst_residual * (1 + 1e-12)
 
 
-def test_times_that_fall_with_length_become_a_constant() -> None:
-    fitted = fit_phase_cost([10, 100, 1000], [3.0, 2.0, 1.0])
-    assert (fitted.cost.linear, fitted.cost.quadratic) == (0.0, 0.0)
-    assert 1 < fitted.cost.constant < 3
-
-
 @pytest.mark.parametrize("as_list", [True, False])
 def test_packed_measurements_are_sums_over_their_sequences(as_list: bool) -> None:
     truth = PhaseCost(1e-6, 1e-11, 1e-4)
@@ -87,17 +71,6 @@ def test_packed_measurements_are_sums_over_their_sequences(as_list: bool) -> Non
     fitted = fit_phase_cost([batch.tolist() for batch in batches] if as_list else batches, seconds)
     assert values(fitted.cost) == pytest.approx(values(truth), rel=1e-6)
     assert fitted.num_samples == 20
-
-
-@pytest.mark.parametrize("unit", [1e-200, 1e-9, 1e3, 1e200])
-def test_any_unit_of_time_will_do(unit: float) -> None:
-    seconds = 1e-3 + 1e-6 * LENGTHS
-    assert fit_phase_cost(LENGTHS, seconds * unit).cost.linear == pytest.approx(1e-6 * unit, rel=1e-6)
-
-
-def test_single_sequences_as_batches_of_one_give_the_same() -> None:
-    seconds = 1e-3 + 1e-6 * LENGTHS
-    assert fit_phase_cost(LENGTHS[:, None], seconds) == fit_phase_cost(LENGTHS, seconds)
 
 
 @pytest.mark.parametrize("truth", [PhaseCost(1e-9, 1e-15, 1e-6), PhaseCost(1e-3, 1e-9, 1e-3), PhaseCost(1e-9)])
@@ -116,25 +89,16 @@ def test_a_cost_model_takes_seconds(truth: PhaseCost) -> None:
     [
         ([], [], "0 measurements do not tell .* at least 3 different lengths"),
         ([10, 20, 10], [1.0, 2.0, 1.0], "3 measurements do not tell .* at least 3 different lengths"),
-        ([[7], [7, 7], [7, 7, 7]], [1.0, 2.0, 3.0], "do not tell"),
         ([10, 20, 30], [1.0, 2.0], "got 3 of lengths and 2 of seconds"),
         ([10, 20, 30], [1.0, float("nan"), 2.0], r"seconds\[1\] is nan; it must be finite and above 0"),
-        ([10, 20, 30], [1.0, 2.0, float("inf")], r"seconds\[2\] is inf"),
         ([10, 20, 30], [0.0, 2.0, 3.0], r"seconds\[0\] is 0.0"),
-        ([10, 20, 30], [1, -2, 3], r"seconds\[1\] is -2.0"),
-        ([10, 20, 30], [1.0, 2.0, 5e-324], r"seconds\[2\] is 5e-324, too small compared to 2.0"),
         ([10, 20, 30], ["1", "2", "3"], "seconds must be numbers"),
-        ([10, 20, 30], [[1.0, 2.0, 3.0]], r"seconds must be numbers \(num_samples,\), got shape \(1, 3\)"),
-        ([10, 20, 30], [True, True, True], "seconds must be numbers"),
         ([10, 0, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is 0; a measured sequence has at least 1 position"),
         ([10, -5, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is -5"),
         ([10, 2.5, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is 2.5"),
-        ([10, float("nan"), 30], [1.0, 2.0, 3.0], r"lengths\[1\] is nan"),
         (["a", "b", "c"], [1.0, 2.0, 3.0], "lengths must be integers"),
         (7, [1.0], "lengths must have one dimension"),
         ([[1, 2], [], [3]], [1.0, 2.0, 3.0], r"lengths\[1\] is empty"),
-        ([[1, 2], 4, [3]], [1.0, 2.0, 3.0], r"lengths\[1\] must have one dimension"),
-        ([[1, 2], [4, 0], [3]], [1.0, 2.0, 3.0], r"lengths\[1\]\[1\] is 0"),
     ],
 )
 def test_bad_input(lengths: object, seconds: object, message: str) -> None:

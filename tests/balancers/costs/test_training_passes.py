@@ -82,11 +82,6 @@ def test_selective_recomputation_is_of_attention_alone() -> None:
     assert cost(recompute="selective", flash=True) == (products, 4.5 * forward)  # 1 + 1 + 2.5
 
 
-def test_without_gradients_nothing_is_recomputed() -> None:
-    frozen = cost(trainable=False)
-    assert cost(trainable=False, recompute="full", flash=True) == frozen
-
-
 @pytest.mark.parametrize(
     ("training", "stem", "connector"),
     [

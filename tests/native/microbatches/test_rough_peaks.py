@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
-from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone, items_of_bins, rough_peaks
+from orchdata.native.microbatches.rough_peaks import bin_bound, rough_peaks
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -40,16 +40,6 @@ def test_bounds_of_phases_equal_their_twin(given_rows: Rows, num_ranks: int) -> 
     assert phase_bounds(costs, num_ranks).tolist() == [bound_twin(column.tolist(), num_ranks) for column in costs.T]
 
 
-@given(rows, st.integers(1, 24))
-def test_an_item_is_alone_if_no_other_fits_with_it(given_rows: Rows, cap: int) -> None:
-    _, sizes = arrays(given_rows)
-    expected = [
-        len(sizes) > 1 and all(sizes[item, 0] + sizes[other, 0] > cap for other in range(len(sizes)) if other != item)
-        for item in range(len(sizes))
-    ]
-    assert fits_alone(sizes, np.array([cap])).tolist() == expected
-
-
 @given(rows, st.integers(1, 5), st.integers(1, 4), st.integers(1, 12))
 def test_rough_peaks_equal_their_twin(given_rows: Rows, num_ranks: int, num_bins: int, cap: int) -> None:
     costs, sizes = arrays(given_rows)
@@ -72,11 +62,3 @@ def test_rough_peaks_equal_their_twin(given_rows: Rows, num_ranks: int, num_bins
         low += bound
     assert rough_peaks(costs, sizes, np.array([cap]), bins, num_bins, num_ranks, 1) == (low, high)
     assert low <= high
-
-
-@given(st.lists(st.integers(0, 3), max_size=20))
-def test_items_are_grouped_by_bin_in_their_order(chosen: list[int]) -> None:
-    offsets, items = items_of_bins(np.array(chosen, np.int32), 4)
-    for number in range(4):
-        mine = items[offsets[number] : offsets[number + 1]].tolist()
-        assert mine == [item for item, own in enumerate(chosen) if own == number]

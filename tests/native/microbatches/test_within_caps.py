@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.phases import above_caps, dominant_phases, sum_of_peaks
+from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.rough_peaks import fits_alone
 from orchdata.native.microbatches.within_caps import (
-    VISITS,
-    brought_within,
-    large_first,
-    longest_first_within,
     looked_peaks,
     solve_within,
 )
@@ -33,45 +29,7 @@ def arrays(given_rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.ascontiguousarray(table[:, :2]), np.ascontiguousarray(table[:, 2:])
 
 
-@given(rows, st.integers(1, 30), st.integers(2, 8))
-def test_large_samples_come_first_from_the_largest_then_the_others_in_their_order(
-    given_rows: Rows, cap: int, part: int
-) -> None:
-    _, sizes = arrays(given_rows)
-    order = (np.arange(len(sizes)) * 7 % len(sizes)).astype(np.int32) if len(sizes) % 7 else np.arange(len(sizes))
-    found = large_first(order.astype(np.int32), sizes, np.array([cap]), part).tolist()
-    size = dict(enumerate(sizes[:, 0].tolist()))
-    large = [item for item in range(len(sizes)) if size[item] * part > cap]
-    large.sort(key=lambda item: (-min(size[item], cap), item))
-    assert found == large + [item for item in order.tolist() if size[item] * part <= cap]
-
-
-ABOVE_ALL_CAPS: Rows = [*[(0, 1, 1)] * 6, (0, 1, 10), (0, 1, 12), (0, 1, 12), (0, 1, 2), (0, 1, 1)]
 GIVEN_IS_BEST: Rows = [(0, 19, 7), (0, 21, 9), (7, 8, 5), (9, 9, 7), (9, 9, 7), (9, 9, 2), (2, 1, 6)]
-
-
-@given(rows, st.integers(1, 9), st.integers(12, 40))
-@example(ABOVE_ALL_CAPS, 3, 12)
-def test_a_sample_goes_to_the_least_loaded_rank_with_room_else_to_the_emptiest(
-    given_rows: Rows, num_ranks: int, cap: int
-) -> None:
-    costs, sizes = arrays(given_rows)
-    order, phase = np.arange(len(costs), dtype=np.int32), dominant_phases(costs, 1)
-    assert 2 * num_ranks < VISITS  # All ranks are looked at.
-    rank, missed = longest_first_within(costs, order, phase, sizes, np.array([cap]), num_ranks)
-    loads, room = np.zeros((num_ranks, 2), np.int64), np.full(num_ranks, cap)
-    left_out = 0
-    for item, where in enumerate(rank.tolist()):
-        fitting = [r for r in range(num_ranks) if room[r] >= sizes[item, 0]]
-        left_out += not fitting
-        if fitting:
-            assert where in fitting
-            assert loads[where, phase[item]] == min(loads[r, phase[item]] for r in fitting)
-        else:
-            assert room[where] == room.max()
-        loads[where] += costs[item]
-        room[where] -= sizes[item, 0]
-    assert missed == left_out
 
 
 @given(rows, st.integers(1, 6), st.integers(0, 20))
@@ -114,17 +72,6 @@ def test_ranks_that_are_nearly_full_come_close_to_the_bounds() -> None:
         bound = int(phase_bounds(costs, 64).sum())
         assert above_caps(sizes, caps, rank, 64) == 0
         assert sum_of_peaks(costs, rank, 64) <= 1.25 * bound < 1.3 * bound < sum_of_peaks(costs, within, 64)
-
-
-def test_what_is_above_the_caps_is_moved_and_the_largest_loads_stay() -> None:
-    costs, sizes, within, cap = full_ranks(1, 32)
-    rank, caps = within.copy(), np.array([cap])
-    rank[np.flatnonzero(within == 0)[:1]] = 1
-    above, peaks = above_caps(sizes, caps, rank, 32), sum_of_peaks(costs, rank, 32)
-    assert above > 0
-    assert brought_within(costs, sizes, caps, rank, 32, 10**6)
-    assert above_caps(sizes, caps, rank, 32) == 0
-    assert sum_of_peaks(costs, rank, 32) <= 1.01 * peaks
 
 
 @given(rows, st.integers(1, 3), st.integers(2, 5))
