@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from benchmarks import bins
-from benchmarks.bins import BinsBench, of_a_buffer, of_a_knapsack, of_open_bins, priced, tables
+from benchmarks.bins import BinsBench, of_a_buffer, of_a_knapsack, of_open_bins, tables
 from orchdata.bench.harness import WideTable
 
 
@@ -28,11 +27,3 @@ def test_the_other_methods_worked_out_by_hand() -> None:
     assert of_a_buffer(sizes, 10) == [2, 1, 1, 2, 0, 3]
     assert of_open_bins(sizes, 10) == [0, 1, 1, 0, 2, 3]
     assert of_a_knapsack(sizes, 10) == [0, 1, 1, 0, 2, 3]
-
-
-def test_a_micro_step_costs_at_least_its_largest_sample() -> None:
-    """Two ranks, one micro-step: a bin of one long sample next to one of two short ones."""
-    sizes = np.array([24_576, 12_288, 12_288])
-    ratio, over_mean = priced(sizes, np.array([0, 1, 1]), np.zeros(3, np.int64), 24_576, 2)
-    assert ratio == 1.0  # 1 + 1 next to 1 + 1 / 2, in units of the length
-    assert over_mean == 2 / 1.75

@@ -5,24 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks.distributions import DISTRIBUTIONS, omni_phases
 from benchmarks.index import IndexBench, run
 from benchmarks.loading.corpus import Corpus
 from orchdata.bench.harness import make_report
 from orchdata.dataset.shard_dataset import ShardDataset
-
-
-def test_distributions_are_seeded_positive_integers() -> None:
-    for make in DISTRIBUTIONS.values():
-        costs = make(np.random.default_rng(1), 500)
-        assert costs.dtype == np.int64
-        assert costs.shape == (500,)
-        assert costs.min() >= 0
-        assert (costs == make(np.random.default_rng(1), 500)).all()
-    assert omni_phases(np.random.default_rng(1), 500)["llm"].min() >= 1
 
 
 def test_the_corpus_is_a_dataset_of_what_it_says(tmp_path: Path) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import mmap
 import operator
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.loading.consumers import CONSUMERS
 from benchmarks.loading.corpus import Corpus
 from benchmarks.loading.job import Job
 from benchmarks.loading.lanes import BARE, LANES, Lane
-from benchmarks.loading.measure import Figures, _between, _figures
+from benchmarks.loading.measure import Figures, _figures
 from benchmarks.loading.processes import (
     LaneError,
     Memory,
     Spent,
-    memory_of,
     process_tree,
     run_in_child,
-    spent_by,
 )
 from benchmarks.loading.report import make_results
 from benchmarks.throughput.run import PeersBench, make_job
@@ -88,39 +83,12 @@ def test_a_child_gives_its_result_or_says_why_there_is_none(tmp_path: Path) -> N
         run_in_child(operator.add, (2, 3), tmp_path, 60, python="/nowhere/python")
 
 
-def test_a_child_may_have_another_interpreter(tmp_path: Path) -> None:
-    other = tmp_path / "python"
-    other.write_text(f'#!/bin/sh\nOTHER=yes exec "{sys.executable}" "$@"\n')
-    other.chmod(0o755)
-    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60, python=str(other))[0] == "yes"
-    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60)[0] is None
-
-
 def test_a_child_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
     before = set(process_tree(os.getpid()))
     with pytest.raises(LaneError, match="not done after 3 s"):
         run_in_child(os.system, ("sleep 1000 & sleep 1000",), tmp_path, 3, watch=True)
     left = set(process_tree(os.getpid())) - before
     assert not [pid for pid in left if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def test_the_figures_of_a_process_tree() -> None:
-    found = memory_of(os.getpid())
-    assert found.pss >= found.own > 1 << 20
-    spent = spent_by(os.getpid())[os.getpid()]
-    assert spent.user + spent.system > 0
-    # A new array may lie in memory that is mapped already. Huge pages, where the system gives them, are faults too.
-    with mmap.mmap(-1, 64 << 20) as fresh:
-        np.frombuffer(fresh, np.uint8)[:] = 1
-        assert spent_by(os.getpid())[os.getpid()].faults - spent.faults >= len(fresh) >> 21
-
-
-def test_what_is_spent_between_is_of_each_process() -> None:
-    mine = os.getpid()
-    begin = {mine: Spent(1.0, 0.5, 10), 7: Spent(4.0, 0.0, 0)}
-    end = {mine: Spent(1.5, 0.75, 30), 7: Spent(5.0, 0.0, 0), 8: Spent(2.0, 2.0, 100)}
-    found = _between(begin, end, 10)
-    assert found == (Spent(0.05, 0.025, 2.0), Spent(0.2, 0.2, 10.0), Spent(0.1, 0.0, 0.0))
 
 
 def figures(rate: float) -> Figures:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
-import pytest
-
 from benchmarks.papers import run
-from benchmarks.papers.cases import CASES, PIPELINES, REPORTED
+from benchmarks.papers.cases import CASES, REPORTED
 from benchmarks.papers.disttrain import order_after_disttrain
-from benchmarks.papers.mixes import Lengths, Media, Mix
-from benchmarks.papers.pipeline import COLUMNS, speedups
-from orchdata.balancers import CostModel, PhaseCost
+from benchmarks.papers.pipeline import COLUMNS
 from orchdata.bench.harness import make_report
 
 SMALL = run.PapersBench(small=True, steps=1)
@@ -35,39 +30,6 @@ def test_every_case_is_planned_and_nothing_beats_perfect() -> None:
         assert speedup["both, our order"] >= speedup["both"]  # type: ignore[operator]
     assert {row[0].split(":")[0] for row in assumed.rows} == {row[0] for row in reported.rows}  # type: ignore[union-attr]
     assert all(f"{one.gain} ({one.known_from})" in "".join(table.note for table in found) for one in REPORTED)
-
-
-def test_the_same_seed_gives_the_same_numbers() -> None:
-    case = replace(PIPELINES[0], groups=2, microbatches=6)
-    assert speedups(case, 3, 2) == speedups(case, 3, 2) != speedups(case, 4, 2)
-    assert run._row(replace(CASES[1], ranks=8), SMALL) == run._row(replace(CASES[1], ranks=8), SMALL)
-
-
-def test_steps_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        run.run(run.PapersBench(steps=0))
-
-
-def test_made_up_samples_worked_out_by_hand() -> None:
-    """Texts of 100 tokens; images of 64 positions, 16 tokens each, in every other kind of sample."""
-    text, image = Lengths(median=100, sigma=0.0, least=1, most=999), Lengths(median=64, sigma=0.0, least=1, most=99)
-    mix = Mix(
-        text=text,
-        media={"image": Media(positions=image, positions_a_token=4, most=3)},
-        kinds={("image",): 0.5, (): 0.5},
-    )
-    model = CostModel(image=PhaseCost(1.0, 1.0), llm=PhaseCost(1.0))
-    samples = mix.draw(0, 400, model)
-    rows = np.array([7, 3, 399, 3])
-    parts = samples.parts("image", rows)
-    counts = np.bincount(parts.sample, minlength=4)
-    assert counts.max() <= 3
-    assert 0.4 < np.mean(samples.media["image"].offsets[1:] > samples.media["image"].offsets[:-1]) < 0.6
-    assert parts.positions.tolist() == [64] * counts.sum()
-    assert samples.positions("llm", rows).tolist() == (100 + 16 * counts).tolist()
-    assert samples.positions("image", rows).tolist() == (64 * counts).tolist()
-    scale = int(model.sequence_costs("llm", np.array([1]))[0])
-    assert samples.costs("image", rows).tolist() == (scale * (64 + 64 * 64) * counts).tolist()
 
 
 def test_the_order_after_disttrain_by_hand() -> None:

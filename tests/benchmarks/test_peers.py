@@ -63,13 +63,6 @@ def test_differencing_by_hand() -> None:
     assert sorted(loads_of(costs, peers.longest_first(costs, 2), 2)) == [13, 17]
 
 
-def test_balanced_differencing_by_hand() -> None:
-    # Pairs (9, 7), (6, 2) differ by 2 and 4; merged opposite ways: 6 + 7 = 13 and 2 + 9 = 11.
-    costs = [9, 7, 6, 2]
-    rank = peers.karmarkar_karp(costs, 2, equal_count=True)
-    assert sorted(loads_of(costs, rank, 2)) == [11, 13]
-
-
 def test_first_fit_raises_its_capacity_until_all_fit() -> None:
     # The bound of 30 on two ranks is 15, and at 15 all fit: 8 + 7, and 6 + 5 + 4.
     assert makespan([8, 7, 6, 5, 4], peers.first_fit_decreasing([8, 7, 6, 5, 4], 2), 2) == 15

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.balance.cases import Scale
 from benchmarks.plans import run, scopes
-from benchmarks.plans.effort import effort, large_plans, plans_by_effort
-from benchmarks.plans.mixes import large_mixes, mixes
+from benchmarks.plans.mixes import mixes
 from benchmarks.plans.scopes import COLUMNS
 from orchdata.bench.harness import WideTable, make_report
 
@@ -27,25 +26,6 @@ def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) ->
         ratio = dict(zip(COLUMNS, row[1:], strict=False))
         assert all(isinstance(value, float) and value >= 1.0 for value in ratio.values())
         assert ratio["joint"] <= ratio["by sums"]  # type: ignore[operator]
-
-
-def test_each_search_is_measured_at_each_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.plans.effort.SIZES", ((64, 4, 1.1, 1.0),))
-    found = effort(Scale(repeats=1, shrink=32))
-    table = plans_by_effort(Scale(repeats=1, shrink=256), 16_384)
-    assert all(len(row) == len(table.columns) for row in table.rows)
-    assert len(found) == 6
-    assert all(value >= 1.0 for result in found[::2] for value in result.values)
-
-
-def test_large_global_batches_have_rows_with_micro_steps_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.plans.effort.LARGE", ((512, 32, False), (512, 16, True)))
-    table = large_plans(Scale(repeats=1, shrink=64), 8192)
-    assert [row[0] for row in table.rows[:3]] == [f"{name}, 10 x 32" for name in large_mixes()]
-    for row in table.rows:
-        figures = dict(zip(table.columns, row, strict=True))
-        assert int(str(figures["micro-steps"])) >= 1
-        assert float(figures["wait, joint"] or 0) >= 1.0 and float(figures["ms, grid"] or 0) > 0
 
 
 def test_the_simple_way_by_hand() -> None:

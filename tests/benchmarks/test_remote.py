@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.loading.lanes import Lane
-from benchmarks.remote import lanes as lanes_module
 from benchmarks.remote.job import RemoteJob, measure
-from benchmarks.remote.lanes import ALONE, NEAR, PEERS, chosen_lanes
+from benchmarks.remote.lanes import ALONE, NEAR, chosen_lanes
 from benchmarks.remote.run import RemotePeersBench, run
 from orchdata.bench.harness import make_report
 
@@ -30,12 +27,6 @@ def lane_of(*counts: int) -> Lane:
     return Lane("torch", load)
 
 
-def test_two_epochs_are_parted_by_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", "")
-    first, second = measure(lane_of(*[2] * 5, *[2] * 5), job_of(10), 2)
-    assert first.began < first.ended <= second.began < second.ended
-
-
 @pytest.mark.parametrize(
     ("counts", "delivered"),
     [((2, 2, 2, 2), 8), ((4, 4, 4), 12), ((2, 2, 2, 2, 2, 2), 2)],
@@ -47,17 +38,6 @@ def test_an_epoch_of_another_size_is_an_error(
     monkeypatch.setenv("ORCHDATA_CACHE", "")
     with pytest.raises(RuntimeError, match=f"an epoch delivered {delivered} of 10 samples"):
         measure(lane_of(*counts), job_of(10), 2)
-
-
-def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setitem(PEERS, "Lance", Lane("torch", len, "no_such_module"))
-    found = chosen_lanes("no_such_module,webdataset")
-    assert found["Lance"].absent == "not installed: make peers-no_such_module"
-    assert (found["webdataset"].python, found["webdataset"].absent) == (sys.executable, "")
-    (tmp_path / "no_such_module").mkdir()
-    (tmp_path / "no_such_module" / ".installed").touch()
-    assert chosen_lanes("no_such_module")["Lance"].python == str(tmp_path / "no_such_module" / "bin" / "python")
 
 
 @pytest.mark.slow

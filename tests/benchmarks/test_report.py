@@ -14,7 +14,7 @@ from benchmarks.report import results
 from benchmarks.report.demo import results as demo_results
 from benchmarks.report.pages import named, rewrite
 from benchmarks.report.results import ResultsError, column, figure, ran_on, read_report
-from benchmarks.report.tables import CLAIMS, TABLES, markdown, wide_table
+from benchmarks.report.tables import CLAIMS, TABLES, wide_table
 from orchdata.bench.harness import Result, WideTable, make_report
 from orchdata.demo import DemoConfig, DemoReport
 
@@ -74,13 +74,6 @@ def test_every_stored_report_names_command_machine_and_version() -> None:
         assert report.results or report.tables, path
 
 
-def test_text_around_tables_stays() -> None:
-    before = page("# a", "<!-- table: one -->", "old", "<!-- end of table -->", "", "b")
-    assert rewrite(before, {"one": lambda: "new"}) == page(
-        "# a", "<!-- table: one -->", "", "new", "", "<!-- end of table -->", "", "b"
-    )
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -126,10 +119,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         wide_table("loaders", ("samples",))
     with pytest.raises(ResultsError, match=r"bins.json must have one table, it has 0"):
         wide_table("bins")
-
-
-def test_a_bar_in_a_cell_does_not_end_it() -> None:
-    assert markdown(("a",), [("x|y",)]).splitlines() == ["| a |", "| --- |", "| x\\|y |"]
 
 
 def test_the_demo_becomes_results() -> None:

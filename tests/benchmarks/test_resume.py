@@ -13,8 +13,8 @@ import torch.distributed as dist
 from benchmarks.resume import ours
 from benchmarks.resume.data import KINDS, make_data
 from benchmarks.resume.job import RunError, train
-from benchmarks.resume.rank import Outcome, RankJob, Task
-from benchmarks.resume.run import ResumeBench, cell_of, compare_outcomes, run
+from benchmarks.resume.rank import RankJob, Task
+from benchmarks.resume.run import ResumeBench, compare_outcomes, run
 from benchmarks.throughput.records import PeersJob
 
 STEPS, STOP, SIZE = 4, 2, 4
@@ -68,28 +68,6 @@ def test_a_loader_that_refuses_is_said_on_all_ranks(text: PeersJob, tmp_path: Pa
 
     with pytest.raises(RunError, match="ValueError: no state for rank 0"):
         train(replace(task(text, tmp_path, 0, 1), open=refuse), "text", text)
-
-
-def test_samples_are_compared_step_by_step() -> None:
-    whole = Outcome(losses=(3.0, 2.0, 1.0), keys=(("a", "b"), ("c", "d"), ("e", "f")))
-    same = Outcome(losses=(2.0, 1.5), keys=(("c", "d"), ("e", "f")))
-    assert compare_outcomes(whole, same, 1) == (0.5, 0)
-    swapped = Outcome(losses=(2.0, 1.0), keys=(("e", "f"), ("c", "d")))
-    assert compare_outcomes(whole, swapped, 1) == (0, 4)
-    twice = Outcome(losses=(2.0, 1.0), keys=(("c", "c"), ("e", "f")))
-    assert compare_outcomes(whole, twice, 1) == (0, 1)
-
-
-def test_cells_say_what_differs_and_what_was_refused() -> None:
-    config = ResumeBench(steps=2)
-    whole, resumed = Outcome(losses=(3.0, 2.0), keys=(("a",), ("b",))), Outcome(losses=(2.5,), keys=(("c",),))
-    assert cell_of(config, whole, whole, resumed) == "0.5, 1 of 8 samples differ"
-    assert cell_of(config, whole, whole, replace(resumed, keys=(("b",),))) == "0.5"
-    passed_on = "ValueError: Caught ValueError in DataLoader worker process 0.\nTraceback\nValueError: no such state"
-    assert cell_of(config, whole, whole, Outcome(error=passed_on)) == "refused: ValueError: no such state"
-    long = Outcome(error="KeyError: " + "word " * 40)
-    assert cell_of(config, whole, whole, long) == f"refused: KeyError: {'word ' * 16}..."
-    assert cell_of(config, whole, long, resumed).startswith("not run: KeyError: word")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,15 +14,13 @@ from benchmarks.loading.lanes import LANES, Lane
 from benchmarks.loading.measure import measure
 from benchmarks.loading.processes import run_in_child
 from benchmarks.throughput import lanes as lanes_module
-from benchmarks.throughput.decoding import PillowImages, Tensors, pack
+from benchmarks.throughput.decoding import Tensors, pack
 from benchmarks.throughput.lanes import FORKED, PEERS, chosen_lanes, name_of
-from benchmarks.throughput.records import PeersJob, joined, split
+from benchmarks.throughput.records import PeersJob
 from benchmarks.throughput.run import PeersBench, make_job, run
 from benchmarks.throughput.torch_peers import web_samples
 from orchdata.bench.harness import make_report
 from orchdata.dataloader import DataLoader
-from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.recipe import Recipe
 
 TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, variety=4)
 
@@ -33,15 +30,6 @@ def job(tmp_path: Path) -> PeersJob:
     (tmp_path / "tars").mkdir()
     TINY.write(tmp_path / "tars")
     return make_job(PeersBench(data=str(tmp_path / "tars" / "*.tar"), batch_size=2, workers=1), tmp_path)
-
-
-def test_a_record_gives_back_its_fields(job: PeersJob) -> None:
-    fields = job.records[3]
-    assert {"__url__", "__key__", "jpg", "txt"} <= fields.keys()
-    assert split(joined(fields)) == fields
-    assert sum(
-        len(value) for number in range(12) for value in job.records[number].values() if type(value) is bytes
-    ) == (job.records.num_bytes)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its tar open.
@@ -59,23 +47,6 @@ def _equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_images_by_pillow_and_torch_are_those_of_our_pillow_resizer(job: PeersJob) -> None:
-    limits = {"max_tokens": 4}  # of 28 x 28 pixels: most images are made smaller
-    jpegs = [job.records[number]["jpg"] for number in range(4)]
-    plain = ImagePreprocessor(resizer="pillow", **limits)
-    for data in jpegs:
-        header = plain.probe(data, Recipe().limits)
-        size = plain.count_header(header, Recipe().limits)
-        found = []
-        for images in (plain, PillowImages(**limits)):
-            out = {"patches": np.zeros((size.num_rows, plain.patch_dim), np.uint16)}
-            images.decode_into(data, size, out, Recipe().limits)
-            found.append(torch.from_numpy(out["patches"]).view(torch.bfloat16).float())
-        # Two roundings to bfloat16 (8 bits) of values up to about 2, and two of libjpeg's ways to make colours.
-        assert (found[0] - found[1]).abs().max() < 0.1
-        assert (found[0] - found[1]).abs().mean() < 0.01
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", PEERS)
 def test_peers_deliver_every_sample(job: PeersJob, lane: str) -> None:
@@ -88,14 +59,6 @@ def test_peers_deliver_every_sample(job: PeersJob, lane: str) -> None:
         run_in_child(described.prepare, (job, folder), job.folder, 120, python=described.python)
     figures, _ = run_in_child(measure, (described, job, "none", 0, 4), job.folder, 120, python=described.python)
     assert figures.samples_per_second > 0
-
-
-def test_peers_are_chosen_by_name() -> None:
-    assert chosen_lanes("none") == LANES | FORKED
-    assert list(chosen_lanes("all")) == [*LANES, *FORKED, *PEERS]
-    assert {"webdataset", "Grain, threads", "Grain, processes"} < set(chosen_lanes("webdataset, grain"))
-    with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of datasets, "):
-        chosen_lanes("dali")
 
 
 def test_forked_workers_of_ours_deliver_every_sample(job: PeersJob) -> None:
@@ -122,10 +85,6 @@ def test_every_peer_has_an_environment_or_is_among_our_packages() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     environments = set(makefile.split("PEERS := ")[1].splitlines()[0].split())
     assert {name_of(lane) for lane in PEERS} - environments == {"torch", "webdataset", "datasets"}
-
-
-def test_the_default_budget_of_an_image_is_the_recipes() -> None:
-    assert PeersBench().max_tokens == ImagePreprocessor().max_tokens
 
 
 @pytest.mark.slow

@@ -5,43 +5,23 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from shard_factory import omni_samples, write_shard
 
-import orchdata as od
 from benchmarks.launch import LaunchError, torchrun
-from benchmarks.train import calibration
-from benchmarks.train.calibration import lengths_of
 from benchmarks.train.job import LANES, predicted_seconds
-from benchmarks.train.lanes import make_model_config, make_recipe
-from benchmarks.train.records import compare_curves, fastest_repeats
+from benchmarks.train.records import compare_curves
 from benchmarks.train.report import make_results
 from benchmarks.train.run import TrainBench, run
 from orchdata.bench.harness import Result, WideTable, make_report
-from orchdata.loaders.modalities.builtin import KINDS
 
 
 def test_a_step_takes_its_slowest_rank_or_the_slowest_of_each_phase() -> None:
     loads = {"image": [4, 0], "llm": [2, 6]}
     assert predicted_seconds(loads, "step", exponent=1) == 3.0  # max(4 + 2, 0 + 6) / 2
     assert predicted_seconds(loads, "phase", exponent=1) == 5.0  # (4 + 6) / 2
-
-
-def test_lengths_are_what_enters_each_phase(tmp_path: Path) -> None:
-    recipe = make_recipe()
-    write_shard(tmp_path / "a.tar", omni_samples(5))
-    dataset = od.ShardDataset(tmp_path / "a.tar", recipe=recipe)
-    index = dataset.index()
-    (batch,) = od.DataLoader(dataset, global_batch_size=5, num_threads=0)
-    lengths = lengths_of(batch, make_model_config(recipe).conv_stride)
-    for code, phase in enumerate(KINDS):
-        if phase in lengths:
-            assert lengths[phase] == index.part_positions[index.part_modality == code].tolist()
-    assert lengths["llm"] == index.llm_tokens.tolist()
 
 
 def record(seconds: float, loads: dict[str, list[int]]) -> dict[str, Any]:
@@ -57,13 +37,6 @@ def record(seconds: float, loads: dict[str, list[int]]) -> dict[str, Any]:
         "loads": loads,
         "imbalance": {"llm": 1.0, "step": 1.0},
     }
-
-
-def test_the_fastest_repeat_counts_on_every_rank() -> None:
-    first = [[record(seconds, {}) for seconds in (1.0, 5.0, 2.0)]]
-    second = [[record(seconds, {}) for seconds in (4.0, 1.0, 2.0)]]
-    chosen = fastest_repeats([first, second])  # the slowest ranks took 4, 5 and 2 seconds
-    assert [rank[0]["step_seconds"] for rank in chosen] == [2.0, 2.0]
 
 
 def test_gains_are_shares_of_the_unbalanced_time() -> None:
@@ -92,19 +65,6 @@ def test_gains_are_shares_of_the_unbalanced_time() -> None:
     assert rows["unbalanced"][3] == 4_500  # ms: one rank of two waits 9 of 10 seconds
 
 
-@pytest.mark.parametrize(("name", "least"), [("ranks", 2), ("steps", 1), ("repeats", 1), ("batch_size", 1)])
-def test_sizes_too_small_are_refused(name: str, least: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {least - 1}"):
-        TrainBench(**{name: least - 1})
-
-
-def test_a_dataset_without_audio_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "images.yaml"
-    path.write_text("samples: 8\nshards: 1\nkinds: {image: {words: 3, image: {width: 64}}}\n")
-    with pytest.raises(ValueError, match="the dataset has no audio"):
-        run(TrainBench(dataset=str(path), steps=1, batch_size=1))
-
-
 @pytest.mark.slow
 def test_bench_train_made_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -121,35 +81,6 @@ def test_bench_train_made_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     llm = {row[0]: float(str(row[3])) for row in tables["Imbalance of each phase, max/mean over ranks"].rows}
     assert llm["LLM only"] <= llm["unbalanced"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_calibration_that_does_not_tell_phases_apart_measures_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    fits = iter([ValueError("phase 'audio' costs nothing"), "fitted"])
-
-    def measure(lane: Any, step: int, *_: Any) -> tuple[dict[str, list[int]], float, float]:
-        steps.append(step)
-        return {}, 1.0, 0.5
-
-    def fit(measured: list[Any]) -> Any:
-        found = next(fits)
-        if isinstance(found, ValueError):
-            raise found
-        return found
-
-    def gather(found: list[Any], mine: Any) -> None:
-        found[0] = mine
-
-    monkeypatch.setattr(calibration, "make_lane", lambda *_: None)
-    monkeypatch.setattr(calibration, "replace", lambda task, **_: task)
-    monkeypatch.setattr(calibration, "_measure", measure)
-    monkeypatch.setattr(calibration, "_fit", fit)
-    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(calibration.dist, "all_gather_object", gather)
-    task: Any = SimpleNamespace(seed=0)
-    found = calibration.calibrate(task, conv_stride=1, steps=3, repeats=1)
-    assert steps == list(range(2 + 3 + 3))
-    assert found.fit == "fitted" and found.end_seconds == 0.5
 
 
 def test_curves_are_compared_by_their_largest_relative_difference() -> None:
