@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from html.parser import HTMLParser
@@ -81,17 +80,6 @@ def test_figures_of_all_samples_are_named_as_such(dataset: od.ShardDataset, monk
     assert "24, 0 of them bad" in text
 
 
-def test_columns_of_the_users_are_not_read_to_be_shown(tmp_path: Path) -> None:
-    samples = [{"__key__": str(number), "txt": b"x" * 9, "score": str(number).encode()} for number in range(4)]
-    path = write_shard(tmp_path / "a.tar", samples)
-    od.ShardDataset(path, recipe=RECIPE).index()
-    chosen = od.ShardDataset(path, recipe=RECIPE, index_fields=("score",)).filter("score > 1")
-    assert "The chosen ones cannot be counted: the index of this shard lacks index_fields" in look(chosen).text
-    assert len(chosen) == 2
-    assert "2 of 4 samples" in look(chosen).text
-    assert "2 of 4 samples" in look(copy.copy(chosen).filter("bytes > 0")).text  # kept columns are opened
-
-
 def test_everything_that_a_user_holds_has_a_view(dataset: od.ShardDataset) -> None:
     dataset.index()
     loader = od.DataLoader(dataset, batch_size=4, shuffle=True, dp=(0, 2), seed=1)
@@ -122,19 +110,6 @@ def test_a_dummy_is_named_as_one(tmp_path: Path) -> None:
         assert "a dummy of image" not in repr(batch)
     (batch,) = od.DataLoader(dataset.take(1), batch_size=1, cost=encoders)
     assert "image1 item of " in look(batch).text
-
-
-def test_a_loader_cuts_no_number(dataset: od.ShardDataset) -> None:
-    dataset.index()
-    phases = {
-        name: od.PhaseCost(linear=3.0625, quadratic=0.0009765625, constant=12345.5) for name in ("image", "audio")
-    }
-    cost = od.CostModel(llm=od.PhaseCost(linear=30.0625), **phases)
-    loader = od.DataLoader(dataset, batch_size=4, cost=cost)
-    shown = re.search(r"cost=(.*), \.\.\.", repr(loader))
-    assert len(repr(cost)) > 200
-    assert shown is not None and f"{shown[1]}, " in repr(cost)
-    assert f"{shown[1]}, ..." in look(loader).text
 
 
 def test_a_mixture_shows_its_shares(dataset: od.ShardDataset) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from orchdata.bench import plan, throughput
-from orchdata.bench.harness import Report, Result, WideTable, interleave, machine, make_report
+from orchdata.bench.harness import Report, Result, make_report
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 
@@ -22,22 +20,6 @@ from orchdata.loaders.text.preprocessor import TextPreprocessor
 class Settings:
     seed: int = 3
     folder: Path | None = Path("somewhere")
-
-
-def tick(step: float = 1.0) -> object:
-    counter = itertools.count()
-    return lambda: next(counter) * step
-
-
-def test_interleaving_runs_in_turn_and_leaves_the_warm_up_out() -> None:
-    calls: list[str] = []
-    seconds = interleave(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1, clock=tick(0.5)
-    )
-    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]  # Every second round backwards.
-    assert seconds == {"a": (0.5, 0.5, 0.5), "b": (0.5, 0.5, 0.5)}
-    with pytest.raises(ValueError, match="repeats must be at least 1"):
-        interleave({}, repeats=0)
 
 
 def test_a_result_has_median_quartiles_and_verdict() -> None:
@@ -63,26 +45,6 @@ def test_a_report_shows_no_secrets_of_urls() -> None:
     assert "https://host/a.tar?..." in text
     assert "b.tar" in text
     assert "hidden" not in text
-
-
-def test_a_report_shows_wide_tables_before_its_results() -> None:
-    rows = (("text", 1.00094, None),)
-    table = WideTable(title="ratios", columns=("case", "ours", "peer"), rows=rows, unit="x", note="of one batch")
-    report = make_report("orchdata bench x", Settings(), [Result(name="x", unit="ms", values=(2.0,)), table])
-    assert [result.name for result in report.results] == ["x"]
-    assert json.loads(json.dumps(report.to_dict()))["tables"][0]["rows"] == [["text", 1.00094, None]]
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(report.render())
-    shown = capture.get()
-    assert "1.0009" in shown
-    assert shown.index("ratios") < shown.index("orchdata bench x")
-
-
-def test_the_machine_is_described() -> None:
-    facts = machine()
-    assert facts["cores"] >= 1
-    assert facts["packages"]["numpy"] == np.__version__
 
 
 def by_name(report: Report) -> dict[str, Result]:

@@ -113,14 +113,6 @@ def test_what_is_listed_is_what_an_epoch_refuses(tmp_path: Path, fixtures_dir: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_many_hostile_files(tmp_path: Path, fixtures_dir: Path) -> None:
-    shards = hostile_shard(tmp_path, fixtures_dir, 4)
-    check_against_epochs(shards, verified(shards).failures, tmp_path)
-
-
-@pytest.mark.slow
 def test_a_sound_data_set_has_nothing_to_list(tmp_path: Path) -> None:
     shards = [write_shard(tmp_path / "ok.tar", omni_samples(10))]
     assert verified(shards) == Verification(num_samples=10, failures=(), num_indexed_bad=0)
