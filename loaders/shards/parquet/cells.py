@@ -24,6 +24,7 @@ from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
+from orchdata.loaders.unread_names import FILE_KEYS
 
 _WORDS = {code: kind.column_words for code, kind in enumerate(BUILTINS.values(), TEXT + 1)} | {
     TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),
@@ -296,6 +297,10 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
                 ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
         else:
             used.append(column)
+            item = field.type.value_type if column.listed else field.type
+            if column.form == "struct" and pa.types.is_struct(item):
+                near = [each.name for each in item if each.name not in FILE_KEYS and not pa.types.is_null(each.type)]
+                ignored += [f"{field.name}{'[]' * column.listed}.{name}" for name in near if not is_edge(name)]
     # These may say that a clip is a part of its file.
     edges = [name for name in ignored if is_edge(name, or_length=True)]
     if any(map(is_edge, edges)) and any(column.form in ("binary", "struct") for column in used):
