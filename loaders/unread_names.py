@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.field_names import NUMBER, bare_name
+from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
@@ -37,8 +37,6 @@ _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
 _ITEM_KEYS: Final = ("type", "text", "index")
 _ITEM_NAMES: Final = ("path", "url", "base64", "source")
 """Keys under which an item of media names its file, after those of its modality. The first with a value is read."""
-FILE_KEYS: Final = ("type", "path", "url", "base64", "bytes", "data", "format", "index")
-"""Keys of a file that a record names."""
 _ROLE_KEYS: Final = ("role", "from")
 _PAIR: Final = ("prompt", "completion")
 _ALPACA: Final = ("instruction", "output")

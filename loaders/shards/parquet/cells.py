@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
-from orchdata.loaders.field_names import EMPTY, NULL, VALUE, is_kept_as
+from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_kept_as
 from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
@@ -24,7 +24,6 @@ from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
-from orchdata.loaders.unread_names import FILE_KEYS
 
 _WORDS = {code: kind.column_words for code, kind in enumerate(BUILTINS.values(), TEXT + 1)} | {
     TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),
