@@ -267,8 +267,8 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
     modality = words.items.get(kind) if isinstance(kind, str) else None
     if modality in words.listed and isinstance(item.get(str(kind)), list):
         return  # the frames of a video: the other keys are about them
-    names = (kind, *(word for word, its in words.items.items() if its == modality), *_ITEM_NAMES) if modality else ()
-    used = next((key for key in names if item.get(key) is not None), None)
+    names = (str(kind), *(word for word, its in words.items.items() if its == modality), *_ITEM_NAMES)
+    used = next((key for key in names if item.get(key) is not None), None) if modality else None
     for key, value in item.items():
         is_checked = is_edge(key) if modality else bool(named) and _names(named, key)
         if key != used and key not in _ITEM_KEYS and not is_checked:
