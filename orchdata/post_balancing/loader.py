@@ -88,8 +88,8 @@ def post_balance(
 class PostBalanced:
     """The result of `post_balance`: iteration yields a `PostBatch` for each step.
 
-    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier, if its loader fails or
-    its process dies, the others raise a StepError that names it.
+    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier or its loader fails, the
+    others raise a StepError that names it; if its process dies, a StepError.
     """
 
     def __init__(

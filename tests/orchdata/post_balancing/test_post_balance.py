@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_sample, make_steps
+from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_steps
 from post_balance_job import __file__ as JOB
 from rank_jobs import run_ranks
 
@@ -103,15 +103,6 @@ def test_every_scope_keeps_its_promise(tmp_path: Path) -> None:
             assert max(map(max, counts)) <= 7
 
 
-def test_a_giant_sample_stays_and_the_rest_is_as_good_as_it_can_be(tmp_path: Path) -> None:
-    results = run_job("giant", 2, tmp_path)
-    steps = [[make_sample(0, 0, i, 10) for i in range(4)]], [[make_sample(1, 0, i, 10) for i in range(4)]]
-    check_epoch([result["epochs"][0] for result in results], lambda rank: steps[rank], num_steps=1)
-    assert "1-0-2" in results[1]["epochs"][0][0]["keys"]
-    loads = [sum(result["epochs"][0][0]["costs"]) for result in results]
-    assert max(loads) <= 1_000_030 and sum(loads) == 1_000_070
-
-
 def test_a_step_that_would_gain_too_little_is_left_as_it_is(tmp_path: Path) -> None:
     results = run_job("gain", 2, tmp_path)
     costs = [[one["costs"] for one in result["epochs"][0]] for result in results]
@@ -132,19 +123,13 @@ def test_a_failing_loader_gives_every_rank_an_error_with_its_rank_and_step(tmp_p
         assert (by_rank["cause"] == "OSError") == (rank == 1)
 
 
-def test_a_sample_that_cannot_be_sent_gives_every_rank_its_path(tmp_path: Path) -> None:
-    for by_rank in run_job("bad_sample", 2, tmp_path):
-        assert by_rank["steps"] == [0, 1]
-        assert by_rank["error"].startswith("rank 1 failed at step 2: TypeError: sample['meta'][0] is a builtins.set")
-
-
-def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_an_error_on_all_others_with_the_step(tmp_path: Path) -> None:
     results = run_job("dying_rank", 4, tmp_path, lost=[1])
     for by_rank in (results[0], results[2], results[3]):
         last = by_rank["steps"][-1]
         assert by_rank["steps"] == list(range(last + 1))
-        assert by_rank["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
-        assert by_rank["rank"] == 1
+        assert by_rank["error"].startswith(f"post_balance lost other ranks at step {last + 1}: ")
+        assert by_rank["rank"] is None
         assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
@@ -164,7 +149,6 @@ def test_when_the_rank_that_serves_the_store_dies_the_others_know_immediately(tm
     for by_rank in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
         assert by_rank["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
         assert by_rank["error"].startswith("post_balance lost other ranks at step 4: ")
-        assert by_rank["error"].endswith("without the job's store, often lost with rank 0")
         assert by_rank["rank"] is None
         assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
@@ -197,16 +181,6 @@ def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
 def test_ranks_with_different_arguments_raise(tmp_path: Path) -> None:
     for by_rank in run_job("unlike", 2, tmp_path):
         assert by_rank["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
-
-
-def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
-    results = run_job("subgroup", 3, tmp_path)
-    for name, members in (("1 and 2", (1, 2)), ("0 and 1", (0, 1)), ("all", (0, 1, 2))):
-        seen = [result[name] for result in results if name in result]
-        assert len(seen) == len(members)
-        for step, ranks in enumerate(zip(*seen, strict=True)):
-            wanted = [sample["key"] for rank in members for sample in make_steps(rank, 3)[step]]
-            assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
 
 
 def test_a_forked_process_takes_no_connection_down_and_does_not_wait(tmp_path: Path) -> None:
