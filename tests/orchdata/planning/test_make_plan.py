@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -162,30 +161,3 @@ def test_a_plan_of_an_index_moves_no_features_where_it_need_not(tmp_path: Path) 
     for phase in ("image", "audio"):
         assert few.feature_rows(phase)[0] == few.parts[phase].tokens.sum()
     assert sum(many.feature_rows(phase)[2] for phase in ("image", "audio")) > 0
-
-
-def test_parts_of_one_crowded_sample_leave_it() -> None:
-    album = alike(8)
-    album.counts[:] = [16, *[0] * 7]
-    album.starts = np.concatenate([[0], np.cumsum(album.counts)])
-    plan, whole = (
-        plan_of(album, 4, Balance(assignment=assignment))  # type: ignore[arg-type]
-        for assignment in ("per_phase", "joint")
-    )
-    assert not at_home(plan)
-    assert plan.loads("image").tolist() == [4 * 80] * 4  # Of 16 images, four each.
-    assert plan.cost(Balance().price, PHASES) < whole.cost(Balance().price, PHASES) - 8 * 80
-
-
-def test_an_encoder_cap_takes_no_more_micro_steps_than_parts_at_home() -> None:
-    """Where the backbone alone is balanced, crowded samples meet on a rank, and it would."""
-    fewer = 0
-    for seed, padded in product(range(30), (NO_PADDING, PaddedCost(PhaseCost(1.0)))):
-        balance = Balance(assignment="per_phase", max_tokens={"image": 300}, oversize="own")
-        plan, home, alone = (
-            plan_of(Album(20, seed, padded=padded, balanced=balanced), 2, how).num_microbatches
-            for balanced, how in ((PHASES, balance), (PHASES, joint(balance)), (("llm",), balance))
-        )
-        assert plan <= min(home, alone)
-        fewer += plan < alone
-    assert fewer

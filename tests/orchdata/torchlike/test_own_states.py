@@ -316,35 +316,6 @@ def test_steps_that_were_left_stay_left_until_they_come() -> None:
     assert list(again) == [[2], [3], [5], [6], [7]]
 
 
-class HeldShares(Counted):
-    """The first worker gives nothing before it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = multiprocessing.get_context("fork").Event()
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        assert share() or self.free.wait(60)
-        return super().__iter__()
-
-
-def test_workers_of_an_iterable_do_not_wait_for_each_other() -> None:
-    numbers = HeldShares()
-    one = od.DataLoader(
-        numbers, num_workers=3, in_order=False, batch_size=None, collate_fn=tuple, multiprocessing_context="fork"
-    )
-    steps = iter(one)
-    given = [next(steps) for _ in range(9)]
-    assert {worker for worker, *_ in given} == {1, 2}
-    state = saved(one)
-    numbers.free.set()
-    rest = list(steps)
-    everything = sorted((worker, 0, place) for worker, size in enumerate(Shares.sizes) for place in range(size))
-    assert sorted(given + rest) == everything
-    one.load_state_dict(state)
-    assert sorted(given + list(one)) == everything
-
-
 def test_where_order_is_kept_a_word_says_so() -> None:
     numbers = list(range(12))
     with pytest.warns(UserWarning, match=r"in_order=False has no effect: the sampler has its own state"):
