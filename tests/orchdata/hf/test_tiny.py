@@ -58,13 +58,6 @@ def test_a_model_of_each_is_built_and_keeps_all_kinds_of_layers(kind: str) -> No
     assert config.to_dict() == before
 
 
-def test_windows_are_shorter_than_the_samples_that_are_tried() -> None:
-    for kind, name in (("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size")):
-        assert getattr(tiny_model(config_of(kind)).config, name) == 8
-    smaller = next(tiny_configs(config_of("llama", memory_span=[512, 128], lookback_window_len=4096)))
-    assert (smaller.memory_span, smaller.lookback_window_len) == ([8, 8], 8)  # by names that no model has today
-
-
 def test_what_media_depend_on_stays() -> None:
     vision = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
     config = config_of("llava", vision_config=vision, text_config={"model_type": "llama", "vocab_size": 32064})

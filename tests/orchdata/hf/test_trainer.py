@@ -253,22 +253,6 @@ def test_another_loss_is_divided_by_the_tokens_of_the_whole_step(vl: Family, way
     assert distance(trainer.watching.gradients[0], expected[0]) < (TOLERANCE if way == "function" else 1e-5)
 
 
-def test_batches_move_to_the_device_once(vl: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    to = od.Batch.to
-
-    def counted(batch: od.Batch, *args: Any, **kwargs: Any) -> od.Batch:
-        moved.append(id(batch))
-        return to(batch, *args, **kwargs)
-
-    model = vl.model()
-    loader = vl.loader(model)
-    num_batches = sum(len(step) for step in loader.steps())
-    monkeypatch.setattr(od.Batch, "to", counted)
-    make(model, vl.loader(model), tmp_path, num_train_epochs=1).train()
-    assert len(moved) == num_batches
-
-
 @pytest.mark.parametrize("stop", [2, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (STEPS, STEPS + 1))])
 def test_a_training_that_goes_on_has_the_losses_of_one_that_never_stopped(
     vl: Family, stop: int, tmp_path: Path
