@@ -43,7 +43,6 @@ class PostPlan:
         owner: int32 (num_samples,), the rank that drew it.
         rank: int32 (num_samples,), the rank that gets it.
         num_ranks: ranks of the group.
-        ranks_per_node: consecutive ranks that share a node.
         below_gain: whether moving would have helped, but by less than the required gain.
     """
 
@@ -52,7 +51,6 @@ class PostPlan:
     owner: Ranks
     rank: Ranks
     num_ranks: int
-    ranks_per_node: int
     below_gain: bool = False
 
     @cached_property
@@ -87,19 +85,9 @@ class PostPlan:
         return np.flatnonzero((self.owner != rank) & (self.rank == rank))
 
     @cached_property
-    def moved_within(self) -> Ints:
-        """Samples that change their rank and stay on their node."""
-        return np.flatnonzero((self.rank != self.owner) & ~self._leaves_node)
-
-    @cached_property
-    def moved_between(self) -> Ints:
-        """Samples that change their node."""
-        return np.flatnonzero(self._leaves_node)
-
-    @cached_property
-    def _leaves_node(self) -> NDArray[np.bool_]:
-        leaves: NDArray[np.bool_] = self.rank // self.ranks_per_node != self.owner // self.ranks_per_node
-        return leaves
+    def moved(self) -> Ints:
+        """Samples that change their rank."""
+        return np.flatnonzero(self.rank != self.owner)
 
 
 def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> PostPlan:
@@ -115,17 +103,17 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
     Raises:
         ValueError: more samples than `max_samples` allows.
     """
-    stay = PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node)
+    stay = PostPlan(costs, sizes, owner, owner, num_ranks)
     if not len(costs):
         return stay
     rank = assign({"llm": costs}, rule.balance, num_ranks, owner, sizes=sizes, ranks_per_node=rule.ranks_per_node)
     if rank is owner:
         return stay
-    move = PostPlan(costs, sizes, owner, rank, num_ranks, rule.ranks_per_node)
+    move = PostPlan(costs, sizes, owner, rank, num_ranks)
     before, after = int(stay.loads.max()), int(move.loads.max())
     if before - after >= rule.gain * before or not _counts_allowed(owner, num_ranks, rule):
         return move
-    return PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node, below_gain=after < before)
+    return PostPlan(costs, sizes, owner, owner, num_ranks, below_gain=after < before)
 
 
 def _counts_allowed(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:

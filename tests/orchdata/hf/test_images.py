@@ -203,26 +203,6 @@ def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limit
     assert refused < 10
 
 
-def test_bytes_are_given_to_a_processor_that_makes_the_same_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = _next_with(_Measured)
-    images = image_modality(processor)
-    assert images.takes_arrays and not images.native
-    sizes = ((3, 90), (90, 3), (4, 4), (200, 120))  # three pixels could be three channels
-    for width, height in sizes:
-        data = encoded(Image.fromarray(noise(height, width, 3)))
-        _, out = decoded(images, data)
-        given = processor(images=[theirs(data)], text=["<image>"], return_tensors="pt")
-        np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"][0].numpy())
-    # A class that does otherwise with bytes gets pictures.
-    process = _Measured.process_image
-    monkeypatch.setattr(
-        _Measured,
-        "process_image",
-        lambda self, image, **named: process(self, 255 - image if isinstance(image, np.ndarray) else image, **named),
-    )
-    assert not image_modality(processor).takes_arrays
-
-
 def test_what_the_processor_refuses_is_that_images_failure() -> None:
     with pytest.raises(DecodeError, match="3 x 900 pixels, which its processor refuses: absolute aspect ratio"):
         modality_of("qwen2_vl", "pil").count_header((3, 900), LIMITS)

@@ -151,11 +151,10 @@ def test_configs_that_are_not_read_say_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"kv_lora_rank=8.*llm=TransformerCost\(...\) or llm=PhaseCost\(...\)"):
         od.hf.cost(config | {"kv_lora_rank": 8})
     unknown = {"model_type": "new", "vision_config": {"model_type": "seen", "patch_size": 14}, "text_config": config}
-    with pytest.raises(ValueError, match=r"no rule for the image phase of new.*image=od.PhaseCost") as raised:
+    with pytest.raises(ValueError, match=r"no rule for the image phase of new.*image=od.PhaseCost"):
         od.hf.cost(unknown)
     assert od.hf.cost(unknown, image=od.PhaseCost(2.0)).phases == ("image", "llm")
     assert od.hf.cost(unknown, image=None) == od.hf.cost(config)
-    assert isinstance(eval(str(raised.value).split("cost=")[-1], {"od": od}), od.CostModel)
     for other in ({**unknown, "encoder_config": {"model_type": "heard"}}, {"model_type": "dia"}):
         with pytest.raises(ValueError, match="does not read a (new|dia) config, which has (encoder_config|no text)"):
             od.hf.cost(other)
