@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import jobs_recipes
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -109,30 +105,6 @@ def test_actors_that_are_killed_lose_nothing(ray_cluster: TestCluster, tmp_path:
     thread.join()
     assert killed
     assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
-
-
-@pytest.mark.slow
-def test_the_command(ray_cluster: TestCluster, tmp_path: Path) -> None:
-    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
-    command = [
-        sys.executable,
-        "-m",
-        "orchdata.cli",
-        "index",
-        *urls,
-        "--ray",
-        ray_cluster.address,
-        "--jobs",
-        "2",
-        "--json",
-    ]
-    environment = {**os.environ, "ORCHDATA_CACHE": str(tmp_path / "cache"), "RAY_AUTH_MODE": "disabled"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["samples"] == 90
-    alone = build_index(urls, od.Recipe(), cache=CacheFolder(tmp_path / "alone"))
-    there = build_index(urls, od.Recipe(), cache=CacheFolder(tmp_path / "cache"))
-    assert same(there, alone) and np.array_equal(there.llm_tokens, alone.llm_tokens)
 
 
 def test_an_address_of_a_ray_client_is_an_error() -> None:

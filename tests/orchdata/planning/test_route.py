@@ -91,22 +91,6 @@ def test_the_reverse_route_brings_every_row_back(parts: Parts) -> None:
     assert [route.reverse().reverse() for route in routes] == routes
 
 
-@given(parts())
-def test_the_part_route_carries_one_row_a_part(parts: Parts) -> None:
-    routes = [parts.route(rank).parts for rank in range(parts.num_ranks)]
-    one = Parts(
-        parts.num_ranks,
-        parts.encoder_rank,
-        parts.llm_rank,
-        [1] * len(parts.tokens),
-        parts.encoder_order,
-        parts.llm_order,
-    )
-    held = [one.held(rank) for rank in range(parts.num_ranks)]
-    assert carry(routes, held) == [one.wanted(rank) for rank in range(parts.num_ranks)]
-    assert all(route.parts == route for route in routes)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

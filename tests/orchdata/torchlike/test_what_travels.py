@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 import orchdata as od
 
@@ -122,12 +121,3 @@ def test_what_cannot_travel_is_an_error_that_names_it(name: str) -> None:
     for _ in range(2):  # where torch's loader waits for ever
         with pytest.raises(RuntimeError, match=message):
             next(batches)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["sparse", "csr", "nested", "jagged", "storage"])
-def test_default_collate_refuses_in_a_worker_what_torchs_refuses(name: str) -> None:
-    with pytest.raises((RuntimeError, TypeError)) as theirs:
-        default_collate([MADE[name]()])
-    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
-        next(iter(od.DataLoader(Makes(MADE[name]), num_workers=1)))
