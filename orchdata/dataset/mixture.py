@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.views.seen import Seen, mixture_view
+from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.views.seen import mixture_view
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
@@ -64,7 +65,7 @@ class Leaf(NamedTuple):
     loss_weight: float
 
 
-class Mixture(Seen):
+class Mixture(Sharded):
     """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
     The order is a pure function of the seed: there are no buffers, and any position is computed directly. Pass it to

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
@@ -16,7 +16,7 @@ from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.dataset.shards import prepare_shards
 from orchdata.engines.iterables import IterableContent
 from orchdata.notices import warn_once
@@ -25,6 +25,9 @@ from orchdata.order.steps import StepTask, StreamSteps
 from orchdata.planning.costs import EqualCosts
 from orchdata.planning.make_plan import make_plan
 from orchdata.unended_chats import warn_of_unended
+
+if TYPE_CHECKING:
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
@@ -56,7 +59,7 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     _check_collate(options.collate_fn)
     prepared = prepare_shards(dataset, options, arguments.quarantine)
-    if isinstance(dataset, ShardDataset) and dataset.selections and not prepared.num_indexed:
+    if not is_mixture(dataset) and dataset.selections and not prepared.num_indexed:
         prepared = replace(prepared, none_chosen=_choice(dataset))
     plan = prepared.spec.plan
     if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:

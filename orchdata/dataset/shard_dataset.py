@@ -40,7 +40,8 @@ from orchdata.dataset.selection import (
     first_numbers,
     left_out,
 )
-from orchdata.dataset.views.seen import Seen, dataset_view
+from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.views.seen import dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.html import never_raises
@@ -69,7 +70,7 @@ _listings: Counter[str] = Counter()
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
-class ShardDataset(Seen):
+class ShardDataset(Sharded):
     """Samples of images, audio and text, under a recipe.
 
     `len(dataset)` and `dataset[i]` count the good samples that `filter` and `split` keep, in the order of the shards.

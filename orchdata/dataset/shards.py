@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardC
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
-from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
 from orchdata.dataset.resume.rows import rows_of
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError, TooManyFailures
@@ -56,6 +55,10 @@ from orchdata.planning.window_checks import check_accumulate, check_labels, chec
 from orchdata.progress import progress_bar
 from orchdata.quarantine import checked_names, read_quarantine
 
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
+
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
@@ -74,8 +77,7 @@ def prepare_shards(
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)
-    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
-    recipes = [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in leaves]
+    recipes = [leaf.dataset.recipe for leaf in dataset.leaves] if is_mixture(dataset) else [dataset.recipe]
     index = _open_index(dataset, options)
     costs = layout_costs(index, options.cost, layout)
     length = window_length(layout)
@@ -94,7 +96,7 @@ def prepare_shards(
     warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
-    names = [leaf.name for leaf in leaves]
+    names = [leaf.name for leaf in dataset.leaves]
     _refuse(index, bad, unchosen, names, options.policy)
     lost = lost_samples(index, bad)
     refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), options.policy)
@@ -114,7 +116,7 @@ def prepare_shards(
     order: Order | MixtureOrder
     if options.listed is not None:
         _check_listed(options.listed, dataset, index)
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         assert isinstance(index, JoinedIndex)
         shuffled = {"shuffle": options.shuffle, "seed": options.seed}
         order = mixture_order(dataset, index, excluded, multiple_of=counts.multiple_of, **shuffled)  # type: ignore[arg-type]
@@ -170,7 +172,7 @@ def _refuse_none_left(index: Index | JoinedIndex) -> None:
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
     """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
-    if isinstance(dataset, ShardDataset):
+    if not is_mixture(dataset):
         return dataset.left_out(index)
     assert isinstance(index, JoinedIndex)
     parts = zip(dataset.leaves, index.indexes, index.first_rows[:-1].tolist(), strict=True)
@@ -207,7 +209,7 @@ def _check_arrow(index: Index, files: Files) -> None:
 
 
 def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Index:
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         return joined_index(dataset, [_open_index(leaf.dataset, options) for leaf in dataset.leaves])
     rank, together = options.rank, options.index == "build" and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
@@ -222,7 +224,7 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
 
 
 def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> None:
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_rows:
         raise ValueError(
@@ -372,7 +374,7 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     """
     parts: dict[tuple[str, ...], tuple[Index, int]] = {(): (index, 0)}
     what = "(shard, key) pairs of a data set"
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         assert isinstance(index, JoinedIndex)
         starts = index.first_rows.tolist()
         names = [(leaf.name,) for leaf in dataset.leaves]

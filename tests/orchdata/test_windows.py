@@ -531,7 +531,7 @@ def test_what_windows_cannot_do_is_refused(dataset: od.ShardDataset) -> None:
         ({"length": 1}, "at least 2 tokens"),
         ({"attention": "both"}, "must be 'document' or 'window'"),
         ({"global_batch_size": None, "global_batch_tokens": 390}, "pass global_batch_size=6, which is 384 tokens"),
-        ({"global_batch_size": None, "global_batch_tokens": [(0, 64), (100, 128)]}, "is a ramp"),
+        ({"global_batch_size": None, "global_batch_tokens": [(0, 64), (100, 128)]}, "counted in windows"),
         ({"balance": od.Balance(assignment="per_phase")}, "per_phase"),
         ({"balance": od.Balance(max_samples=4)}, "max_samples"),
         ({"balance": od.Balance(max_tokens={"image": 4})}, "caps image"),

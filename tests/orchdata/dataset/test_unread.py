@@ -267,3 +267,13 @@ def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=RECIPE, media_root=tmp_path)
     assert set(names_of(dataset)) == {"images[].bbox", "images[].weight"}
+    structs = [[{"bytes": jpeg(40, 30), "bbox": [1, 2], "score": None}], [{"bytes": jpeg(40, 30), "bbox": [3, 4]}]]
+    pq.write_table(pa.table({"images": structs, "text": ["a cat", "a dog"]}), tmp_path / "a.parquet")
+    assert names_of(od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)) == {"images[].bbox": 2}
+    # Of two names in an item one is read.
+    item = {"type": "image", "image": "a.jpg", "data": "aGVsbG8=", "url": "b.jpg"}
+    turns = [{"role": "user", "content": [item, {"type": "text", "text": "What is it?"}]}]
+    chat = {"messages": [*turns, {"role": "assistant", "content": "a cat"}]}
+    (tmp_path / "b.jsonl").write_text(json.dumps(chat) + "\n")
+    dataset = od.ShardDataset(tmp_path / "b.jsonl", recipe=RECIPE, media_root=tmp_path)
+    assert set(names_of(dataset)) == {"messages[].content[].data", "messages[].content[].url"}
