@@ -8,19 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.balancers import CostModel, PhaseCost
 from orchdata.building.figures import FIGURES, step_figures
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.sharing.padded import PaddedCost
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -65,18 +60,6 @@ def test_without_balancing_is_what_dealing_in_turn_costs(dataset: od.ShardDatase
     for phase, figures in found["phases"].items():
         assert figures["imbalance_unbalanced"] == dealt["phases"][phase]["imbalance"]
         assert figures["imbalance_unbalanced_in_micro_steps"] == dealt["phases"][phase]["imbalance_in_micro_steps"]
-
-
-def test_samples_of_a_rank_are_cut_in_their_sequence() -> None:
-    costs = np.array([1, 10, 2, 20, 4, 40, 8])  # on two ranks: 1 2 4 8 and 10 20 40
-    assert NO_PADDING.cells_in_turn(costs, costs, 2, 2).tolist() == [[3, 12], [30, 40]]
-    assert NO_PADDING.cells_in_turn(costs, costs, 2, 1).tolist() == [[15], [70]]
-    assert NO_PADDING.cells_in_turn(costs[:1], costs[:1], 2, 3).tolist() == [[1, 0, 0], [0, 0, 0]]
-    fixed = FixedCost(50, CostModel(llm=PhaseCost(1.0)).coefficients("llm"))
-    for padding in (NO_PADDING, PaddedCost(PhaseCost(1.0)), fixed):
-        cells = padding.cells_in_turn(costs, costs, 2, 3)
-        assert cells.shape == (2, 3)
-        assert cells.sum(axis=1).tolist() == padding.loads_in_turn(costs, costs, 2, 3).tolist()
 
 
 def test_an_interval_has_its_own_steps(dataset: od.ShardDataset) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,8 +18,6 @@ from map_dataset import Numbers
 from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
-from benchmarks.papers.disttrain import order_after_disttrain
-from orchdata.balancers import simulate_1f1b
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.profile import profile
@@ -103,36 +100,6 @@ def test_map_style_data_sets_are_not_in_shards() -> None:
     assert stats["read_amplification"] is None
     assert stats["reads"] is None
     assert Stats().as_dict()["reads"] is None
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_with_pipelines_the_imbalance_of_a_step_is_that_of_its_makespan(tmp_path: Path, num_ranks: int) -> None:
-    """Plans are chosen by the makespan of the slowest pipeline, so the figure must be computed from it."""
-    paths = omni_shards(tmp_path, shards=3, samples=20)
-    balance = od.Balance(max_tokens=200, oversize="own", order="1f1b", num_stages=3)
-    cost = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
-    imbalances, plans = [], []
-    for rank in range(num_ranks):
-        options = {"batch_size": 10, "balance": balance, "cost": cost, "drop_last": True}
-        made = loader(*paths, dp=(rank, num_ranks), **options)
-        plans = [microbatches[0].plan for microbatches in made.steps()]
-        imbalances.append(made.stats()["step_imbalance"])
-    taken = even = 0.0
-    for plan in plans:
-        cells = np.array([plan.cells("image"), plan.cells("llm")], float)  # (phases, ranks, microbatches)
-        taken += max(makespan(*cells[:, rank]) for rank in range(num_ranks))
-        mean = cells.sum(axis=(1, 2)) / cells[0].size
-        even += makespan(*np.repeat(mean[:, None], plan.num_microbatches, axis=1))
-    assert imbalances == [pytest.approx(taken / even)] * num_ranks
-    barrier = sum(plan.cost(od.Balance().price, cost.phases) for plan in plans)
-    total = sum(int(column.sum()) for plan in plans for column in plan.costs.values())
-    assert abs(imbalances[0] - barrier * num_ranks / total) > 0.01
-
-
-def makespan(image: Any, llm: Any) -> float:
-    """Makespan of three stages, with the encoders on the first one and a third of the LLM on each; times three."""
-    forward = np.array([3 * image + llm, llm, llm])
-    return simulate_1f1b(forward, 2 * forward, order_after_disttrain(forward, 2 * forward))
 
 
 @pytest.mark.parametrize("package", ["torch.utils.tensorboard", "wandb"])

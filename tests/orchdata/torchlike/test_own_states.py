@@ -96,26 +96,6 @@ class Walk:
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
 
 
-class Restless(IterableDataset[Any]):
-    """Its own iterator; each `iter()` begins from scratch."""
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        self.place = 0
-        return self
-
-    def __next__(self) -> tuple[int, int]:
-        if self.place == Shares.sizes[share()] + 2:
-            raise StopIteration
-        self.place += 1
-        return share(), self.place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 class Walks(IterableDataset[Any]):
     def __iter__(self) -> Walk:
         return Walk(Shares.sizes[share()] + 4)
@@ -133,7 +113,6 @@ def saved(loader: Any) -> Any:
         (Shares, {"batch_size": None}),
         (Counted, {"batch_size": 2}),
         (Walks, {}),
-        (Restless, {}),
     ],
 )
 def test_every_state_goes_on_as_the_iteration_did(kind: Any, options: dict[str, Any], workers: int) -> None:
