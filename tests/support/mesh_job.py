@@ -40,7 +40,6 @@ RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=16),
     audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
 )
-KEEPING = od.Recipe(image=RECIPE.image, audio=RECIPE.audio, keep=("txt", "json"))
 GLOBAL_BATCH_SIZE = 8
 
 Found = dict[str, Any]
@@ -71,9 +70,9 @@ class Job:
         self.shards = shards
         self.rank = dist.get_rank()
 
-    def loader(self, dp: Any, *, data: str = "good", recipe: od.Recipe = RECIPE, **options: Any) -> od.DataLoader:
+    def loader(self, dp: Any, *, data: str = "good", **options: Any) -> od.DataLoader:
         options = {"global_batch_size": GLOBAL_BATCH_SIZE, "shuffle": True, "seed": 3, "num_threads": 2} | options
-        return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=recipe), dp=dp, **options)
+        return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=RECIPE), dp=dp, **options)
 
     def mixed(self, dp: Any, **options: Any) -> od.DataLoader:
         """Token steps of the good samples twice, and their texts once more, drawn from streams."""
@@ -105,10 +104,6 @@ class Job:
             "collate": message(lambda: self.loader(broadcast, collate_fn=len)),
             "map broadcast": message(lambda: od.DataLoader(Numbers(8), dp=broadcast)),
             "map read": [batch["number"].tolist() for batch in od.DataLoader(Numbers(8), dp=read)],
-        }
-        found |= {
-            f"kept, {name}": seen(self.loader(dp, recipe=KEEPING))
-            for name, dp in (("broadcast", broadcast), ("read", read))
         }
         found |= {f"mixture, {name}": seen(self.mixed(dp)) for name, dp in (("broadcast", broadcast), ("read", read))}
         apart_too = {"balance": od.Balance(assignment="per_phase", scope="grouped", group_size=1)}

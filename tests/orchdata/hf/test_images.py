@@ -265,13 +265,6 @@ def test_positions_are_those_of_the_tower() -> None:
     assert image_modality(built("internvl", "pil"), patch_size=28).count_header((56, 56), LIMITS).positions == 4
 
 
-def test_rope_is_a_grid_for_qwen_and_counts_on_for_others() -> None:
-    images = modality_of("qwen2_vl", "pil")
-    size = images.count_header((112, 56), LIMITS)
-    assert images.rope(size).tolist() == [[0] * 8, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2]
-    assert modality_of("llava", "pil").rope(size) is None
-
-
 def test_a_modality_is_a_value() -> None:
     images = modality_of("smolvlm", "pil")
     again = pickle.loads(pickle.dumps(images))

@@ -99,15 +99,6 @@ def test_a_model_that_chooses_positions_by_scores_is_tried_without_ties_among_th
         od.hf.Inputs(config_of("deepseek_v32", index_n_heads=2))
 
 
-@slow
-def test_the_compared_families_are_packed_as_before() -> None:
-    from hf_families.families import FAMILIES
-
-    for family in FAMILIES.values():
-        _, model = family.build()
-        assert od.hf.Inputs(model.config).padded is not family.packed, family.name
-
-
 @pytest.mark.parametrize("kind", ["doge", "cpmant"])
 def test_models_that_keep_not_even_padded_samples_apart_are_refused(kind: str) -> None:
     config = config_of(kind)
@@ -152,14 +143,6 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
     wide = tuple((roles, 4096) for roles, _ in tiny._FEW_OF_TEXT)
     monkeypatch.setattr(tiny, "_FEW_OF_TEXT", wide)
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
-
-
-def test_a_window_that_only_the_class_says_is_shrunk(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "sliding_window" not in vars(planted())
-    with pytest.warns(UserWarning, match="planted_leak are padded"):
-        assert od.hf.Inputs(planted()).padded
-    monkeypatch.setattr(PlantedConfig, "leaks", False)
-    assert not od.hf.Inputs(planted()).padded
 
 
 def test_a_verdict_on_code_without_a_version_is_not_kept(planted: Any, private_cache: Path) -> None:

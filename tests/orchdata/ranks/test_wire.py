@@ -96,14 +96,10 @@ def test_arrays_that_arrive_are_writable_and_share_no_storage() -> None:
     ("sample", "message"),
     [
         ({"meta": [{1, 2}]}, r"sample\['meta'\]\[0\] is a builtins.set"),
-        ({"x": {"y": object()}}, r"sample\['x'\]\['y'\] is a builtins.object"),
-        ([np.array(["a"])], r"sample\[0\] is a numpy array of dtype <U1"),
         ([np.array([None])], r"sample\[0\] is a numpy array of dtype object"),
         ({"a": {(1, 2): 3}}, r"sample\['a'\] has the key \(1, 2\) of type tuple"),
-        ({"a": {True: 3}}, r"sample\['a'\] has the key True of type bool"),
         ([torch.ones(2, requires_grad=True)], r"sample\[0\] requires grad"),
         ([torch.eye(2).to_sparse()], r"sample\[0\] is a tensor of torch.float32, layout torch.sparse_coo"),
-        ([torch.ones(2, device="meta")], r"sample\[0\] .* on meta"),
         (torch.nn.Parameter(torch.ones(2)), r"sample is a torch.nn.parameter.Parameter"),
     ],
 )
