@@ -26,9 +26,6 @@ pytestmark = pytest.mark.cpus
 LIMITS = od.Limits()
 BRIEF = {"chunk_length": 4}  # a window of 4 s, where 30 s would show no more
 RULED = ("qwen2_audio", "qwen2_5_omni", "whisper")
-MEASURED = ("qwen3_omni", "audioflamingo3", "granite_speech")
-SHORT = (321, 480, 1_601, 8_000, 16_077, 40_000)
-WINDOW = (479_599, 479_600, 479_601, 479_840, 479_999, 480_000)
 
 
 @pytest.fixture(autouse=True, scope="module")

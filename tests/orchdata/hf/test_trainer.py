@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from hf_families.families import FAMILIES
-from hf_families.reference import distance
+from hf_families.reference import distance, gradients_of
 from hf_families.samples import made_up, write_samples
 from map_dataset import Numbers
 from rank_jobs import run_ranks
@@ -92,13 +92,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Famil
 @pytest.fixture(autouse=True)
 def _kept(same_cache: None) -> None:
     """Indexes are made once."""
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
 
 
 def make(model: Any, loader: Any, folder: Path, *, kind: type[Any] = Ours, more: Any = None, **options: Any) -> Any:
