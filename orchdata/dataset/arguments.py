@@ -16,9 +16,8 @@ from torch.utils.data import IterableDataset
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
-from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
+from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
 from orchdata.dataset.sharded import is_mixture, is_sharded
-from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import OpensEngine
 from orchdata.loaders.storage.node.cache import Cache

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from orchdata.balancers import CostModel
 from orchdata.building.collate import takes_step
-from orchdata.building.spec import MapContent
+from orchdata.building.map_items import MapContent
 from orchdata.dataset.item_costs.kept import costs_of_items
 from orchdata.dataset.item_costs.measure import ItemCosts, Workers
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts

@@ -30,6 +30,7 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.named_file import NamedFile
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -41,6 +42,7 @@ from orchdata.dataset.selection import (
     left_out,
 )
 from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.shards import prepare_shards
 from orchdata.dataset.views.seen import dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
@@ -368,6 +370,10 @@ class ShardDataset(Sharded):
     def _first(self) -> int | None:
         """The number of the first good samples that the selections choose from; None: all."""
         return None if self.index_fields else num_first_samples(self.selections)
+
+    def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+        """Return what a loader needs of it. Raises as `DataLoader`."""
+        return prepare_shards(self, options, quarantine)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""

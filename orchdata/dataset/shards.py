@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
+from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
+from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
 from orchdata.dataset.resume.rows import rows_of
 from orchdata.dataset.sharded import is_mixture
 from orchdata.delivery.policy import ErrorPolicy
@@ -54,6 +55,7 @@ from orchdata.planning.sharing.fixed import better_budget
 from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
 from orchdata.quarantine import checked_names, read_quarantine
+from orchdata.unended_chats import warn_of_unended
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
 
 def prepare_shards(
@@ -77,7 +78,8 @@ def prepare_shards(
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)
-    recipes = [leaf.dataset.recipe for leaf in dataset.leaves] if is_mixture(dataset) else [dataset.recipe]
+    sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
+    recipes = [source.recipe for source in sources]
     index = _open_index(dataset, options)
     costs = layout_costs(index, options.cost, layout)
     length = window_length(layout)
@@ -152,15 +154,27 @@ def prepare_shards(
         measure = {"tokens_multiple_of": counts.multiple_of}
     files = dataset.files.limited(options.timeout).cached(options.cache)
     _check_arrow(index, files)
-    spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
+    content = _content(recipes, dataset, options, index, costs.phases[:-1])
+    warn_of_unended(content.shards, options.rank.rank)
+    num_indexed = index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0))
     return PreparedDataset(
-        spec=spec,
+        spec=options.build_spec(costs, order, batches, content),
         rows=rows_of(dataset, index, order, batches, excluded),
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
-        num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
+        num_indexed=num_indexed,
         num_lost=int(lost.sum()),
+        none_chosen=_choice(sources, num_indexed),
+        on_first_step=NewShards(sources, options.rank).begin,
     )
+
+
+def _choice(sources: Sequence[ShardDataset], num_chosen: int) -> str:
+    """Return the selections of a data set, not of a mixture, that choose no sample; empty if they choose any."""
+    if num_chosen or len(sources) > 1:
+        return ""
+    described = [each.describe() for each in sources[0].selections]
+    return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
 
 
 def _refuse_none_left(index: Index | JoinedIndex) -> None:
@@ -238,7 +252,7 @@ def _content(
     options: LoaderOptions,
     index: Index,
     encoders: tuple[str, ...],
-) -> Content:
+) -> ShardContent | SampleContent:
     if options.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
