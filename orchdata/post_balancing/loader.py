@@ -49,9 +49,9 @@ def post_balance(
             `loss_scale` gives a mean over samples.
         group: process group or one-dimensional DeviceMesh of data-parallel ranks; default torch.distributed's world,
             else a single rank.
-        balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope, equal_count, max_samples and
-            group_size; the default group size is the ranks of a node (LOCAL_WORLD_SIZE), else all: give it for a group
-            whose ranks are not those of whole nodes.
+        balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope and group_size; the default group
+            size is the ranks of a node (LOCAL_WORLD_SIZE), else all: give it for a group whose ranks are not those of
+            whole nodes.
         gain: minimum share of the makespan that moving must save; in a step below it nothing moves.
         timeout: seconds that a rank waits for the others; default the timeout of `group`. It must cover the longest
             pause of a single rank's training loop.
@@ -213,9 +213,9 @@ def _close(running: dict[Prefetcher, Ending], prefetcher: Prefetcher, timeout: f
 
 
 def _rule(balance: Balance, num_ranks: int, gain: float) -> MoveRule:
-    for name in ("max_tokens", "order"):
-        if getattr(balance, name) is not None:
-            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance makes no microbatches")
+    for name in ("max_tokens", "order", "equal_count", "max_samples"):
+        if getattr(balance, name):
+            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
     if balance.assignment == "per_phase":
         raise ValueError("Balance.assignment='per_phase' is for a DataLoader: post_balance moves whole samples")
     node = min(ranks_per_node() or num_ranks, num_ranks)

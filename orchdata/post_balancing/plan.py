@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_of
-from orchdata.planning.assign import assign, counted_groups
+from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
@@ -22,7 +22,7 @@ class MoveRule:
     """When and how far samples move.
 
     Attributes:
-        balance: scope, limits on counts, and a group size if the scope needs one.
+        balance: scope, and a group size if the scope needs one.
         ranks_per_node: consecutive ranks that share a node.
         gain: minimum share of the makespan that moving must save; below it nothing moves.
     """
@@ -99,9 +99,6 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         owner: int32 (num_samples,), ascending.
         num_ranks: ranks of the group.
         rule: when and how far samples move.
-
-    Raises:
-        ValueError: more samples than `max_samples` allows.
     """
     stay = PostPlan(costs, sizes, owner, owner, num_ranks)
     if not len(costs):
@@ -111,15 +108,6 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         return stay
     move = PostPlan(costs, sizes, owner, rank, num_ranks)
     before, after = int(stay.loads.max()), int(move.loads.max())
-    if before - after >= rule.gain * before or not _counts_allowed(owner, num_ranks, rule):
+    if before - after >= rule.gain * before:
         return move
     return PostPlan(costs, sizes, owner, owner, num_ranks, below_gain=after < before)
-
-
-def _counts_allowed(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:
-    """Return whether every rank may keep what it drew."""
-    counts = np.bincount(owner, minlength=num_ranks)
-    most, groups = rule.balance.max_samples, counted_groups(rule.balance, num_ranks)
-    if most is not None and counts.max() > most:
-        return False
-    return not rule.balance.equal_count or all(int(np.ptp(counts[list(group)])) <= 1 for group in groups)

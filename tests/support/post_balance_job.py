@@ -122,8 +122,6 @@ def balances(rank: int, size: int) -> dict[str, Any]:
         "global": "global",
         "grouped": Balance(scope="grouped", group_size=2),
         "grid": Balance(scope="grid", group_size=2),
-        "equal_count": Balance(scope="global", equal_count=True),
-        "max_samples": Balance(scope="grouped", group_size=2, max_samples=7),
     }
     return {name: run_epochs(Drawn(make_steps(rank, 3)), balance=rule) for name, rule in rules.items()}
 
