@@ -77,9 +77,9 @@ def run(config: PostBalanceBench) -> list[Result]:
 
 def _results(config: PostBalanceBench, num_ranks: int, found: dict[str, Any]) -> list[Result]:
     seconds, stats = found["seconds"], found["stats"]
-    moved, steps = stats["moved"], stats["steps"]
-    share = 100 * (moved["samples_within"] + moved["samples_between"]) / stats["samples"]
-    mib = (moved["bytes_within"] + moved["bytes_between"]) / steps / 2**20
+    steps = stats["steps"]
+    share = 100 * stats["moved_samples"] / stats["samples"]
+    mib = stats["moved_bytes"] / steps / 2**20
 
     def added(of: str) -> tuple[float, ...]:
         pairs = zip(seconds[f"balanced, {of}"], seconds[f"bare, {of}"], strict=True)

@@ -1,15 +1,13 @@
-"""Actors of Ray on this machine against worker processes: what they hand over, train and index in a second.
+"""Actors of Ray on this machine against worker processes: what they hand over and train in a second.
 
     batches of 6 MiB that one actor has ready --> MiB/s, and the CPU of this process for each, with the copy
     images --two actors, two worker processes, in turn--> samples/s
-    shards --index, two actors, two child processes, in turn--> shards/s, from the first shard that is done to the last
 
 The starts of Ray, of actors and of processes do not count.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -25,9 +23,6 @@ import torch
 import orchdata as od
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.measuring.on_ray import RayProcesses
 from orchdata.synth import synthesize
 
 _MIB = 1 << 20
@@ -41,16 +36,12 @@ class RayBench:
         batches: that are handed over.
         mebibytes: of a batch.
         samples: images, audio and texts to train on.
-        shards: of texts to index.
-        records: of a shard.
         repeats: of each.
     """
 
     batches: int = 200
     mebibytes: int = 6
     samples: int = 800
-    shards: int = 24
-    records: int = 4_000
     repeats: int = 5
 
 
@@ -113,13 +104,7 @@ def _hand_over(config: RayBench) -> list[Result]:
 
 def _work(config: RayBench, folder: Path) -> list[Result]:
     synthesize("omni", folder / "omni", samples=config.samples)
-    texts = []
-    for shard in range(config.shards):
-        path = folder / f"texts-{shard:06d}.jsonl"
-        rows = (f"{shard} {row} " + "a text of some words " * (10 + row % 30) for row in range(config.records))
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-        texts.append(str(path))
-    return [*_train(config, sorted(map(str, (folder / "omni").glob("*.tar")))), *_index(config, texts, folder)]
+    return _train(config, sorted(map(str, (folder / "omni").glob("*.tar"))))
 
 
 def _train(config: RayBench, shards: list[str]) -> list[Result]:
@@ -140,22 +125,6 @@ def _samples_per_second(loader: od.DataLoader) -> float:
     started = time.perf_counter()
     count = sum(len(batch.sample_ids) for batch in loader)
     return count / (time.perf_counter() - started)
-
-
-def _index(config: RayBench, shards: list[str], folder: Path) -> list[Result]:
-    def shards_per_second(processes: Any) -> float:
-        times: list[float] = []
-        with tempfile.TemporaryDirectory(dir=folder) as cache:
-            where = {} if processes is None else {"processes": processes()}
-            done: Callable[[object], None] = lambda _: times.append(time.perf_counter())  # noqa: E731
-            build_index(shards, od.Recipe(), cache=CacheFolder(cache), jobs=2, progress=done, **where)
-        return (len(times) - 2) / (times[-1] - times[1])  # both have started once two shards are done
-
-    lanes: dict[str, Callable[[], float]] = {
-        "two actors": partial(shards_per_second, RayProcesses),
-        "two child processes": partial(shards_per_second, None),
-    }
-    return _compared("index", "shards/s", _in_turn(lanes, config.repeats), 0.9)
 
 
 def _in_turn(lanes: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -66,7 +66,6 @@ BEGUN_FIRST = (
     "loaders/index/test_jobs.py",
     "benchmarks/test_index_text.py",
     "test_recipes.py",
-    "test_hf_families.py",
     "benchmarks/test_start.py",
     "benchmarks/test_throughput.py",
     "orchdata/test_fixture_epochs.py",

@@ -17,7 +17,7 @@ from orchdata.loaders.errors import DamagedIndexError, StorageError
 from orchdata.loaders.index.building.builder import Builder
 from orchdata.loaders.index.building.crew import BuildProgress, in_parallel, warn_of_retries
 from orchdata.loaders.index.index import Index, absolute
-from orchdata.loaders.index.jobs.jobs import Jobs, Processes
+from orchdata.loaders.index.jobs.jobs import Jobs
 from orchdata.loaders.index.jobs.work import Given
 from orchdata.loaders.index.locations import check_function_of, index_path
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -40,7 +40,6 @@ def build_index(
     reading: Reading = PLAIN,
     num_threads: int | None = None,
     jobs: int = 1,
-    processes: Processes | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     under_way: Callable[[float, int], None] | None = None,
     force: bool = False,
@@ -64,7 +63,6 @@ def build_index(
             for object storage, at most 8.
         jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
             the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
-        processes: where the processes of `jobs` run, also one alone; default: children of this process.
         progress: called in this thread after each shard.
         under_way: called in this thread about twice a second, with the number of shards that are done, in which those
             that are being measured count in part, and the number of all.
@@ -89,8 +87,7 @@ def build_index(
     for name, number in (("num_threads", workers), ("jobs", jobs)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    apart = jobs > 1 or processes is not None
-    if apart:
+    if jobs > 1:
         if num_threads is not None:
             raise ValueError(f"num_threads={num_threads} is for jobs=1: each of {jobs} processes has one thread")
         workers = jobs
@@ -108,10 +105,10 @@ def build_index(
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, force), StorageError)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
-    if apart:
+    if jobs > 1:
         open_builder = functools.partial(Builder, recipe, fingerprint, reading=reading, force=force)
         given = Given(open_builder, cache, recipe, jobs)
-        builder.jobs = Jobs(jobs, given, paths, reading.files, processes)
+        builder.jobs = Jobs(jobs, given, paths, reading.files)
 
     # Measure the shards, then merge their tables in the given order.
     with closing(builder):

@@ -82,9 +82,8 @@ def index(
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Processes that measure shards; default: threads of this one, or all CPUs of --ray."),
+        typer.Option(help="Processes that measure shards; default: threads of this one."),
     ] = None,
-    ray: RayOption = None,
     limit: Annotated[
         int | None,
         typer.Option(metavar="N", help="Index only the shards from the first on that have N good samples."),
@@ -104,21 +103,18 @@ def index(
     start = time.perf_counter()
     given = DataOptions.parsed(media_root, column, container, index_field, storage_options, None, key, ignore)
     if merge:
-        _merge(
-            paths, out, given, others=(recipe, media_root, column, key, container, index_field, share, limit, jobs, ray)
-        )
+        _merge(paths, out, given, others=(recipe, media_root, column, key, container, index_field, share, limit, jobs))
         return
     dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
     if limit is not None:
-        if jobs is not None or ray is not None:
-            raise ValueError("--limit measures in this process: leave --jobs and --ray out")
+        if jobs is not None:
+            raise ValueError("--limit measures in this process: leave --jobs out")
         if out is not None or share is not None or dataset.index_fields or force:
             raise ValueError(
                 "--limit indexes the first samples alone: leave --out, --share, --index-field, --force out"
             )
         dataset = dataset.take(limit)
     named = None if out is None else dataset.named_file(checked_target(out))
-    measured_by = _measured_by(jobs, ray)
     where: dict[str, Any] = {}
     if limit is not None:
         with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
@@ -126,7 +122,7 @@ def index(
         scanned, where = len(built.shards), {"of_shards": len(dataset.urls)}
     else:
         urls = dataset.urls if share is None else _share(dataset.urls, share)
-        built, scanned = _build(urls, dataset.recipe, dataset.reading, force=force, **measured_by)
+        built, scanned = _build(urls, dataset.recipe, dataset.reading, force=force, jobs=jobs or 1)
     built = _with_fields(dataset, built, force=force)
     own = {} if built.own is None else fields_of(built.own)
     if named is not None:
@@ -316,7 +312,7 @@ def verify(
         from orchdata.engines.on_ray.cluster import connect, num_cpus
         from orchdata.engines.on_ray.value import RayEngine
 
-        connect(address_of(ray), num_ranks=1)
+        connect(None if ray == "auto" else ray, num_ranks=1)
         how |= {"engine": RayEngine(num_cpus=1), "jobs": num_cpus() if jobs is None else jobs}
     try:
         with progress_bar("decoding samples") as advance:
@@ -428,7 +424,7 @@ def _build(
     reading: Reading,
     *,
     force: bool,
-    **measured_by: Any,
+    jobs: int = 1,
 ) -> tuple[Index, int]:
     """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.loaders.collector import leave_out_what_is_loaded
@@ -443,26 +439,10 @@ def _build(
             nonlocal scanned
             scanned += shard.measured
 
-        how: dict[str, Any] = {"reading": reading, "force": force, **measured_by}
         leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
+        how: dict[str, Any] = {"reading": reading, "force": force, "jobs": jobs}
         index = build_index(urls, recipe, **how, progress=shard_done, under_way=advance)
         return index, scanned
-
-
-def _measured_by(jobs: int | None, ray: str | None) -> dict[str, Any]:
-    """Return the arguments of `build_index` for what `--jobs` and `--ray` name."""
-    if ray is None:
-        return {"jobs": 1 if jobs is None else jobs}
-    from orchdata.engines.on_ray.cluster import num_cpus
-    from orchdata.measuring.on_ray import RayProcesses
-
-    processes = RayProcesses(address_of(ray))
-    return {"jobs": num_cpus() if jobs is None else jobs, "processes": processes}
-
-
-def address_of(ray: str) -> str | None:
-    """Return the address that `--ray` names; None for "auto"."""
-    return None if ray == "auto" else ray
 
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from orchdata.batch.batch import Batch
 from orchdata.ranks.gathering import gather, small_device
-from orchdata.ranks.store import name_call, name_missing
 
 
 class FailedParts:
@@ -57,14 +56,12 @@ class FailedParts:
     def _sum(self, step: int, *values: int) -> list[int]:
         try:
             for group in self._groups:
-                call = name_call("failed parts", group)
                 total = torch.tensor(values, device=small_device(group))
                 dist.all_reduce(total, group=group)
                 values = tuple(total.tolist())
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {dist.get_rank()} lost others at step {step}, when ranks report which parts failed: {error}"
-                f"{name_missing(group, call)}"
             ) from error
         return list(values)
 

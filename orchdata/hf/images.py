@@ -92,8 +92,6 @@ class HFImages(ImageFiles):
         outputs: what the image processor gives.
         counted: by a "rule" of its class, or "measured" on a blank image of each size.
         native: whether this library prepares pixels itself, having been seen to do it as the image processor does.
-        takes_arrays: whether the image processor was seen to make the same of bytes as of Pillow's image of them, which
-            spares two copies of each image.
         merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
         row_positions: positions that the encoder computes for a row (patches of a tile).
         placeholder: what stands for an image in rendered chats: the processor's `image_placeholder_token`, where it has
@@ -105,7 +103,6 @@ class HFImages(ImageFiles):
     outputs: tuple[Output, ...]
     counted: Literal["rule", "measured"]
     native: bool = False
-    takes_arrays: bool = False
     merge: int = 0
     row_positions: int = 1
     placeholder: str = ""
@@ -167,9 +164,7 @@ class HFImages(ImageFiles):
         if self.native and sharing == 1 and transparency is None:
             write_rows(self.source, pixels, *out.values())
             return
-        image: Any = np.require(pixels, requirements="W")  # Pillow's are read-only, of which torch warns
-        if not self.takes_arrays or transparency is not None:
-            image = Image.fromarray(pixels)
+        image: Any = Image.fromarray(pixels)
         if transparency is not None:  # left in RGB, where processors show it as white
             image.info["transparency"] = transparency
         outputs, _ = running(self.source).outputs(image, copies=min(sharing, 2))
@@ -222,7 +217,7 @@ class HFImages(ImageFiles):
 
     def parameters(self) -> dict[str, Any]:
         """Leave out how counts and pixels are computed, which changes neither."""
-        left_out = ("counted", "native", "takes_arrays")
+        left_out = ("counted", "native")
         return {name: value for name, value in super().parameters().items() if name not in left_out}
 
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
@@ -360,16 +355,13 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     )
     counted = [measured._read(each, text) for each, text in seen]
     ruled = replace(measured, counted="rule")
-    given = [each for each, _ in seen]
     if _says(ruled, counted):
-        if _prepares(ruled, looked_at, given):
-            return replace(ruled, native=True)
-        return replace(ruled, takes_arrays=_takes_arrays(source, looked_at, given))
+        return replace(ruled, native=_prepares(ruled, looked_at, [each for each, _ in seen]))
     if not _says(measured, counted):
         raise ValueError(
             f"{name}: what becomes of an image does not follow from its size, as counts of an index have to"
         )
-    return replace(measured, takes_arrays=_takes_arrays(source, looked_at, given))
+    return measured
 
 
 def _noise(width: int, height: int) -> NDArray[np.uint8]:
@@ -397,20 +389,6 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
             if not np.array_equal(values, expected):
                 return False
     except _NO_RULE:
-        return False
-    return True
-
-
-def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Sequence[Outputs]) -> bool:
-    """Return whether an image processor gives the same values, to the bit, for arrays and for Pillow's images."""
-    try:
-        for image, expected in zip(looked_at, seen, strict=True):
-            made, _ = running(source).outputs(image.copy())
-            if made.keys() != expected.keys() or not all(
-                np.array_equal(as_array(made[name]), as_array(expected[name])) for name in expected
-            ):
-                return False
-    except Exception:  # noqa: BLE001 - of classes that take Pillow's images alone; those they get
         return False
     return True
 

@@ -32,6 +32,7 @@ _TOWERS: Final = frozenset(
     "smolvlm_vision qwen2_vl qwen2_vl_vision qwen2_5_vl qwen2_5_vl_vision qwen3_vl qwen3_vl_vision "
     "qwen2_5_omni_vision_encoder qwen2_5_omni_audio_encoder qwen2_audio_encoder whisper".split()
 )
+_BY_HAND: Final = "write the whole by hand, cost=od.CostModel(image=od.TransformerCost(...), llm=...)"
 # In the names of PEFT's parameters.
 _ADAPTER: Final = "lora_"
 # What wrappers and PEFT add to the names of parameters.
@@ -135,9 +136,7 @@ def _phases(config: Any) -> tuple[str, ...]:
     phases = phases_of(config)
     if BACKBONE not in phases or (parts and parts - known):
         what = ", ".join(sorted(parts - known)) or "no text model"
-        raise ValueError(
-            f"od.hf.cost does not read a {keys.get('model_type')} config, which has {what}: {_by_hand(keys)}"
-        )
+        raise ValueError(f"od.hf.cost does not read a {keys.get('model_type')} config, which has {what}: {_BY_HAND}")
     return phases
 
 
@@ -187,7 +186,7 @@ def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
     if phase != BACKBONE and not (keys.get("model_type") in _WHOLE and kind in _TOWERS):
         raise ValueError(
             f"od.hf.cost has no rule for the {phase} phase of {keys.get('model_type')}. Give its cost, "
-            f"{phase}=od.PhaseCost(...), leave it out, {phase}=None, or {_by_hand(keys)}"
+            f"{phase}=od.PhaseCost(...), leave it out, {phase}=None, or {_BY_HAND}"
         )
     try:
         whole = TransformerCost.from_config(config, phase, **given)
@@ -197,28 +196,6 @@ def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
             f" or {phase}=PhaseCost(...)"
         ) from error
     return _used(config, phase, whole)
-
-
-def _by_hand(keys: Mapping[str, Any]) -> str:
-    """A cost model to begin with, as it can be copied: of the sizes that the config has."""
-    lines = []
-    for phase in ("image", "audio", BACKBONE):
-        part = phase_keys(keys, phase)
-        if part is None and phase != BACKBONE:
-            continue
-        sizes = {
-            "hidden": _size(part, "hidden_size", "embed_dim", "d_model", "n_embd", default=1024),
-            "layers": _size(part, "num_hidden_layers", "depth", "encoder_layers", "n_layer", default=24),
-            "ffn": _size(part, "intermediate_size", "encoder_ffn_dim", "n_inner", default=4096),
-        }
-        more = f", vocab={_size(part, 'vocab_size', default=32_000)}, causal=True" if phase == BACKBONE else ""
-        lines.append(f"{phase}=od.TransformerCost({', '.join(f'{name}={size}' for name, size in sizes.items())}{more})")
-    return f"write the whole by hand: cost=od.CostModel({', '.join(lines)})"
-
-
-def _size(keys: Mapping[str, Any] | None, *names: str, default: int) -> int:
-    sizes = ((keys or {}).get(name) for name in names)
-    return next((each for each in sizes if isinstance(each, int) and each > 0), default)
 
 
 def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:

@@ -1,11 +1,12 @@
 """Communication between the ranks of post_balance: gathers and one ragged all-to-all, on a separate gloo group.
 
 Gloo reports a lost rank only to some of the others; the rest would wait for the timeout. So a rank that cannot continue
-leaves a note (`orchdata.ranks.store`) and closes its connections, which wakes the others.
+leaves its reason in the group's store and closes its connections, which wakes the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,12 +19,11 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StepError
 from orchdata.ranks.parallel import group_timeout
-from orchdata.ranks.store import Notes, no_word_from, store_of
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
-POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
+POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for lost ones this often.
 
 # Connections of the parent of this forked process. Closing them would wait for threads that do not exist here.
 _of_parents: list[Any] = []
@@ -49,23 +49,21 @@ class RankGroup:
     def __init__(self, group: Any, timeout: float | None) -> None:
         self._gloo: Any = None
         self._process = os.getpid()
-        self._notes = Notes(None, "post_balance")
+        self._store: Any = None
         self.rank, self.size = 0, 1
         if group is None or dist.get_world_size(group) == 1:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # Not `dist.new_group`: in torch 2.15 only the ranks of a partial group count it, and the next group of all
         # ranks then waits for ever.
-        store = store_of(group)
+        store = dist.distributed_c10d._get_process_group_store(group)
         number = store.add(f"orchdata/post_balance/{self.rank}", 1)  # all ranks create their groups in one sequence
-        about = f"post_balance/{number}"
         patience = group_timeout(group) if timeout is None else timedelta(seconds=timeout)
-        connecting = dist.distributed_c10d.PrefixStore(f"orchdata/{about}", store)
+        self._store = dist.distributed_c10d.PrefixStore(f"orchdata/post_balance/{number}", store)
         try:
-            self._gloo = dist.ProcessGroupGloo(connecting, self.rank, self.size, patience)
+            self._gloo = dist.ProcessGroupGloo(self._store, self.rank, self.size, patience)
         except RuntimeError as error:
             raise LostRanksError(str(error)) from None
-        self._notes = Notes(group, about)
 
     def __del__(self) -> None:
         self._disconnect()
@@ -109,19 +107,23 @@ class RankGroup:
 
     def check_others(self) -> None:
         """Raise LostRanksError if some rank has given up."""
-        if self._notes.closed():
-            raise LostRanksError("another rank gave up")
+        with contextlib.suppress(RuntimeError):  # of a store that ended: the next collective tells
+            if self._store is not None and self._store.check(["closed"]):
+                raise LostRanksError("another rank gave up")
 
     def leave(self, reason: str) -> None:
-        """Leave a note for the others. Only the first note of a rank counts."""
-        self._notes.leave(reason)
+        """Leave the reason why this rank cannot continue. Only the first one in the group counts."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.compare_set("reason", "", f"{self.rank} {reason}".encode(errors="replace").decode())
 
     def give_up(self, reason: str = "") -> None:
-        """Leave a note and close the connections: no further collective is possible. A note without a reason means
-        that this rank has only noticed the loss of another.
-        """
-        self._notes.leave(reason)
-        self._notes.close()
+        """Leave the reason, if it is this rank's, and close the connections: no further collective is possible."""
+        if reason:
+            self.leave(reason)
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set("closed", "1")
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -130,18 +132,14 @@ class RankGroup:
             _of_parents.append(gloo)
 
     def explain_loss(self, step: int, error: LostRanksError) -> StepError:
-        """Give up, and return an error that names the rank at fault, from the notes of the others."""
+        """Give up, and return an error with the first reason that a rank left."""
         self.give_up()
         lost = f"post_balance lost other ranks at step {step}"
-        missing = self._notes.missing()
-        if (reason := self._notes.reason()) is not None:
-            return StepError(f"{lost}: rank {reason.rank} {reason.text}", step, reason.rank)
-        if not self._notes.readable:
-            text = f"{lost}: {error}; the missing rank is not known without the job's store, often lost with rank 0"
-            return StepError(text, step, None)
-        if not missing:
-            return StepError(f"{lost}, although none is missing: {error}", step, None)
-        return StepError(f"{lost}: {no_word_from(missing)} ({error})", step, missing[0] if len(missing) == 1 else None)
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check(["reason"]):
+                rank, _, reason = self._store.get("reason").decode().partition(" ")
+                return StepError(f"{lost}: rank {rank} {reason}", step, int(rank))
+        return StepError(f"{lost}: {error}", step, None)
 
     def _all_to_all(
         self, incoming: torch.Tensor, outgoing: torch.Tensor, from_each: Sequence[int] = (), to_each: Sequence[int] = ()

@@ -8,9 +8,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-
 from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loaders.errors import StateError
 from orchdata.planning.balance import Balance, as_balance
@@ -52,8 +49,9 @@ def post_balance(
             `loss_scale` gives a mean over samples.
         group: process group or one-dimensional DeviceMesh of data-parallel ranks; default torch.distributed's world,
             else a single rank.
-        balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope, equal_count, max_samples and
-            group_size; the default group size is the ranks of a node (LOCAL_WORLD_SIZE), else all.
+        balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope and group_size; the default group
+            size is the ranks of a node (LOCAL_WORLD_SIZE), else all: give it for a group whose ranks are not those of
+            whole nodes.
         gain: minimum share of the makespan that moving must save; in a step below it nothing moves.
         timeout: seconds that a rank waits for the others; default the timeout of `group`. It must cover the longest
             pause of a single rank's training loop.
@@ -76,7 +74,7 @@ def post_balance(
     ranks = resolve_rank(group)
     if ranks.size > 1 and ranks.group is None:
         raise ValueError(f"samples move in a process group: group={group!r} names none")
-    rule = _rule(as_balance(balance), ranks.group, ranks.size, float(gain))
+    rule = _rule(as_balance(balance), ranks.size, float(gain))
     try:
         rank_group = RankGroup(ranks.group, timeout)
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
@@ -88,8 +86,8 @@ def post_balance(
 class PostBalanced:
     """The result of `post_balance`: iteration yields a `PostBatch` for each step.
 
-    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier, if its loader fails or
-    its process dies, the others raise a StepError that names it.
+    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier or its loader fails, the
+    others raise a StepError that names it; if its process dies, a StepError.
     """
 
     def __init__(
@@ -214,35 +212,16 @@ def _close(running: dict[Prefetcher, Ending], prefetcher: Prefetcher, timeout: f
         ending.cancel()
 
 
-def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule:
-    for name in ("max_tokens", "order"):
-        if getattr(balance, name) is not None:
-            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance makes no microbatches")
+def _rule(balance: Balance, num_ranks: int, gain: float) -> MoveRule:
+    for name in ("max_tokens", "order", "equal_count", "max_samples"):
+        if getattr(balance, name):
+            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
     if balance.assignment == "per_phase":
         raise ValueError("Balance.assignment='per_phase' is for a DataLoader: post_balance moves whole samples")
-    node = _ranks_per_node(group, num_ranks)
-    if node is None and balance.group_size is None and balance.scope in ("grouped", "grid"):
-        raise ValueError(
-            f"balance={balance.scope!r}: the group's ranks are not spread evenly over nodes in rank order; pass"
-            f" od.Balance(scope={balance.scope!r}, group_size=...)"
-        )
+    node = min(ranks_per_node() or num_ranks, num_ranks)
     if balance.scope in ("grouped", "grid"):
         balance = replace(balance, group_size=balance.group_size or node)
-    return MoveRule(balance=balance, ranks_per_node=node or 1, gain=gain)
-
-
-def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
-    """Return the number of ranks of the group on each node; None if the ranks of a node are not consecutive.
-
-    Without a group, or without LOCAL_WORLD_SIZE, all ranks count as one node.
-    """
-    local = ranks_per_node()
-    if group is None or local is None:
-        return num_ranks
-    nodes = np.array(dist.get_process_group_ranks(group)) // local
-    size = int(np.count_nonzero(nodes == nodes[0]))
-    even = np.arange(num_ranks) // size
-    return size if np.array_equal(np.unique(nodes, return_inverse=True)[1], even) else None
+    return MoveRule(balance=balance, ranks_per_node=node, gain=gain)
 
 
 def _check_alike(rank_group: RankGroup, rule: MoveRule, *, counts_tokens: bool) -> None:

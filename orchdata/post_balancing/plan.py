@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_of
-from orchdata.planning.assign import assign, counted_groups
+from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
@@ -22,7 +22,7 @@ class MoveRule:
     """When and how far samples move.
 
     Attributes:
-        balance: scope, limits on counts, and a group size if the scope needs one.
+        balance: scope, and a group size if the scope needs one.
         ranks_per_node: consecutive ranks that share a node.
         gain: minimum share of the makespan that moving must save; below it nothing moves.
     """
@@ -43,7 +43,6 @@ class PostPlan:
         owner: int32 (num_samples,), the rank that drew it.
         rank: int32 (num_samples,), the rank that gets it.
         num_ranks: ranks of the group.
-        ranks_per_node: consecutive ranks that share a node.
         below_gain: whether moving would have helped, but by less than the required gain.
     """
 
@@ -52,7 +51,6 @@ class PostPlan:
     owner: Ranks
     rank: Ranks
     num_ranks: int
-    ranks_per_node: int
     below_gain: bool = False
 
     @cached_property
@@ -87,19 +85,9 @@ class PostPlan:
         return np.flatnonzero((self.owner != rank) & (self.rank == rank))
 
     @cached_property
-    def moved_within(self) -> Ints:
-        """Samples that change their rank and stay on their node."""
-        return np.flatnonzero((self.rank != self.owner) & ~self._leaves_node)
-
-    @cached_property
-    def moved_between(self) -> Ints:
-        """Samples that change their node."""
-        return np.flatnonzero(self._leaves_node)
-
-    @cached_property
-    def _leaves_node(self) -> NDArray[np.bool_]:
-        leaves: NDArray[np.bool_] = self.rank // self.ranks_per_node != self.owner // self.ranks_per_node
-        return leaves
+    def moved(self) -> Ints:
+        """Samples that change their rank."""
+        return np.flatnonzero(self.rank != self.owner)
 
 
 def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> PostPlan:
@@ -111,27 +99,15 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         owner: int32 (num_samples,), ascending.
         num_ranks: ranks of the group.
         rule: when and how far samples move.
-
-    Raises:
-        ValueError: more samples than `max_samples` allows.
     """
-    stay = PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node)
+    stay = PostPlan(costs, sizes, owner, owner, num_ranks)
     if not len(costs):
         return stay
     rank = assign({"llm": costs}, rule.balance, num_ranks, owner, sizes=sizes, ranks_per_node=rule.ranks_per_node)
     if rank is owner:
         return stay
-    move = PostPlan(costs, sizes, owner, rank, num_ranks, rule.ranks_per_node)
+    move = PostPlan(costs, sizes, owner, rank, num_ranks)
     before, after = int(stay.loads.max()), int(move.loads.max())
-    if before - after >= rule.gain * before or not _counts_allowed(owner, num_ranks, rule):
+    if before - after >= rule.gain * before:
         return move
-    return PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node, below_gain=after < before)
-
-
-def _counts_allowed(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:
-    """Return whether every rank may keep what it drew."""
-    counts = np.bincount(owner, minlength=num_ranks)
-    most, groups = rule.balance.max_samples, counted_groups(rule.balance, num_ranks)
-    if most is not None and counts.max() > most:
-        return False
-    return not rule.balance.equal_count or all(int(np.ptp(counts[list(group)])) <= 1 for group in groups)
+    return PostPlan(costs, sizes, owner, owner, num_ranks, below_gain=after < before)

@@ -41,10 +41,8 @@ class PostStats:
             steps=1,
             samples=len(plan.costs),
             below_gain=plan.below_gain,
-            samples_within=len(plan.moved_within),
-            samples_between=len(plan.moved_between),
-            bytes_within=int(plan.sizes[plan.moved_within].sum()),
-            bytes_between=int(plan.sizes[plan.moved_between].sum()),
+            moved_samples=len(plan.moved),
+            moved_bytes=int(plan.sizes[plan.moved].sum()),
         )
         self._loads["before"] += int(plan.loads_before.max())
         self._loads["after"] += int(plan.loads.max())
@@ -55,19 +53,16 @@ class PostStats:
         """Return plain values, over all ranks unless noted.
 
         `received`: samples that this rank got. `below_gain`: steps in which moving would have gained too little.
-        `moved`: samples and bytes `within` nodes and `between` them. `imbalance_before`, `imbalance`: the sum over
+        `moved_samples`, `moved_bytes`: what changed its rank. `imbalance_before`, `imbalance`: the sum over
         steps of the largest load over that of the mean load, as drawn and as delivered. `milliseconds`, per step on
         this rank: `waiting` is the time that the training loop waited. The others are times of the thread: `fetching`
         in the loader, `planning` and `moving` with the other ranks, including the wait for them.
         """
         mean = self._loads["total"] / max(1, self._counts["ranks"]) or 1.0
         steps = max(1, self._counts["steps"])
+        counted = ("steps", "samples", "received", "below_gain", "moved_samples", "moved_bytes")
         return {
-            **{name: self._counts[name] for name in ("steps", "samples", "received", "below_gain")},
-            "moved": {
-                name: self._counts[name]
-                for name in ("samples_within", "samples_between", "bytes_within", "bytes_between")
-            },
+            **{name: self._counts[name] for name in counted},
             "imbalance_before": self._loads["before"] / mean or 1.0,
             "imbalance": self._loads["after"] / mean or 1.0,
             "milliseconds": {stage: 1000 * self._seconds[stage] / steps for stage in _STAGES},

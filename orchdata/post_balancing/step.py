@@ -228,10 +228,7 @@ class StepMaker:
 
     def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> ReadyStep:
         owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
-        try:
-            plan = make_post_plan(table[:, 0], table[:, 2], owner, self.group.size, self._rule)
-        except ValueError as error:
-            raise StepError(f"step {self.step} cannot be planned: {error}", self.step, None) from error
+        plan = make_post_plan(table[:, 0], table[:, 2], owner, self.group.size, self._rule)
         planned = time.perf_counter()
         loss_tokens = int(table[:, 1].sum())
         samples = self._moved(drawn, plan)

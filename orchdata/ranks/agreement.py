@@ -17,9 +17,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -40,31 +38,47 @@ _LEAVE_SECONDS = 2.0  # Rank 0, which may serve the store, waits this long for o
 _SHOWN_RANKS = 8
 _SHOWN_CHARACTERS = 200  # Of a longer value ranks compare a digest.
 _FAILURE = "failure"
-_STARTS = ("epoch", "step")
-_ALONE = "a loader of one rank alone is made with dp=(0, 1)"
-_ADVICE = f"all make the same ones in the same order; {_ALONE}"
+_ADVICE = "all ranks make the same loaders, and iterate them equally often; one for a rank alone is made with dp=(0, 1)"
+
+# Process group -> scope -> its number among the groups that one store serves, and the number of loaders made in it.
+_numbers: WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = WeakKeyDictionary()
 
 
 class Agreement:
-    """Makes a loader, and compares it with those of the other ranks."""
+    """Makes a loader, and compares it with the other ranks' loaders of the same number.
+
+    Attributes:
+        made: the post of the loader's description, the first of `num_posts`.
+    """
 
     def __init__(self, rank: Rank) -> None:
-        self._compared = _comparison(rank)
         self._at_once = bool(rank.groups)
+        self._ranks: Sequence[int] = rank.ranks
+        self._job: JobStore | None = None
+        self.made: _Post | None = None
+        self.num_posts = 0
+        store = job_store() if len(rank.ranks) > 1 else None
+        if store is None:
+            return
+        self._job = JobStore(store, group_timeout((rank.groups or rank.dp_groups)[0]).total_seconds())
+        self._rank = dist.get_rank()
+        scope = _digest(json.dumps(rank.ranks)) if rank.groups else "world"
+        numbers = _numbers.setdefault(dist.group.WORLD, {})
+        if scope not in numbers:  # a store may outlive a process group: its old entries are not those of this one
+            numbers[scope] = self._job.ask(lambda store: int(store.add(f"{scope}/jobs/{self._rank}", 1))), 0
+        job, number = numbers[scope]
+        numbers[scope] = job, number + 1
+        self._folder = f"{scope}/{job}/{number + 1}"
 
     def make(self, make: Callable[[], T], describe: Callable[[T], Value]) -> T:
-        """Return what `make` returns. If it differs from the other ranks', this or the first step raises.
-
-        Args:
-            describe: returns a JSON-safe description of it; nested mappings are compared entry by entry.
-
-        Raises as `Beginning.agree`.
+        """Return what `make` returns. If its JSON-safe description differs from the other ranks', this or the first
+        step raises as `Beginning.agree`.
         """
         made = make()
-        if self._compared is not None:
-            self._compared.made = self._compared.post(account(describe(made)))
+        if self._job is not None:
+            self.made = self.post(account(describe(made)))
             if self._at_once:
-                self._compared.made.wait(_LATER_SECONDS)
+                self.made.wait(_LATER_SECONDS)
         return made
 
     @contextlib.contextmanager
@@ -75,15 +89,15 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if self._compared is not None and self._compared.made is None:
+            if self._job is not None and self.made is None:
                 with contextlib.suppress(RuntimeError):  # of the store: this rank raises `error`
-                    self._compared.post(failure_account(error))
+                    self.post(_failure(error))
             raise
 
     @property
     def reaches_all(self) -> bool:
         """Whether ranks can send each other anything."""
-        return self._compared is not None
+        return self._job is not None
 
     def begin(self, epoch: int, step: int, failed: Beginning | None = None) -> Beginning:
         """Begin an iteration at a step.
@@ -91,9 +105,13 @@ class Agreement:
         Args:
             failed: of the iteration that this one continues: for the other ranks, which had no error, both are one.
         """
-        if failed is not None and not failed.refused:
-            return failed
-        return Beginning(self._compared, epoch, step)
+        return Beginning(self, epoch, step) if failed is None or failed.refused else failed
+
+    def post(self, value: Value, shared: Value | None = None) -> _Post:
+        """Post the loader's next value, and on the first rank what it shares with the others."""
+        assert self._job is not None
+        self.num_posts += 1
+        return _Post(self._job, self._rank, self._ranks, f"{self._folder}/{self.num_posts}", value, shared)
 
 
 class Beginning:
@@ -105,14 +123,13 @@ class Beginning:
         refused: whether ranks differ; the next try then is a new iteration.
     """
 
-    def __init__(self, compared: Comparison | None, epoch: int, step: int) -> None:
+    def __init__(self, agreement: Agreement, epoch: int, step: int) -> None:
         self.step = step
         self.refused = False
-        self._compared = compared
+        self._agreement = agreement
         self._start = {"epoch": epoch, "step": step}
-        self._post: Post | None = None
-        self._is_agreed = False
-        self._shared: Value | None = None
+        self._post: _Post | None = None
+        self._agreed: list[Value | None] = []
 
     def agree(self, draw: Callable[[], Value | None]) -> Value | None:
         """Return what `draw` returned on the first rank, once all are known to be equal; once in an iteration.
@@ -121,99 +138,48 @@ class Beginning:
             ValueError: ranks differ in the loader, or in where they begin; names them, and both values.
             RuntimeError: a rank could not make the loader; or ranks are missing at the process group's timeout.
         """
-        if self._is_agreed:
-            return self._shared
-        compared = self._compared
-        if compared is None:
-            self._shared = draw()
-        else:
+        if not self._agreed and not self._agreement.reaches_all:
+            self._agreed = [draw()]
+        if not self._agreed:
             if self._post is None:
-                self._post = compared.post(self._start, draw())
+                self._post = self._agreement.post(self._start, draw())
             try:
-                if compared.made is not None:
-                    compared.made.wait(LATE_SECONDS)
-                self._post.wait(LATE_SECONDS if self._post.number == 2 else _LATER_SECONDS)
+                for post in filter(None, (self._agreement.made, self._post)):
+                    post.wait(LATE_SECONDS if self._agreement.num_posts == 2 else _LATER_SECONDS)
             except ValueError:
                 self.refused = True
                 raise
-            self._shared = self._post.shared
-        self._is_agreed = True
-        return self._shared
+            self._agreed = [self._post.shared]
+        return self._agreed[0]
 
 
-@dataclass
-class Comparison:
-    """A loader and those of the other ranks with the same number.
+class _Post:
+    """One value from each rank, posted when this is made, in SCOPE/JOB/number of the loader/number of its post.
 
-    Args:
-        rank: this one, of `ranks`.
-        scope: of loaders that are numbered together on each rank.
-
-    Attributes:
-        made: the post of the loader's description, the first one.
+    of/RANK       the rank's value                  all      the number of ranks that have posted
+    with/DIGEST   the number of ranks with it       seen     of those that have seen that all are equal
+    shared        what the first rank shares
     """
 
-    job: JobStore
-    rank: int
-    ranks: Sequence[int]
-    scope: str
-    number: int
-    made: Post | None = None
-    num_posts: int = 0
-
-    def post(self, value: Value, shared: Value | None = None) -> Post:
-        """Post the loader's next value, and on the first rank what it shares with the others."""
-        self.num_posts += 1
-        return Post(self, self.num_posts, value, shared)
-
-
-def _comparison(rank: Rank) -> Comparison | None:
-    """Return the comparison of the loader that this rank makes now; None without others, or without a store."""
-    store = job_store() if len(rank.ranks) > 1 else None
-    if store is None:
-        return None
-    job = JobStore(store, group_timeout((rank.groups or rank.dp_groups)[0]).total_seconds())
-    scope = _digest(json.dumps(rank.ranks)) if rank.groups else "world"
-    numbers, own = _numbers.setdefault(dist.group.WORLD, {}), dist.get_rank()
-    if scope not in numbers:  # a store may outlive a process group: its old entries are not those of this one
-        numbers[scope] = job.ask(lambda store: int(store.add(f"{scope}/jobs/{own}", 1))), 0
-    number_of_job, number = numbers[scope]
-    numbers[scope] = number_of_job, number + 1
-    return Comparison(job, own, rank.ranks, f"{scope}/{number_of_job}", number + 1)
-
-
-# Process group -> scope -> its number among the groups that one store serves, and the number of loaders made in it.
-_numbers: WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = WeakKeyDictionary()
-
-
-class Post:
-    """One value from each rank, posted when this is made.
-
-        of/RANK       the rank's value                  all      the number of ranks that have posted
-        with/DIGEST   the number of ranks with it       seen     of those that have seen that all are equal
-        shared        what the first rank shares
-
-    Attributes:
-        number: among the posts of the loader.
-        shared: of the first rank, once all have posted.
-    """
-
-    def __init__(self, compared: Comparison, number: int, value: Value, shared: Value | None) -> None:
-        self.number = number
+    def __init__(
+        self, job: JobStore, rank: int, ranks: Sequence[int], folder: str, value: Value, shared: Value | None
+    ) -> None:
         self.shared = shared
-        self._compared = compared
-        self._ask = compared.job.ask
-        self._start = ", ".join(f"{name} {value[name]}" for name in _STARTS if name in value)
+        self._ask, self._timeout, self._rank = job.ask, job.timeout, rank
         self._is_equal = False
-        self._folder = f"{compared.scope}/{compared.number}/{number}"
         text = json.dumps(value, sort_keys=True)
-        self._own, self._alike = self._key(f"of/{compared.rank}"), self._key(f"with/{_digest(text)}")
-        self._all, self._seen, self._shares = self._key("all"), self._key("seen"), self._key("shared")
+        self._keys = {each: f"{folder}/of/{each}" for each in ranks}
+        self._alike, self._all = f"{folder}/with/{_digest(text)}", f"{folder}/all"
+        self._seen, self._shares = f"{folder}/seen", f"{folder}/shared"
+        *_, loader, number = folder.split("/")
+        begun = f"begun iteration {int(number) - 1} of loader {loader}, at epoch {{epoch}}, step {{step}}"
+        self._what = begun.format(**value) if "epoch" in value else f"made loader {loader}"
+        self._advice = f"compared is loader {loader} of each rank: {_ADVICE}"
 
         def post(store: Any) -> None:  # the counters come last: what is counted can be read
-            if shared is not None and compared.rank == compared.ranks[0]:
+            if shared is not None and rank == ranks[0]:
                 store.set(self._shares, json.dumps(shared))
-            store.set(self._own, text)
+            store.set(self._keys[rank], text)
             store.add(self._alike, 1)
             store.add(self._all, 1)
 
@@ -225,7 +191,7 @@ class Post:
         Raises as `check_accounts`, or RuntimeError for ranks that are missing at the timeout.
         """
         started, pause, warned = time.monotonic(), 0.002, False
-        num_ranks, timeout = len(self._compared.ranks), self._compared.job.timeout
+        num_ranks, timeout = len(self._keys), self._timeout
         while not self._is_equal:
             waited = time.monotonic() - started
             # Fewer alike than posts are a difference: posts between the two reads only make more alike.
@@ -234,9 +200,7 @@ class Post:
                 self._leave()
                 return
             if alike < posted and (posted == num_ranks or waited >= LATE_SECONDS):  # by then all can be named
-                check_accounts(
-                    self._values(), f"compared is loader number {self._compared.number} of each rank: {_ADVICE}"
-                )
+                check_accounts(self._values(), self._advice)
             missing = self._missing() if waited >= min(timeout, late_seconds) else ""
             if missing and waited >= timeout:
                 raise RuntimeError(f"{missing}. Waited {timeout:g} seconds, the timeout of the process group")
@@ -249,7 +213,7 @@ class Post:
     def _leave(self) -> None:
         """Read what is shared, and delete this rank's value; the last rank deletes the rest.
 
-        The store may end with rank 0: it waits a little until the others have seen that all are equal, and they ignore
+        The store may end with rank 0, which waits a little until the others have seen that all are equal; they ignore
         errors. All poll, and do not block in the store: torch's own threads use the same connection.
         """
         if self.shared is not None:
@@ -257,74 +221,53 @@ class Post:
         self._is_equal = True
 
         def delete(store: Any) -> None:
-            store.delete_key(self._own)
-            if int(store.add(self._seen, 1)) >= len(self._compared.ranks):
+            store.delete_key(self._keys[self._rank])
+            if int(store.add(self._seen, 1)) >= len(self._keys):
                 for key in (self._alike, self._shares, self._seen, self._all):
                     store.delete_key(key)
 
         until = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._ask(delete, _LEAVE_SECONDS)
-            while self._compared.rank == 0 and time.monotonic() < until and self._ask(self._is_unseen, _LEAVE_SECONDS):
+            while self._rank == 0 and time.monotonic() < until:
+                if not self._ask(lambda store: store.check([self._all]), _LEAVE_SECONDS):
+                    break
                 time.sleep(0.01)
-
-    def _is_unseen(self, store: Any) -> bool:
-        return bool(store.check([self._all]))
 
     def _values(self) -> dict[int, dict[str, Any]]:
         """Return the values of the ranks that have posted."""
-
-        def read(store: Any) -> dict[int, dict[str, Any]]:
-            keys = {rank: self._key(f"of/{rank}") for rank in self._compared.ranks}
-            return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-        return self._ask(read)
+        return self._ask(
+            lambda store: {rank: json.loads(store.get(key)) for rank, key in self._keys.items() if store.check([key])}
+        )
 
     def _missing(self) -> str:
         """Return the ranks that have not posted, and the way out, as text; empty if all have."""
-        values, num_ranks = self._values(), len(self._compared.ranks)
-        silent = [rank for rank in self._compared.ranks if rank not in values]
+        values = self._values()
+        silent = [rank for rank in self._keys if rank not in values]
         # Counted last: a rank that has seen that all are equal deletes its value.
-        if self._ask(lambda store: int(store.add(self._all, 0))) >= num_ranks:
+        if self._ask(lambda store: int(store.add(self._all, 0))) >= len(self._keys):
             return ""
-        names = f"{name_ranks(silent)} {'has' if len(silent) == 1 else 'have'}"
-        if not self._start:
-            return (
-                f"{names} made no such loader: this is loader number {self._compared.number} of rank "
-                f"{self._compared.rank}, its samples are shared by {num_ranks} ranks, and each of them must make it; "
-                f"{_ALONE}"
-            )
-        return (
-            f"{names} not begun iteration {self.number - 1} of a loader that is shared by {num_ranks} ranks, and this "
-            f"rank has, at {self._start}: all must iterate equally often; a rank that takes batches for itself, as by "
-            "next(iter(loader)), needs a loader of its own, made with dp=(0, 1)"
-        )
-
-    def _key(self, name: str) -> str:
-        return f"{self._folder}/{name}"
+        return f"no word from {_named(silent)}, where rank {self._rank} has {self._what}: {_ADVICE}"
 
 
 def check_plans(epoch: int, step: int, plan_hash: str | None, groups: Sequence[Any]) -> None:
     """Compare the plan of the step that is delivered next; `plan_hash` is None at the end of an epoch.
 
-    The collective gathers over process groups, one after another: the group of the data-parallel ranks, or those of a
-    mesh's dims, which together reach every rank.
-
-    Raises RuntimeError on all ranks: it names those that differ, with hashes, or those that failed, with errors.
+    A collective over groups, one after another, which together reach every rank. Raises RuntimeError on all ranks: it
+    names those that differ, with hashes, or those that failed, with errors.
     """
     by_rank = gather({"epoch": epoch, "step": step, "plan": plan_hash}, groups)
-    failed = _failures(by_rank)
-    if failed:
-        raise RuntimeError(f"other ranks failed where plans are compared, at epoch {epoch}, step {step}: {failed}")
-    difference = find_difference(by_rank)
-    if difference:
-        raise RuntimeError(f"ranks follow different plans at epoch {epoch}, step {step} of this rank; {difference}")
+    where = f"epoch {epoch}, step {step}"
+    if failed := _failures(by_rank):
+        raise RuntimeError(f"other ranks failed where plans are compared, at {where}: {failed}")
+    if differing := _differing(by_rank):
+        raise RuntimeError(f"ranks follow different plans at {where} of this rank: {'; '.join(differing.values())}")
 
 
 def fail_check(error: Exception, groups: Sequence[Any]) -> None:
     """Take part in the others' `check_plans` with `error` in place of a plan, so that they raise and do not wait."""
     with contextlib.suppress(RuntimeError):  # of lost ranks: this rank raises `error`
-        gather(failure_account(error), groups)
+        gather(_failure(error), groups)
 
 
 def account(described: Any, path: str = "") -> dict[str, Any]:
@@ -336,71 +279,48 @@ def account(described: Any, path: str = "") -> dict[str, Any]:
     return {path: described if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, {_digest(text)}"}
 
 
-def failure_account(error: Exception) -> dict[str, Any]:
-    return {_FAILURE: f"{type(error).__name__}: {error}"}
-
-
 def check_accounts(by_rank: ByRank, advice: str = "") -> None:
-    """Compare the descriptions of all ranks, or their failures.
-
-    Raises:
-        ValueError: descriptions differ; names the ranks, and each entry with its values.
-        RuntimeError: a rank could not make it; names it and its error.
-    """
-    failed = _failures(by_rank)
-    if failed:
-        count = sum(_FAILURE in entries for entries in by_rank.values())
-        raise RuntimeError(f"this loader needs all its ranks, and {count} could not make it: {failed} ({advice})")
-    difference, names = find_difference(by_rank), _differing(by_rank)
-    if names.keys() & {*_STARTS}:
+    """Raise ValueError if ranks differ, with each entry, its values and their ranks; RuntimeError if one failed."""
+    if failed := _failures(by_rank):
+        raise RuntimeError(f"this loader needs all its ranks, and some could not make it: {failed} ({advice})")
+    differing = _differing(by_rank)
+    difference = "; ".join(differing.values())
+    if differing.keys() & {"epoch", "step"}:
         raise ValueError(
-            f"all ranks of a loader must begin an iteration at the same step; {difference} (pass load_state_dict and "
+            f"all ranks of a loader must begin an iteration at the same step: {difference} (pass load_state_dict and "
             "set_epoch the same on every rank)"
         )
-    if difference:
-        equal = "if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared"
-        hints = [advice, equal if any(name.split(".")[0] == DATA for name in names) else ""]
-        hint = f" ({'; '.join(filter(None, hints))})" if any(hints) else ""
-        raise ValueError(f"all ranks of a loader must plan the same steps; {difference}{hint}")
+    if any(name.split(".")[0] == DATA for name in differing):
+        advice += "; if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared"
+    if differing:
+        raise ValueError(f"all ranks of a loader must plan the same steps: {difference} ({advice})")
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    return {_FAILURE: f"{type(error).__name__}: {error}"}
 
 
 def _failures(by_rank: ByRank) -> str:
     """Return the first ranks that failed, each with its error, as text; empty if none did."""
-    failed = [(rank, entries[_FAILURE]) for rank, entries in by_rank.items() if _FAILURE in entries]
-    return "; ".join(f"rank {rank}: {failure}" for rank, failure in failed[:_SHOWN_RANKS])
+    failed = [f"rank {rank}: {entries[_FAILURE]}" for rank, entries in by_rank.items() if _FAILURE in entries]
+    return "; ".join(failed[:_SHOWN_RANKS])
 
 
-def find_difference(by_rank: ByRank) -> str:
-    """Return which ranks differ from the majority, and in what; "" if none. Without a majority all are named."""
-    accounts = {rank: json.dumps(entries, sort_keys=True) for rank, entries in by_rank.items()}
-    (common, count), *others = Counter(accounts.values()).most_common()
-    if not others:
-        return ""
-    odd = [rank for rank, entries in accounts.items() if entries != common]
-    head = f"{name_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
-    if 2 * count <= len(accounts):
-        head = f"{name_ranks(list(accounts))} differ from each other"
-    values = [
-        f"{name} is " + ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-        for name, by_value in _differing(by_rank).items()
-    ]
-    return f"{head}: {'; '.join(values)}"
-
-
-def _differing(by_rank: ByRank) -> dict[str, dict[str, list[int]]]:
-    """Return the entries that differ: name -> value -> its ranks, the most common value first."""
-    found: dict[str, dict[str, list[int]]] = {}
+def _differing(by_rank: ByRank) -> dict[str, str]:
+    """Return the entries that differ: name -> "NAME is VALUE on ranks ..., VALUE on ...", the most common first."""
+    found: dict[str, str] = {}
     for name in dict.fromkeys(name for entries in by_rank.values() for name in entries):
         ranks: dict[str, list[int]] = {}
         for rank, entries in by_rank.items():
             value = json.dumps(entries[name], sort_keys=True) if name in entries else "missing"
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
-            found[name] = dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
+            ordered = sorted(ranks.items(), key=lambda item: -len(item[1]))
+            found[name] = f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ordered)
     return found
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     shown = ranks[:_SHOWN_RANKS]
     more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{more}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -25,7 +24,6 @@ from torch.autograd.function import once_differentiable
 
 from orchdata.planning.route import Route
 from orchdata.ranks.parallel import served_devices
-from orchdata.ranks.store import name_call, name_missing
 
 if TYPE_CHECKING:
     Group = dist.ProcessGroup | None
@@ -99,19 +97,18 @@ def exchange(
         RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
             before `wait()`; or another rank died or did not take part within the group's timeout.
     """
-    call = name_call("exchange", group)  # before this rank may raise: the others count the call too
     _check_no_recomputation(route)
     _check_features(features, route, requires_grad)
     _check_group(features, route, group)
-    handle = ExchangeHandle(features, route, group, requires_grad, call)
+    handle = ExchangeHandle(features, route, group, requires_grad)
     return handle if async_op else handle.wait()
 
 
 class ExchangeHandle:
     """An exchange under way, from `exchange(..., async_op=True)`."""
 
-    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool, call: str) -> None:
-        self._flight = _Flight(route, group, call)
+    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool) -> None:
+        self._flight = _Flight(route, group)
         self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
@@ -158,22 +155,15 @@ class _Move:
 
 
 class _Flight:
-    """The collectives of one exchange, each started and finished by different nodes of the graph.
+    """The collectives of one exchange, each started and finished by different nodes of the graph."""
 
-    Args:
-        call: name of the exchange in notes.
-    """
-
-    def __init__(self, route: Route, group: Group, call: str) -> None:
+    def __init__(self, route: Route, group: Group) -> None:
         self.route = route
         self._group = group
-        self._call = call
-        self._starts: Counter[Direction] = Counter()  # a graph that is kept may run backward again
         self._moves: dict[Direction, _Move] = {}
 
     def start(self, rows: Tensor, direction: Direction) -> None:
         route = self._way(direction)
-        self._starts[direction] += 1
         if direction == "forward":
             rows = _without(rows, self.route)
         sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
@@ -187,9 +177,7 @@ class _Flight:
                     received, sent, route.receive_rows.tolist(), route.send_rows.tolist(), self._group, async_op=True
                 )
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self._name(direction)} could not start: {error}{self._missing(direction)}"
-                ) from error
+                raise RuntimeError(f"{self._name(direction)} could not start: {error}") from error
         self._moves[direction] = _Move(sent, received, work)
 
     def finish(self, direction: Direction) -> Tensor:
@@ -198,15 +186,10 @@ class _Flight:
             try:
                 move.work.wait()
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{self._missing(direction)}"
-                ) from error
+                raise RuntimeError(f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}") from error
         received = move.received
         del move  # Frees the sent rows before rows are reordered.
         return _ordered(received, self._way(direction).receive_order)
-
-    def _missing(self, direction: Direction) -> str:
-        return name_missing(self._group, f"{self._call}/{direction}/{self._starts[direction]}")
 
     def _way(self, direction: Direction) -> Route:
         return self.route if direction == "forward" else self.route.reverse()

@@ -18,7 +18,7 @@ KINDS = {
     "state": ("orchdata/loop", "orchdata/delivery", "orchdata/order", "orchdata/dataset"),
     "cache": ("loaders/storage", "loaders/kept.py"),
     "index": ("loaders/index", "loaders/shards", "orchdata/dataset"),
-    "ray": ("orchdata/engines/on_ray", "orchdata/measuring"),
+    "ray": ("orchdata/engines/on_ray",),
 }
 """What the first word of a name says a fault is of, and the folders that it may change."""
 

@@ -57,7 +57,7 @@ orchdata: ranks
 orchdata: batch
 orchdata: building
 orchdata: engines
-orchdata: delivery measuring
+orchdata: delivery
 orchdata: loop
 orchdata: caching
 orchdata: trainers unended_chats
@@ -187,7 +187,6 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     # send back what they have measured.
     ours = [
         *(f"orchdata.engines.{name}" for name in ("pickling", "processes.message", "processes.worker")),
-        "orchdata.measuring.on_ray",
         *(f"orchdata.testing.{name}" for name in ("containers", "engines")),
         *(f"orchdata.loaders.index.jobs.{name}" for name in ("process", "work")),
     ]

@@ -109,39 +109,6 @@ def the_caller_says_whether_the_result_requires_a_gradient() -> None:
 
 
 @check
-def one_input_may_be_used_twice() -> None:
-    one, other = swap(), Case(*[np.arange(dist.get_world_size())] * 2, np.full(dist.get_world_size(), 3))
-    everything = one.everything(2)
-    mine = everything[one.held()].requires_grad_()
-    first = exchange(mine, one.route(), requires_grad=True)
-    second = exchange(mine, other.route(), requires_grad=True)
-    (loss_of(first, dist.get_rank()) + 3 * loss_of(second, dist.get_rank())).backward()
-    expected = reference(one, everything) + 3 * reference(other, everything)
-    torch.testing.assert_close(mine.grad, expected[one.held()], rtol=1e-12, atol=0)
-
-
-@check
-def gradients_accumulate_over_micro_steps() -> None:
-    encoder = torch.nn.Linear(2, 3, bias=False).double()
-    expected = torch.zeros(3, 2, dtype=torch.float64)
-    pending = []
-    for seed in range(5):
-        case = Case.random(seed)
-        inputs = case.everything(2)
-        result = exchange(encoder(inputs[case.held()]), case.route(), requires_grad=True)
-        pending.append(loss_of(result, dist.get_rank()))
-        if seed % 2:  # at times two forwards before their backwards
-            for loss in pending:
-                loss.backward()
-            pending.clear()
-        outer = reference(case, inputs @ encoder.weight.detach().T)
-        expected += outer[case.held()].T @ inputs[case.held()]
-    for loss in pending:
-        loss.backward()
-    torch.testing.assert_close(encoder.weight.grad, expected, rtol=1e-9, atol=1e-9)
-
-
-@check
 def several_may_be_under_way_and_waited_for_in_any_sequence() -> None:
     image, audio = Case.random(1, "image"), Case.random(2, "audio")
     pixels, sound = image.everything(3), audio.everything(2)
@@ -356,24 +323,6 @@ def an_unused_result_that_is_joined_takes_part() -> None:
     size = dist.get_world_size()
     receiver = (dist.get_rank() + 1) % size
     assert torch.equal(mine.grad, torch.full_like(mine, 1.0 if receiver == 0 else 2.0))
-
-
-@check
-def each_failure_in_a_group_names_its_own_rank() -> None:
-    def go_wrong(group: dist.ProcessGroup) -> None:
-        case = swap("image")
-        mine = case.everything(2)[case.held()]
-        for absent in range(2):
-            dist.barrier()
-            rows = mine[:1] if dist.get_rank() == absent else mine
-            kind, message = (
-                (ValueError, "the features have 1 rows")
-                if dist.get_rank() == absent
-                else (RuntimeError, f"; no word from rank {absent}, which died or hangs$")
-            )
-            raises(kind, message, lambda rows=rows: exchange(rows, case.route(), group=group, requires_grad=True))
-
-    impatiently(go_wrong)
 
 
 def impatiently(function: Callable[[dist.ProcessGroup], None]) -> None:

@@ -72,10 +72,6 @@ def processor_of(family: str, **extractor: Any) -> Any:
 
         given = {"feature_size": 128, **extractor}
         return AudioFlamingo3Processor(WhisperFeatureExtractor(**given), byte_tokenizer(audio_token="<sound>"))
-    if family == "granite_speech":
-        from transformers.models.granite_speech import GraniteSpeechFeatureExtractor, GraniteSpeechProcessor
-
-        return GraniteSpeechProcessor(GraniteSpeechFeatureExtractor(), byte_tokenizer(audio_token="<|audio|>"))
     raise ValueError(family)
 
 

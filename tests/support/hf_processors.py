@@ -1,40 +1,19 @@
-"""Processors of Hugging Face as their models ship them, built in code: the tokenizer is trained on a few words."""
+"""Processors of Hugging Face as their models ship them, built in code, with small tiles."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
-import torchvision_operators  # noqa: F401
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from hf_families.build import build_processor, has_torchvision
+from hf_families.tokenizers_in_code import tokenizer as tokenizer_in_code
 
-HAS_TORCHVISION = find_spec("torchvision") is not None
-BACKENDS = ("pil", "torchvision") if HAS_TORCHVISION else ("pil",)
-
-TEXT = ["Describe the image, please. A cat sat on the mat; 12 dogs ran.\n", "Here is the original image and crops"]
+BACKENDS = ("pil", "torchvision") if has_torchvision() else ("pil",)
 
 
 def tokenizer(*special: str, **named: str) -> Any:
     """Byte-level BPE with added tokens; `named` ones are attributes too, as `image_token`."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
-    tokens = [*special, *named.values()]
-    bpe.add_special_tokens(["<s>", "</s>", "<pad>", *tokens])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        extra_special_tokens=named,
-    )
+    return tokenizer_in_code(special, named=named, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 def image_processor(name: str, backend: str, **settings: Any) -> Any:
@@ -71,32 +50,9 @@ def _qwen(kind: str, patch: int, **settings: Any) -> Any:
     def build(backend: str) -> Any:
         words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
         images = image_processor("Qwen2VLImageProcessor", backend, patch_size=patch, **settings)
-        return _built(getattr(transformers, kind), images, words)
+        return build_processor(getattr(transformers, kind), images, words)
 
     return build
-
-
-class _NoVideo:
-    """Says what processors ask their video processor for before they look whether there is a video."""
-
-    num_frames, fps = 64, 1
-    size = {"longest_edge": 512}
-    model_input_names = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {}
-
-
-def _built(kind: Any, *args: Any, **settings: Any) -> Any:
-    """A processor whose class asks for a video processor, which torchvision would be needed for, and num2words for its
-    words.
-    """
-    module = sys.modules[kind.__module__]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kind, "check_argument_for_proper_class", lambda *_: None))
-        if getattr(module, "num2words", kind) is None:
-            stack.enter_context(mock.patch.object(module, "num2words", str))
-        return kind(*args, video_processor=_NoVideo(), **settings)
 
 
 def _llava(*, pad: bool) -> Any:
@@ -142,7 +98,9 @@ def _llava_next(unit: int) -> Any:
 def _glm4v(backend: str) -> Any:
     words = tokenizer("<|begin_of_video|>", "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>")
     limits = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 128}
-    return _built(transformers.Glm4vProcessor, image_processor("Glm4vImageProcessor", backend, size=limits), words)
+    return build_processor(
+        transformers.Glm4vProcessor, image_processor("Glm4vImageProcessor", backend, size=limits), words
+    )
 
 
 def _paddleocr_vl(backend: str) -> Any:
@@ -159,7 +117,7 @@ def _llava_onevision(backend: str) -> Any:
         size={"height": 48, "width": 48},
         image_grid_pinpoints=[[high, wide] for high in sides for wide in sides],
     )
-    return _built(
+    return build_processor(
         transformers.LlavaOnevisionProcessor,
         images,
         tokenizer(image_token="<image>", video_token="<video>"),
@@ -179,7 +137,7 @@ def _internvl(backend: str) -> Any:
     images = image_processor(
         "GotOcr2ImageProcessor", backend, size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=12
     )
-    return _built(transformers.InternVLProcessor, images, words, image_seq_length=4)
+    return build_processor(transformers.InternVLProcessor, images, words, image_seq_length=4)
 
 
 def _split(kind: str, **settings: Any) -> Any:
@@ -197,7 +155,7 @@ def _split(kind: str, **settings: Any) -> Any:
             return transformers.Idefics3Processor(images, words, image_seq_len=4)
         tags += ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
         words = tokenizer(*tags, image_token="<image>")
-        return _built(transformers.SmolVLMProcessor, images, words, image_seq_len=4)
+        return build_processor(transformers.SmolVLMProcessor, images, words, image_seq_len=4)
 
     return build
 

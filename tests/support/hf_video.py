@@ -161,3 +161,15 @@ def loader(name: str, model: Any, shard: str, *, per_phase: bool = False, padded
         balance=od.Balance(assignment="per_phase" if per_phase else "joint"),
         num_threads=0,
     )
+
+
+def labels_of(name: str, shard: str) -> dict[str, list[int]]:
+    """Of each sample, by its key, as our batches have them."""
+    dataset = od.ShardDataset(shard, recipe=recipe_of(name))
+    loader = od.DataLoader(dataset, global_batch_size=len(dataset.index()), num_threads=0, dp=(0, 1))
+    found: dict[str, list[int]] = {}
+    for batch in loader:
+        bounds = batch.llm.cu_seqlens.tolist()
+        for (_, key), start, stop in zip(batch.sample_ids, bounds, bounds[1:], strict=False):
+            found[key] = batch.llm.labels[start:stop].tolist()
+    return found

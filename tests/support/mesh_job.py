@@ -1,4 +1,4 @@
-"""Run by test_parallel, test_agreement and test_world: loaders over meshes; what each rank saw.
+"""Run by test_parallel and test_world: loaders over meshes; what each rank saw.
 
 mesh_job.py SUITE SHARDS_FOLDER
 """
@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -40,7 +40,6 @@ RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=16),
     audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
 )
-KEEPING = od.Recipe(image=RECIPE.image, audio=RECIPE.audio, keep=("txt", "json"))
 GLOBAL_BATCH_SIZE = 8
 
 Found = dict[str, Any]
@@ -71,9 +70,9 @@ class Job:
         self.shards = shards
         self.rank = dist.get_rank()
 
-    def loader(self, dp: Any, *, data: str = "good", recipe: od.Recipe = RECIPE, **options: Any) -> od.DataLoader:
+    def loader(self, dp: Any, *, data: str = "good", **options: Any) -> od.DataLoader:
         options = {"global_batch_size": GLOBAL_BATCH_SIZE, "shuffle": True, "seed": 3, "num_threads": 2} | options
-        return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=recipe), dp=dp, **options)
+        return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=RECIPE), dp=dp, **options)
 
     def mixed(self, dp: Any, **options: Any) -> od.DataLoader:
         """Token steps of the good samples twice, and their texts once more, drawn from streams."""
@@ -96,21 +95,15 @@ class Job:
         found: Found = {
             "read": seen(self.loader(read)),
             "broadcast": seen(self.loader(broadcast)),
-            "mesh": seen(self.loader(by_dp)),
             "tp first": seen(self.loader(by_tp)),
             "hsdp": seen(self.loader(DataParallel(both))),
             "microbatched": seen(self.loader(broadcast, balance=microbatched)),
-            "mrope": seen(self.loader(broadcast, collate_fn=od.Packed(positions="mrope", empty="zero"))),
             "one length": seen(self.loader(broadcast, collate_fn=od.Packed(length=600))),
             "skip": seen(self.loader(broadcast, data="bad", on_error=od.ErrorPolicy("skip", max_failures=None))),
             "raise": message(lambda: seen(self.loader(broadcast, data="bad"))),
             "collate": message(lambda: self.loader(broadcast, collate_fn=len)),
             "map broadcast": message(lambda: od.DataLoader(Numbers(8), dp=broadcast)),
             "map read": [batch["number"].tolist() for batch in od.DataLoader(Numbers(8), dp=read)],
-        }
-        found |= {
-            f"kept, {name}": seen(self.loader(dp, recipe=KEEPING))
-            for name, dp in (("broadcast", broadcast), ("read", read))
         }
         found |= {f"mixture, {name}": seen(self.mixed(dp)) for name, dp in (("broadcast", broadcast), ("read", read))}
         apart_too = {"balance": od.Balance(assignment="per_phase", scope="grouped", group_size=1)}
@@ -119,37 +112,19 @@ class Job:
         begun = [digest(batch) for batch in islice(resumed, 2)]  # left inside the epoch, steps under way
         resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
         found["resumed"] = begun + [digest(batch) for batch in resumed]
-        apart = self.loader(DataParallel(by_dp, dims=("dp",)))
-        apart.set_epoch(by_dp.get_coordinate()[1])
-        found["apart"] = message(lambda: next(iter(apart)))
-        return found
+        group = dist.new_group([0, 2])
+        found["group"] = seen(self.loader(group)) if self.rank in (0, 2) else message(lambda: self.loader(group))
+        return found | self.agree(both)
 
-    def agree(self) -> Found:
-        """A mesh of 2 x 2 with ranks that differ."""
-        dp = DataParallel(self.mesh("dp", "tp"), dims=("dp",), check_plan_every=2)
-        often = DataParallel(self.mesh("dp_replicate", "dp_shard"), check_plan_every=2)
+    def agree(self, both: DeviceMesh) -> Found:
+        """The same mesh with ranks that differ."""
+        often = DataParallel(both, check_plan_every=2)
         odd = self.rank == 2
-        nodes = replace(often, ranks_per_node=1 if odd else 2)
-        per_phase = {"balance": od.Balance(assignment="per_phase"), "cost": od.CostModel.tokens()}
-
-        def refused(usual: dict[str, Any], differing: dict[str, Any], dp: Any = dp) -> str | None:
-            return message(lambda: self.loader(dp, **(differing if odd else usual)))
-
         found: Found = {
-            "seed": refused({"seed": 1}, {"seed": 2}),
-            "size": refused({}, {"global_batch_size": 6}),
-            "dataset": refused({}, {"data": "other"}),
-            "cost": refused({"cost": None}, {"cost": od.CostModel.tokens()}),
-            "balance": refused({}, {"balance": "none"}),
-            "effort": refused({}, {"balance": od.Balance(effort=2)}),
-            "equal effort": refused({"balance": od.Balance(effort=2)}, {"balance": od.Balance(effort=2.0)}),
-            "nodes": refused(per_phase, per_phase, nodes),
-            "nodes without parts": refused({}, {}, nodes),
-            "no index": refused({}, {"data": "unindexed", "index": "require"}),
-            "world": refused({"seed": 1}, {"seed": 2}, dist.group.WORLD),
-            "tuple": refused({"seed": 1}, {"seed": 2}, (0, 1)),
-            "halves": message(lambda: self.loader(dp, seed=self.rank % 2)),
-            "alike": message(lambda: self.loader(dp)),
+            "seed": message(lambda: self.loader(both, seed=1 + odd)),
+            "no index": message(
+                lambda: self.loader(both, **({"data": "unindexed", "index": "require"} if odd else {}))
+            ),
         }
         loader = self.loader(often)
         steps = iter(loader.steps())
@@ -158,9 +133,6 @@ class Job:
             found["first step"] = message(lambda: next(iter(self.loader(often))))
             found["uncompared step"] = message(lambda: next(steps))
             found["compared step"] = message(lambda: next(steps))
-        moved = self.loader(often)
-        moved.set_epoch(int(odd))
-        found["epoch"] = message(lambda: next(iter(moved)))
         failing = od.DataLoader(FailsOnce(24), dp=often)
         failing.dataset.broken = set(range(8, 16)) if odd else set()  # steps 2, which is compared, and 3
 
@@ -175,22 +147,6 @@ class Job:
             found["receiver"] = message(lambda: next(iter(unchecked)))
         return found
 
-    def subgroup(self) -> Found:
-        """Ranks 0 and 2 of three."""
-        group = dist.new_group([0, 2])
-        if self.rank == 1:
-            mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",), _init_backend=False)
-            return {
-                "outside": message(lambda: self.loader(group)),
-                "mesh": message(lambda: self.loader(DataParallel(mesh, dims=("dp",)))),
-            }
-        dp = DataParallel(group, check_plan_every=1)
-        return {
-            "group": seen(self.loader(group)),
-            "checked": seen(self.loader(dp)),
-            "seed": message(lambda: self.loader(dp, seed=self.rank)),
-        }
-
     def world(self) -> Found:
         """Two ranks and no group given: what differs is found at the first step."""
         odd = self.rank == 1
@@ -204,8 +160,6 @@ class Job:
         found: Found = {
             "alike": seen(self.loader(None)),
             "seed": first({"seed": 1}, {"seed": 2}),
-            "size": first({}, {"global_batch_size": 6}),
-            "balance": first({}, {"balance": "none"}),
             "no index": first({}, {"data": "unindexed", "index": "require"}),
             "argument": first({}, {"timeout": -1}),
             "collate": first({"collate_fn": len}, {"collate_fn": sum}),
@@ -213,11 +167,9 @@ class Job:
             "subset": first({}, data=torch.utils.data.Subset(Numbers(20), list(range(self.rank, 20, 2)))),
             "equal subset": first({}, data=torch.utils.data.Subset(Numbers(20), list(range(0, 20, 2)))),
             "split list": first({}, data=items[self.rank :: 2]),
-            "list": first({}, data=items),
             "tuple": first({"seed": 1, "dp": (0, 1)}, {"seed": 2, "dp": (0, 1)}),
         }
         with environment("LOCAL_WORLD_SIZE", "1" if odd else "2"):
-            found["nodes apart"] = first({})
             found["node"] = first({"balance": "grouped"})
         whole = self.loader(None)
         states = []

@@ -111,13 +111,6 @@ def uneven(rank: int, size: int) -> dict[str, Any]:
     return run_epochs(Drawn(make_steps(rank, 3 * rank, (6, 0, 9))), epochs=2)
 
 
-def giant(rank: int, size: int) -> dict[str, Any]:
-    steps = [[make_sample(rank, 0, index, 10) for index in range(4)]]
-    if rank == 1:
-        steps[0][2] = make_sample(rank, 0, 2, 1_000_000)
-    return run_epochs(Drawn(steps), gain=0.0)
-
-
 def long_lists(rank: int, size: int) -> dict[str, Any]:
     """More samples than ranks tell each other at once, on some ranks or all; and then few again."""
     return run_epochs(Drawn(make_steps(rank, 4, LONG_COUNTS[rank])))
@@ -129,8 +122,6 @@ def balances(rank: int, size: int) -> dict[str, Any]:
         "global": "global",
         "grouped": Balance(scope="grouped", group_size=2),
         "grid": Balance(scope="grid", group_size=2),
-        "equal_count": Balance(scope="global", equal_count=True),
-        "max_samples": Balance(scope="grouped", group_size=2, max_samples=7),
     }
     return {name: run_epochs(Drawn(make_steps(rank, 3)), balance=rule) for name, rule in rules.items()}
 
@@ -144,13 +135,6 @@ def gain(rank: int, size: int) -> dict[str, Any]:
 
 def failing_loader(rank: int, size: int) -> dict[str, Any]:
     return caught(wrap(Drawn(make_steps(rank, 8), fail_at=5 if rank == 1 else None)))
-
-
-def bad_sample(rank: int, size: int) -> dict[str, Any]:
-    steps = make_steps(rank, 4)
-    if rank == size - 1:
-        steps[2][1]["meta"] = [{1, 2}]
-    return caught(wrap(Drawn(steps)))
 
 
 def wait_until_ahead(balanced: PostBalanced) -> None:
@@ -287,16 +271,6 @@ def unlike(rank: int, size: int) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     return {"error": None}
-
-
-def subgroup(rank: int, size: int) -> dict[str, Any]:
-    """Ranks 1 and 2 of three balance, then ranks 0 and 1, then all; the others know nothing of it."""
-    found = {}
-    for name, members in (("1 and 2", [1, 2]), ("0 and 1", [0, 1]), ("all", [0, 1, 2])):
-        group = dist.new_group(members)
-        if rank in members:
-            found[name] = run_epochs(Drawn(make_steps(rank, 3)), group=group)["epochs"][0]
-    return found
 
 
 def forked(rank: int, size: int) -> dict[str, Any]:

@@ -139,7 +139,6 @@ FAMILIES = {
         "internvl", "internvl_vision", "qwen2", squares(3), tower={"image_size": [SIDE, SIDE], "patch_size": [14, 14]}
     ),
     "Idefics3": _vision("idefics3", "idefics3_vision", "llama", squares(3, shape=(1, 3))),
-    "SmolVLM": _vision("smolvlm", "smolvlm_vision", "llama", squares(3, shape=(1, 3))),
     "Gemma-3": _vision(
         "gemma3", "siglip_vision_model", "gemma3_text", squares(1), tower=SIGLIP, mm_tokens_per_image=64
     ),

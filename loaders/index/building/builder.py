@@ -25,7 +25,6 @@ from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageE
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, content_fingerprint, digest
 from orchdata.loaders.index.jobs.jobs import Jobs
-from orchdata.loaders.index.jobs.work import Measured
 from orchdata.loaders.index.locations import stored_description
 from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStore, KeptCounts, NewCounts
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
@@ -43,7 +42,6 @@ from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
 
@@ -120,7 +118,7 @@ class Builder:
                 if (table := cached()) is not None:  # another process has measured it
                     return self._kept_in_memory(table), False
                 if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
-                    self._take(self.jobs.measure(url))
+                    self.missing_media.add_found(self.jobs.measure(url))
                     table = self._stored(path, url, root)
                     return self._kept_in_memory(named(table, rules)), True
                 facts = load_facts(
@@ -138,13 +136,6 @@ class Builder:
                 del facts  # a large shard's take as much memory as its costs
                 table = costs.write(path, url, meta, root)
                 return self._kept_in_memory(named(table, rules)), True
-
-    def _take(self, measured: Measured) -> None:
-        """Keep what another process has measured."""
-        self.missing_media.add_found(measured.found)
-        for name, data in measured.files.items():
-            self._cache.make(Path(name).parts[0])
-            write_whole(self._cache.root / name, data)
 
     def _cached(
         self,

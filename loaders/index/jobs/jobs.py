@@ -1,4 +1,4 @@
-"""Processes that measure shards for a build: its children, or actors on other machines.
+"""Processes that measure shards for a build: its children.
 
     thread of the build --shard--> a child: scans it, measures its samples, stores its costs --> done, or its error
     a shard that is too large for one child: scanned by the thread --chunks of samples--> children --> their outcomes
@@ -16,51 +16,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from orchdata.loaders.errors import ProcessError
 from orchdata.loaders.index.jobs.process import ATTEMPTS, ChildProcess, Died, check_may_have_children
-from orchdata.loaders.index.jobs.work import Given, Measured, new_mark, remove_mark
+from orchdata.loaders.index.jobs.work import Given
 from orchdata.loaders.index.measuring.chunk import Progress, Result
 from orchdata.loaders.index.measuring.reading import Chunk
+from orchdata.loaders.shards.jsonl.media_files import Found
 from orchdata.loaders.slow import ThreadProgress, here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.files import Files
 
 _POLL_SECONDS: Final = 0.1
-_MOST_ATTEMPTS: Final = 10
-"""How often a task is tried whose processes were lost for other reasons: with their machines, or for lack of memory."""
-
-
-class Process(Protocol):
-    """A process that measures; used by one thread at a time."""
-
-    def run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
-        """Return the result of a task, or its exception, as `Measurer.run`. Raises what `shown.check` raises, and Died.
-
-        Args:
-            shown: gets how much of the shard is done.
-        """
-
-    def close(self) -> None:
-        """End it now."""
-
-
-class Processes(Protocol):
-    """Where the processes of a build run."""
-
-    def open(self, given: bytes) -> Process:
-        """Return a new process, which gets a pickled `Given`."""
-
-
-class Children:
-    """Children of this process, which see its cache folder."""
-
-    def __init__(self) -> None:
-        check_may_have_children()
-
-    def open(self, given: bytes) -> Process:
-        return ChildProcess(given)
 
 
 class Jobs:
@@ -71,23 +39,19 @@ class Jobs:
         given: what they get. It must pickle.
         urls: all shards of the build.
         files: where they are.
-        processes: opens them; default: children of this process.
 
     Raises:
         ValueError: something of the recipe, or of how shards are read, cannot be sent to a process.
     """
 
-    def __init__(
-        self, count: int, given: Given, urls: Sequence[str], files: Files, processes: Processes | None = None
-    ) -> None:
-        self._processes = Children() if processes is None else processes
+    def __init__(self, count: int, given: Given, urls: Sequence[str], files: Files) -> None:
+        check_may_have_children()
         self._count = count
-        self._seen = new_mark(given.cache) if processes is not None else ""
-        self._given = _pickled(replace(given, seen=self._seen))
+        self._given = _pickled(given)
         self._large = _larger_than_a_share(urls, count, files)
         self._changed = threading.Condition()
-        self._idle: list[Process] = []
-        self._all: set[Process] = set()
+        self._idle: list[ChildProcess] = []
+        self._all: set[ChildProcess] = set()
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="orchdata-chunks")
 
     def close(self) -> None:
@@ -97,19 +61,17 @@ class Jobs:
             children, self._all = self._all, set()
         for child in children:
             child.close()
-        if self._seen:
-            remove_mark(self._seen)
 
     def divides(self, url: str) -> bool:
         """Whether a shard is larger than the share of one child: then chunks of its samples are shared."""
         return url in self._large
 
-    def measure(self, url: str) -> Measured:
+    def measure(self, url: str) -> Found:
         """Have a process scan and measure a shard, and store its costs. Raises what measuring it raises, and
         ProcessError.
         """
-        measured: Measured = self._run(("shard", url), here())
-        return measured
+        found: Found = self._run(("shard", url), here())
+        return found
 
     def spread(self, url: str, num_members: int) -> Spread:
         """Return what shares the chunks of a shard with so many members."""
@@ -122,15 +84,13 @@ class Jobs:
         return results
 
     def _run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
-        counted = 0
-        for attempt in range(1, _MOST_ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             child = self._take(shown)
             try:
                 result = child.run(task, shown)
             except Died as death:
                 self._discard(child)
-                counted += death.counts
-                if counted == ATTEMPTS or attempt == _MOST_ATTEMPTS or death.final:
+                if attempt == ATTEMPTS or death.final:
                     raise ProcessError(f"{task[1]}: {death}") from None
             except BaseException:
                 self._discard(child)
@@ -144,18 +104,18 @@ class Jobs:
                 return result
         raise AssertionError("the last attempt returns or raises")
 
-    def _take(self, shown: ThreadProgress) -> Process:
+    def _take(self, shown: ThreadProgress) -> ChildProcess:
         with self._changed:
             while not self._idle and len(self._all) >= self._count:
                 self._changed.wait(_POLL_SECONDS)
                 shown.check()
             if self._idle:
                 return self._idle.pop()
-            child = self._processes.open(self._given)
+            child = ChildProcess(self._given)
             self._all.add(child)
             return child
 
-    def _discard(self, child: Process) -> None:
+    def _discard(self, child: ChildProcess) -> None:
         child.close()
         with self._changed:
             self._all.discard(child)

@@ -33,13 +33,11 @@ class Died(Exception):
 
     Attributes:
         final: whether another child would end in the same way.
-        counts: whether its task may be the reason.
     """
 
-    def __init__(self, message: str, *, final: bool = False, counts: bool = True) -> None:
+    def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
         self.final = final
-        self.counts = counts
 
 
 class ChildProcess:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,8 @@ from text_shards import same, texts
 
 from orchdata.loaders.errors import ProcessError, StorageError
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.index.jobs import jobs, work
-from orchdata.loaders.index.jobs.work import Measurer
+from orchdata.loaders.index.jobs import jobs
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -93,57 +88,6 @@ def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Pat
     assert same(index, build_index([url], recipe, cache=CacheFolder(tmp_path / "alone")))
     assert np.array_equal(index.llm_tokens, [4] * 5000)
     assert not any(map(is_running, processes(tmp_path) - {os.getpid()}))
-
-
-def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    killed, alive, young = (tmp_path / f"orchdata-measures-{name}" for name in ("killed", "alive", "young"))
-    (tmp_path / "orchdata-measures-of-others").mkdir()
-    for folder in (killed, young):
-        (folder / "locks").mkdir(parents=True)
-        (folder / "locks" / "alive").touch()  # nothing holds it, as after a kill
-    with CacheFolder(alive).lock("alive"):
-        for folder in (killed, alive):
-            os.utime(folder / "locks" / "alive", (0, 0))
-        work._remove_abandoned(tmp_path)
-    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["alive", "others", "young"]
-
-
-class Elsewhere:
-    """A process that does not see the cache folder of the build: a thread of this one, with a folder of its own."""
-
-    def __init__(self) -> None:
-        self.given: list[bytes] = []
-
-    def open(self, given: bytes) -> Elsewhere:
-        given = pickle.dumps(replace(pickle.loads(given), seen="/not/there"))
-        self._measurer = Measurer(given)
-        self.given.append(given)
-        return self
-
-    def run(self, task: tuple[Any, ...], shown: object) -> Any:
-        return self._measurer.run(*pickle.loads(pickle.dumps(task)))
-
-    def close(self) -> None:
-        self._measurer.close()
-
-
-def test_what_is_measured_elsewhere_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    (tmp_path / "scratch").mkdir()
-    urls = [*omni_shards(tmp_path, shards=2, samples=6), texts(tmp_path / "0.jsonl", 30)]
-    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
-    cache, elsewhere = CacheFolder(tmp_path / "cache"), Elsewhere()
-    assert same(build_index(urls, RECIPE, cache=cache, processes=elsewhere), alone)
-    assert len(elsewhere.given) == 1 and not any((tmp_path / "scratch").iterdir())
-    for kind in ("costs", "facts", "texts"):
-        kept = {path.name for path in (tmp_path / "alone" / kind).rglob("*.*")}
-        assert kept and {path.name for path in (tmp_path / "cache" / kind).rglob("*.*")} == kept
-    assert not list((tmp_path / "cache" / "locks").glob("seen-*"))
-
-    # Nothing is measured again: neither here nor there.
-    monkeypatch.setattr(builder, "cost_shard", None)
-    assert same(build_index(urls, RECIPE, cache=cache, processes=elsewhere), alone)
-    assert len(elsewhere.given) == 1
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])

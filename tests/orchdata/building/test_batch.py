@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +41,6 @@ def test_a_batch_is_not_a_mapping_and_says_where_to_look(batch: Any) -> None:
     with pytest.raises(TypeError, match="must be a mapping, not Batch"):
         model(**batch)
     assert "input_ids" in model(**batch.model_inputs())
-
-
-def test_a_batch_is_copied_and_pickled(batch: Any) -> None:
-    for made in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert made.sample_ids == batch.sample_ids and made.llm.input_ids.equal(batch.llm.input_ids)
 
 
 @pytest.mark.parametrize(

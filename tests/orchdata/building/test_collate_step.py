@@ -42,7 +42,6 @@ class Callable_:
         named,
         keyword_only,
         partial(after_another, "prefix"),
-        partial(partial(keyword_only)),
         Callable_(),
         Callable_().method,
     ],
@@ -62,8 +61,6 @@ def bound(samples: list[Any], step: Any = "default") -> Any:
         (partial(bound, step="bound"), "bound"),  # what the user gave stays
         (lambda step: len(step), 2),  # these are the samples
         (lambda samples, **options: options, {}),
-        (lambda samples, /, steps=1: steps, 1),
-        (len, 2),
         (list, [{"number": 0, "length": 1}, {"number": 1, "length": 2}]),
     ],
 )

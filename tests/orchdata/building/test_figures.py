@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.building.figures import FIGURES, Figure, PlannedShare
-from orchdata.delivery.stats import Stats
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 
@@ -39,14 +37,6 @@ def test_figures_of_one_rank_alone_are_those_worked_out_in_full(kind: str, tmp_p
         assert figure.measure(alone) == figure.measure(full), figure.name
 
 
-def test_numbers_are_added_each_by_its_own_rule() -> None:
-    figure = Figure("any", lambda share: None, lambda total, num_steps: total, {}, (operator.add, max))
-    total: Any = {}
-    for numbers in ({"a": (1, 5)}, None, {"a": (2, 3), "b": (1, 1)}):
-        total = figure.added(total, numbers)
-    assert total == {"a": (3, 5), "b": (1, 1)} and figure.start == {}
-
-
 @pytest.mark.parametrize(
     "engine",
     [{"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"}],
@@ -64,21 +54,3 @@ def test_a_new_figure_is_its_declaration_alone(engine: dict[str, Any], tmp_path:
         loader.close()
     finally:
         FIGURES.remove(longest)
-
-
-def test_names_of_stats_stay() -> None:
-    stats = Stats().as_dict()
-    assert (
-        list(stats)
-        == (
-            "since steps samples loss_tokens overflow phases microbatches step_imbalance step_imbalance_unbalanced "
-            "saved padding_if_padded fill own_streams features sources read_amplification reads milliseconds failures"
-        ).split()
-    )
-    assert list(stats["milliseconds"]) == "waiting planning reading decoding packing handing_over".split()
-    assert stats["overflow"] == {"truncated": 0, "cut_tokens": 0, "split": 0, "pieces": 0}
-    none = {"fill": None, "own_streams": None, "read_amplification": None, "reads": None}
-    zero = {"samples": 0, "loss_tokens": 0, "microbatches": 0, "padding_if_padded": 0, "saved": 0}
-    one = {"step_imbalance": 1, "step_imbalance_unbalanced": 1}
-    empty = {"phases": {}, "features": {}, "sources": {}}
-    assert stats == stats | none | zero | one | empty

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from shard_factory import RECIPE, omni_shards, png, write_shard
 
 import orchdata as od
 from orchdata.order.steps import StepTask
-from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.shares import Shares
 
 COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0, 0.01))
 LENGTH = 320  # the longest sample has fewer
@@ -147,14 +144,6 @@ def test_encoders_get_one_of_a_few_lengths(dataset: od.ShardDataset) -> None:
     assert plain and all(len(found) > 0 for found in seen.values())
 
 
-@pytest.mark.parametrize("assignment", ["joint", "per_phase"])
-def test_engines_yield_the_same(dataset: od.ShardDataset, assignment: Any) -> None:
-    options = {"cost": COST, "balance": od.Balance(assignment=assignment)}
-    here = [batch.llm.input_ids for batch in loader_of(dataset, 1, 2, **options)]
-    there = loader_of(dataset, 1, 2, num_threads=2, **options)
-    assert [ids.tolist() for ids in here] == [batch.llm.input_ids.tolist() for batch in there]
-
-
 @pytest.mark.parametrize("length", [LENGTH, LENGTH + 16, 1000])
 def test_a_plan_has_as_few_micro_steps_as_bins_allow(dataset: od.ShardDataset, length: int) -> None:
     layout = od.Packed(length=length)
@@ -163,16 +152,6 @@ def test_a_plan_has_as_few_micro_steps_as_bins_allow(dataset: od.ShardDataset, l
     tokens = int(dataset.index().llm_tokens.sum())
     assert plan.num_microbatches == -(-tokens // (RANKS * (length - 2)))  # 2 for dummies
     assert plan.filled == (tokens, RANKS * plan.num_microbatches * length)
-
-
-def test_cells_count_padding_as_a_sequence() -> None:
-    cost = od.CostModel(llm=od.PhaseCost(2.0, 0.5))
-    fixed = FixedCost(100, cost.coefficients("llm"))
-    positions = np.array([60, 30, 100])
-    shares = Shares(np.array([0, 0, 1], np.int32), np.zeros(3, np.int32), 2)
-    cells = fixed.loads(cost.sequence_costs("llm", positions), positions, shares, 2)
-    of = {length: int(cost.sequence_costs("llm", [length])[0]) for length in (10, 30, 60, 100)}
-    assert cells.tolist() == [[of[60] + of[30] + of[10], of[100]], [of[100], of[100]]]
 
 
 @pytest.mark.parametrize(
@@ -196,24 +175,3 @@ def test_cells_count_padding_as_a_sequence() -> None:
 def test_refused_by_a_loader(dataset: od.ShardDataset, layout: Any, balance: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loader_of(dataset, collate_fn=od.Packed(**layout), cost=COST, balance=od.Balance(**balance))
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"length": 0}, "Packed.length must be at least 1, got 0"),
-        ({"length": 100, "multiple_of": 8}, "length=100 is no multiple of multiple_of=8, .* use 96"),
-        ({"encoder_lengths": {"image": []}}, "encoder_lengths of image must be ascending positions"),
-        ({"encoder_lengths": {"image": [8, 4]}}, "encoder_lengths of image must be ascending positions"),
-    ],
-)
-def test_refused_as_a_value(layout: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        od.Packed(**layout)
-
-
-def test_the_cap_of_llm_may_be_named_where_it_is_the_length(dataset: od.ShardDataset) -> None:
-    assert loader_of(dataset, balance=od.Balance(max_tokens=LENGTH))._runtime.prepared.spec.plan.num_steps == 3
-    assert od.Packed(length=8, encoder_lengths={"image": [4, 8]}) == od.Packed(
-        length=8, encoder_lengths={"image": (4, 8)}
-    )

@@ -39,14 +39,6 @@ def test_a_tensor_over_a_slice_keeps_the_memory() -> None:
     assert pool.free_bytes() > 0
 
 
-def test_free_memory_is_bounded() -> None:
-    pool = BufferPool(max_free_bytes=5 << 20)
-    arrays = [pool.empty(LARGE, np.float32) for _ in range(4)]
-    arrays.clear()
-    gc.collect()
-    assert pool.free_bytes() <= 5 << 20
-
-
 @pytest.mark.parametrize("megabytes", [range(9, 17), range(16, 8, -1), (9, 16, 10, 15, 11, 14, 12, 13)])
 def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> None:
     # One at a time is used: for any sizes, no more is kept than the largest needs.
@@ -56,21 +48,6 @@ def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> No
         assert len(array) == size << 20
         del array
         assert pool.free_bytes() <= 16 << 20
-
-
-def test_a_small_array_does_not_take_the_memory_of_a_large_one() -> None:
-    pool = BufferPool()
-    large = pool.take(16 << 20)
-    del large
-    small = pool.take(1 << 20)
-    assert len(small) == 1 << 20
-    assert pool.free_bytes() == 16 << 20
-
-
-def test_empty_and_small_arrays_have_their_shape() -> None:
-    pool = BufferPool()
-    assert pool.empty((0, 588), np.uint16).shape == (0, 588)
-    assert pool.empty((3, 5), np.int64).shape == (3, 5)
 
 
 def test_collecting_an_array_calls_no_function_of_pythons() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from padded_model import PaddedLM
-from shard_factory import RECIPE, chat, jpeg, omni_shards, write_shard
+from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
-from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
+from examples.model import ModelConfig, Sizes, fit_to_recipe, make_cost
 from orchdata.planning.layout import Layout
 
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
@@ -74,50 +73,6 @@ def test_without_its_padding_a_padded_batch_is_the_packed_one(
             assert not rows[~ours.mask].any()
 
 
-def trained(model: MultimodalLM, dataset: od.ShardDataset, layout: Layout, **options: Any) -> list[Tensor]:
-    """The loss of each step, and the gradients summed over the epoch."""
-    torch.manual_seed(0)
-    model.double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    losses = []
-    for batch in loader(dataset, layout, **options):
-        loss = model(**batch.model_inputs()).loss_sum * batch.loss_scale
-        loss.backward()
-        losses.append(loss.detach())
-    return [torch.stack(losses).sum(), *[parameter.grad for parameter in model.parameters()]]  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("positions", ["restart", "mrope"])
-def test_padded_training_has_the_loss_and_gradients_of_packed(dataset: od.ShardDataset, positions: Any) -> None:
-    packed = trained(MultimodalLM(CONFIG), dataset, od.Packed(positions=positions))
-    microbatched = od.Balance(max_tokens=640)
-    for encoders, balance in (("packed", "none"), ("padded", "none"), ("padded", microbatched)):
-        layout = od.Padded(positions=positions, encoders=encoders, multiple_of=16)  # type: ignore[arg-type]
-        for ours, theirs in zip(trained(PaddedLM(CONFIG), dataset, layout, balance=balance), packed, strict=True):
-            assert (ours - theirs).norm() <= 1e-9 * theirs.norm()
-
-
-def test_padding_to_a_multiple_changes_no_gradient_of_packed_batches(dataset: od.ShardDataset) -> None:
-    plain = trained(MultimodalLM(CONFIG), dataset, od.Packed(positions="mrope"))
-    aligned = trained(MultimodalLM(CONFIG), dataset, od.Packed(positions="mrope", multiple_of=64))
-    for ours, theirs in zip(aligned, plain, strict=True):
-        assert (ours - theirs).norm() <= 1e-9 * theirs.norm()
-
-
-@pytest.mark.parametrize("multiple_of", [8, 64])
-@pytest.mark.parametrize("layout", [od.Packed, od.Padded])
-def test_a_multiple_holds_for_each_sequence_in_total_and_for_dummies(
-    dataset: od.ShardDataset, layout: Callable[..., Layout], multiple_of: int
-) -> None:
-    for rank in range(4):
-        for batch in loader(dataset, layout(multiple_of=multiple_of), global_batch_size=3, dp=(rank, 4)):
-            if batch.llm.attention_mask is None:
-                assert (batch.llm.cu_seqlens % multiple_of == 0).all()
-            assert batch.llm.input_ids.shape[-1] % multiple_of == 0
-            assert batch.llm.input_ids.numel() >= multiple_of
-
-
 @pytest.mark.parametrize("layout", [od.Packed(multiple_of=64), od.Padded(multiple_of=64)])
 def test_a_cap_counts_the_padding(dataset: od.ShardDataset, layout: Layout) -> None:
     cap = 640
@@ -126,18 +81,6 @@ def test_a_cap_counts_the_padding(dataset: od.ShardDataset, layout: Layout) -> N
         assert max(len(microbatches) for microbatches in steps) > 1
         for batch in [batch for microbatches in steps for batch in microbatches]:
             assert batch.llm.input_ids[: len(batch.sample_ids)].numel() <= cap
-
-
-def test_every_rank_has_the_same_microbatches_and_every_sample_is_there_once(dataset: od.ShardDataset) -> None:
-    balance = od.Balance(max_tokens=500)
-    ranks = [list(loader(dataset, od.Padded(), balance=balance, dp=(rank, 3)).steps()) for rank in range(3)]
-    keys = [key for steps in ranks for microbatches in steps for batch in microbatches for key in batch.sample_ids]
-    assert len(keys) == len(set(keys)) == 30
-    for step in zip(*ranks, strict=True):
-        assert len({len(microbatches) for microbatches in step}) == 1
-        assert len({batch.plan.hash for microbatches in step for batch in microbatches}) == 1
-        tokens = sum(batch.loss_tokens for microbatches in step for batch in microbatches)
-        assert {batch.global_loss_tokens for microbatches in step for batch in microbatches} == {tokens}
 
 
 def test_planned_loads_are_rows_times_the_cost_of_the_longest(dataset: od.ShardDataset) -> None:
@@ -166,18 +109,6 @@ def test_a_rank_without_samples_gets_a_dummy_row_that_reaches_no_loss(dataset: o
     assert loss == 0
     loss.backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_empty_zero_gives_tensors_of_zero_length(tmp_path: Path) -> None:
-    samples = [{"__key__": "a", "jpg": jpeg(56, 56), "txt": b"x"}, {"__key__": "b", "txt": b"only text"}]
-    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
-    layout = od.Padded(empty="zero", encoders="padded")
-    _, text = od.DataLoader(dataset, batch_size=1, collate_fn=layout, num_threads=0)
-    assert text.image.patches.shape == (0, 0, 3 * 8 * 8)
-    assert text.image.mask.shape == (0, 0) and text.image.token_places.shape == (2, 0)
-    idle = next(iter(od.DataLoader(dataset, global_batch_size=1, collate_fn=layout, dp=(1, 2), num_threads=0)))
-    assert idle.llm.input_ids.shape == idle.llm.attention_mask.shape == (0, 0)
-    assert idle.llm.cu_seqlens.tolist() == [0]
 
 
 def test_a_sample_that_fails_to_decode_is_left_out(tmp_path: Path) -> None:
@@ -226,19 +157,6 @@ def test_reused_memory_shows_nothing_of_earlier_batches(tmp_path: Path) -> None:
             assert not batch.llm.input_ids[~batch.llm.attention_mask].any()
             assert (batch.llm.labels[~batch.llm.attention_mask] == -100).all()
             del batch
-
-
-def test_model_inputs_by_layout(dataset: od.ShardDataset) -> None:
-    def keys(layout: Layout) -> set[str]:
-        return set(next(iter(loader(dataset, layout))).model_inputs())
-
-    llm = {"input_ids", "position_ids", "labels"}
-    media = {"image_patches", "image_grid_hw", "image_positions", "audio_features", "audio_positions"}
-    sequences = {f"{name}_{field}" for name in ("image", "audio") for field in ("cu_seqlens", "max_seqlen")}
-    masks = {f"{name}_{field}" for name in ("image", "audio") for field in ("mask", "token_places")}
-    assert keys(od.Packed()) == llm | {"cu_seqlens", "max_seqlen"} | media | sequences
-    assert keys(od.Padded()) == llm | {"attention_mask"} | media | sequences
-    assert keys(od.Padded(encoders="padded")) == llm | {"attention_mask"} | media | masks
 
 
 def test_batches_move_whole(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,37 +212,6 @@ def test_merge_refuses_features_of_another_shape(dataset: od.ShardDataset) -> No
         packed.merge(embeds, {"image": torch.zeros(num_images, 12, 2), "audio": torch.zeros(1, 2)})
     with pytest.raises(ValueError, match="do not embed input_ids"):
         padded.merge(embeds[:, 1:], {})
-
-
-def test_positions_under_mrope_keep_their_meaning_in_rows(tmp_path: Path) -> None:
-    samples = [
-        {"__key__": "a", "txt": b"a text that is longer than what is next to it"},
-        {"__key__": "b", "jpg": jpeg(64, 48), "json": chat("ab<image>", "e")},
-    ]
-    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
-    (batch,) = od.DataLoader(dataset, batch_size=2, collate_fn=od.Padded(positions="mrope"), num_threads=0)
-    assert batch.llm.position_ids.shape == (3, *batch.llm.input_ids.shape)
-    where = batch.llm.image_positions
-    positions = batch.llm.position_ids.flatten(1)[:, where]
-    first = int(positions[0, 0])
-    assert (batch.llm.input_ids.flatten()[where] == RECIPE.text.image_token_id).all()
-    # 64x48 at patch 8 merged 2x2: 3 rows of 4 tokens
-    assert (positions[1] - first).tolist() == [row for row in range(3) for _ in range(4)]
-    assert (positions[2] - first).tolist() == [0, 1, 2, 3] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"positions": "2d"}, "Padded.positions must be 'restart' or 'mrope', got '2d'"),
-        ({"empty": "skip"}, "Padded.empty must be 'dummy' or 'zero', got 'skip'"),
-        ({"encoders": "ragged"}, "Padded.encoders must be 'packed' or 'padded', got 'ragged'"),
-        ({"multiple_of": 0}, r"Padded\.multiple_of must be at least 1, got 0"),
-    ],
-)
-def test_a_wrong_layout_is_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        od.Padded(**options)
 
 
 def test_a_cap_on_padded_encoders_is_refused(dataset: od.ShardDataset) -> None:

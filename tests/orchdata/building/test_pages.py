@@ -116,14 +116,6 @@ def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], t
     assert all(digest(found[i][0]) == digest(found[i + 1][0]) for i in (0, 2, 4))
 
 
-def test_a_batch_lies_in_the_memory_that_was_asked_for(shards: list[str]) -> None:
-    step, memory = built(spec_of(shards), 0)
-    (batch,) = step.batches
-    addresses = {piece.ctypes.data for piece in memory.pieces if len(piece)}
-    for tensor in (batch.llm.input_ids, batch.llm.labels, batch.text.input_ids, batch.image.patches):
-        assert tensor.data_ptr() in addresses
-
-
 @pytest.mark.parametrize("way", ["packed", "padded encoders", "per phase", "packed by 8, mrope"])
 def test_a_row_that_comes_twice_is_there_twice(shards: list[str], way: str) -> None:
     options = {"shuffle": False, "global_batch_size": 4} | WAYS[way]

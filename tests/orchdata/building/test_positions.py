@@ -58,18 +58,6 @@ def test_each_sample_has_the_positions_it_has_alone(dataset: od.ShardDataset, la
             )
 
 
-def test_positions_that_restart_need_no_second_tensor(dataset: od.ShardDataset) -> None:
-    for batch in batches(dataset, 5, od.Packed()):
-        assert batch.llm.restart_position_ids is None
-        for row in rows(batch, batch.llm.position_ids):
-            assert torch.equal(row, torch.arange(len(row)))
-
-
-def test_restart_positions_move_with_the_batch(dataset: od.ShardDataset) -> None:
-    batch = batches(dataset, 5, od.Packed(positions="mrope"))[0]
-    assert batch.to("meta").llm.restart_position_ids.device.type == "meta"
-
-
 def test_a_rank_without_samples_has_them_too(dataset: od.ShardDataset) -> None:
     batches(dataset, 1, od.Packed())  # builds the index
     loader = od.DataLoader(

@@ -8,19 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.balancers import CostModel, PhaseCost
 from orchdata.building.figures import FIGURES, step_figures
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.sharing.padded import PaddedCost
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -67,31 +62,6 @@ def test_without_balancing_is_what_dealing_in_turn_costs(dataset: od.ShardDatase
         assert figures["imbalance_unbalanced_in_micro_steps"] == dealt["phases"][phase]["imbalance_in_micro_steps"]
 
 
-def test_accumulated_steps_are_compared_with_torch_s_microbatches(dataset: od.ShardDataset) -> None:
-    spec = spec_of(make(dataset, batch_size=2, accumulate=4))
-    dealt = shown(replace(spec, balance=replace(spec.balance, scope="none")))
-    assert shown(spec)["step_imbalance_unbalanced"] == dealt["step_imbalance"]
-    assert shown(spec)["saved"] > 0
-
-
-def test_microbatches_of_one_length_are_as_many_without_balancing(dataset: od.ShardDataset) -> None:
-    """Most of each is padding here, and one rank has nothing to save."""
-    loader = make(dataset, batch_size=2, accumulate=4, dp=(0, 1), collate_fn=od.Packed(length=4096), cost=None)
-    assert shown(spec_of(loader))["saved"] == pytest.approx(0, abs=0.01)
-
-
-def test_samples_of_a_rank_are_cut_in_their_sequence() -> None:
-    costs = np.array([1, 10, 2, 20, 4, 40, 8])  # on two ranks: 1 2 4 8 and 10 20 40
-    assert NO_PADDING.cells_in_turn(costs, costs, 2, 2).tolist() == [[3, 12], [30, 40]]
-    assert NO_PADDING.cells_in_turn(costs, costs, 2, 1).tolist() == [[15], [70]]
-    assert NO_PADDING.cells_in_turn(costs[:1], costs[:1], 2, 3).tolist() == [[1, 0, 0], [0, 0, 0]]
-    fixed = FixedCost(50, CostModel(llm=PhaseCost(1.0)).coefficients("llm"))
-    for padding in (NO_PADDING, PaddedCost(PhaseCost(1.0)), fixed):
-        cells = padding.cells_in_turn(costs, costs, 2, 3)
-        assert cells.shape == (2, 3)
-        assert cells.sum(axis=1).tolist() == padding.loads_in_turn(costs, costs, 2, 3).tolist()
-
-
 def test_an_interval_has_its_own_steps(dataset: od.ShardDataset) -> None:
     before = datetime.now(UTC).replace(microsecond=0)
     loader = make(dataset)
@@ -111,14 +81,6 @@ def test_an_interval_has_its_own_steps(dataset: od.ShardDataset) -> None:
     assert second["steps"] == 1
     assert first["samples"] + second["samples"] == whole.stats()["samples"]
     assert first["loss_tokens"] + second["loss_tokens"] == whole.stats()["loss_tokens"]
-
-
-def test_data_that_torch_reads_have_intervals_too() -> None:
-    loader = od.DataLoader(Numbers(10), batch_size=2)
-    batches = iter(loader)
-    next(batches)
-    assert loader.stats(reset=True)["steps"] == 1
-    assert len(list(batches)) == loader.stats()["steps"] == 4
 
 
 def test_failures_are_counted_since_the_loader_was_made(dataset: od.ShardDataset, tmp_path: Path) -> None:

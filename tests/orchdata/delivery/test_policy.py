@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import orchdata as od
-from orchdata.delivery.policy import FailureBudget, as_policy, most_frequent
+from orchdata.delivery.policy import FailureBudget, as_policy
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError
 
@@ -46,24 +45,6 @@ def test_one_percent_of_what_the_index_lists_is_skipped(tmp_path: Path) -> None:
         'od.ErrorPolicy("skip", max_failures=Fraction(2, 100))',
     ):
         assert part in str(raised.value)
-
-
-@pytest.mark.parametrize("bad", [1, 2])
-def test_skip_is_offered_only_where_it_allows_as_many(tmp_path: Path, bad: int) -> None:
-    path = records(tmp_path / "a.jsonl", 100 - bad, bad)
-    with pytest.raises(od.DataError) as raised:
-        made(path, on_error="raise")
-    assert ("on_error='skip'" in str(raised.value)) == (bad == 1)
-    assert '`orchdata verify PATHS --out bad.jsonl` lists them all, and quarantine="bad.jsonl"' in str(raised.value)
-    if bad == 1:
-        made(path, on_error="skip")
-
-
-def test_all_failures_are_accounted_for() -> None:
-    reasons = Counter({"a": 2, "b": 2, "c": 1, "d": 1})
-    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c; and 1 more"
-    del reasons["d"]
-    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c"
 
 
 def test_a_quarantine_names_a_shard_as_its_data_set_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +101,6 @@ def test_a_share_is_of_each_source_and_a_count_of_all(tmp_path: Path) -> None:
         od.DataLoader(od.Mixture(sources), on_error=od.ErrorPolicy("skip", max_failures=allowed), **options)
 
 
-def test_every_rank_gives_the_same_verdict(tmp_path: Path) -> None:
-    path = records(tmp_path / "a.jsonl", 98, 2)
-    od.ShardDataset(path).index()
-    texts = []
-    for rank in range(3):
-        with pytest.raises(od.TooManyFailures) as raised:
-            made(path, dp=(rank, 3))
-        texts.append(str(raised.value))
-    assert len(set(texts)) == 1
-
-
 class Items:
     """Numbers of which one cannot be loaded."""
 
@@ -164,14 +134,6 @@ def test_one_later_failure_never_ends_a_run_and_a_second_one_does_above_the_shar
     strict = FailureBudget(od.ErrorPolicy("skip", max_failures=Fraction(0)), Stats(), num_samples=20)
     with pytest.raises(od.TooManyFailures):
         strict.count([failure("a")], 0)
-
-
-def test_later_failures_and_listed_ones_have_one_budget() -> None:
-    budget = FailureBudget(SKIP, Stats(), num_samples=500)
-    budget.start([failure(number) for number in range(3)], lost=1)
-    budget.count([failure("late")], 0)  # 5 of 500
-    with pytest.raises(od.TooManyFailures, match="6 of 500 samples failed, the policy allows 5"):
-        budget.count([failure("later")], 0)
 
 
 def test_a_rank_may_have_its_part_of_the_share_in_an_epoch() -> None:

@@ -7,12 +7,10 @@ import re
 import shutil
 import sys
 import tarfile
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,9 +18,6 @@ from map_dataset import Numbers
 from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
-from benchmarks.papers.disttrain import order_after_disttrain
-from orchdata.balancers import simulate_1f1b
-from orchdata.building.figures import step_figures
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.profile import profile
@@ -73,15 +68,6 @@ def test_an_epoch_reads_what_the_profile_predicts(tmp_path: Path, num_threads: i
         assert reads["storage_bytes"] == round(predicted * used) + 3 * MAGIC  # shards stay open
 
 
-def test_used_bytes_add_up_over_ranks(tmp_path: Path) -> None:
-    paths = omni_shards(tmp_path, shards=3, samples=20)
-    alone = run_epoch(loader(*paths, global_batch_size=12, batch_size=None))["reads"]
-    ranks = [
-        run_epoch(loader(*paths, global_batch_size=12, batch_size=None, dp=(rank, 3)))["reads"] for rank in range(3)
-    ]
-    assert sum(reads["used_bytes"] for reads in ranks) == alone["used_bytes"]
-
-
 def test_a_compressed_shard_is_read_once_and_not_while_the_cache_has_it(tmp_path: Path, one_image: str) -> None:
     path = tmp_path / "packed.tar.gz"
     path.write_bytes(gzip.compress(Path(one_image).read_bytes()))
@@ -109,64 +95,11 @@ def test_parquet_cells_are_read_with_the_rest_of_their_column_chunk(tmp_path: Pa
     assert again["storage_bytes"] == whole["storage_bytes"]  # decoded columns are kept
 
 
-def test_without_reads_there_is_no_amplification(one_image: str) -> None:
-    stats = loader(one_image).stats()
-    assert stats["read_amplification"] is None
-    assert stats["reads"] == {"storage_bytes": 0, "cache_bytes": 0, "used_bytes": 0}
-
-
 def test_map_style_data_sets_are_not_in_shards() -> None:
     stats = run_epoch(od.DataLoader(Numbers(4)))
     assert stats["read_amplification"] is None
     assert stats["reads"] is None
     assert Stats().as_dict()["reads"] is None
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_with_pipelines_the_imbalance_of_a_step_is_that_of_its_makespan(tmp_path: Path, num_ranks: int) -> None:
-    """Plans are chosen by the makespan of the slowest pipeline, so the figure must be computed from it."""
-    paths = omni_shards(tmp_path, shards=3, samples=20)
-    balance = od.Balance(max_tokens=200, oversize="own", order="1f1b", num_stages=3)
-    cost = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
-    imbalances, plans = [], []
-    for rank in range(num_ranks):
-        options = {"batch_size": 10, "balance": balance, "cost": cost, "drop_last": True}
-        made = loader(*paths, dp=(rank, num_ranks), **options)
-        plans = [microbatches[0].plan for microbatches in made.steps()]
-        imbalances.append(made.stats()["step_imbalance"])
-    taken = even = 0.0
-    for plan in plans:
-        cells = np.array([plan.cells("image"), plan.cells("llm")], float)  # (phases, ranks, microbatches)
-        taken += max(makespan(*cells[:, rank]) for rank in range(num_ranks))
-        mean = cells.sum(axis=(1, 2)) / cells[0].size
-        even += makespan(*np.repeat(mean[:, None], plan.num_microbatches, axis=1))
-    assert imbalances == [pytest.approx(taken / even)] * num_ranks
-    barrier = sum(plan.cost(od.Balance().price, cost.phases) for plan in plans)
-    total = sum(int(column.sum()) for plan in plans for column in plan.costs.values())
-    assert abs(imbalances[0] - barrier * num_ranks / total) > 0.01
-
-
-def makespan(image: Any, llm: Any) -> float:
-    """Makespan of three stages, with the encoders on the first one and a third of the LLM on each; times three."""
-    forward = np.array([3 * image + llm, llm, llm])
-    return simulate_1f1b(forward, 2 * forward, order_after_disttrain(forward, 2 * forward))
-
-
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_figures_are_computed_where_steps_are_built(
-    tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With thousands of ranks they take milliseconds, which must not delay the training thread."""
-    threads: set[int] = set()
-
-    def noting(*arguments: Any) -> dict[str, Any]:
-        threads.add(threading.get_ident())
-        return step_figures(*arguments)
-
-    monkeypatch.setattr("orchdata.building.step.step_figures", noting)
-    stats = run_epoch(loader(*omni_shards(tmp_path, shards=1, samples=8), num_threads=num_threads))
-    assert stats["steps"] == 4 and stats["phases"]["llm"]["lower_bound_over_mean"] >= 1
-    assert threads and (threading.get_ident() in threads) == (num_threads == 0)
 
 
 @pytest.mark.parametrize("package", ["torch.utils.tensorboard", "wandb"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
@@ -47,24 +46,6 @@ def test_length_is_the_number_of_items_in_every_epoch(dataset: od.ShardDataset) 
         items = list(steps)
         assert [position(item) for item in items] == [(epoch, step) for step in range(STEPS)]
         assert any(len(item) > 1 for item in items)  # microbatches, which the loader itself would give one by one
-
-
-def test_next_continues_the_iteration_that_it_began(dataset: od.ShardDataset) -> None:
-    steps = make(dataset).steps()
-    for epoch in range(2):
-        assert [position(next(steps)) for _ in range(STEPS)] == [(epoch, step) for step in range(STEPS)]
-        with pytest.raises(StopIteration):
-            next(steps)
-
-
-def test_a_trainer_that_stops_at_the_length_has_seen_the_epoch(dataset: od.ShardDataset) -> None:
-    steps = make(dataset, **SEVERAL).steps()
-    seen: list[Any] = []
-    for _ in range(2):
-        iterator = iter(steps)
-        seen.append([key for _ in range(len(steps)) for batch in next(iterator) for key in batch.sample_ids])
-    assert sorted(seen[0]) == sorted(seen[1]) and len(set(seen[0])) == 60
-    assert seen[0] != seen[1]
 
 
 def test_the_length_is_that_of_the_epoch_under_way(dataset: od.ShardDataset) -> None:
@@ -150,18 +131,6 @@ def test_a_map_style_state_between_epochs_resumes_with_what_it_drew() -> None:
     assert sorted(numbers) == list(range(12))
 
 
-class Endless(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(6))
-
-
-def test_steps_of_a_data_set_without_length_have_none() -> None:
-    steps = od.DataLoader(Endless(), batch_size=2).steps()
-    with pytest.raises(TypeError):
-        len(steps)
-    assert len(list(steps)) == 3
-
-
 TRAINERS = (
     "lightning.fabric.utilities.data",
     "pytorch_lightning.trainer",
@@ -193,13 +162,6 @@ def test_len_from_other_modules_warns(dataset: od.ShardDataset, monkeypatch: pyt
     monkeypatch.setattr("orchdata.notices._warned", set())
     with pytest.warns(UserWarning, match=r"loader\.steps\(\)"):
         assert len_from("my.lightning")(make(dataset, **SEVERAL)) == STEPS
-
-
-def test_has_length_of_transformers_raises_an_error(dataset: od.ShardDataset) -> None:
-    has_length = pytest.importorskip("transformers.trainer_utils").has_length
-    with pytest.raises(ValueError, match="transformers takes len"):
-        has_length(make(dataset, **SEVERAL))
-    assert has_length(make(dataset, **SEVERAL).steps())
 
 
 def test_torch_s_distributed_checkpoint_takes_loader_and_steps(dataset: od.ShardDataset, tmp_path: Path) -> None:

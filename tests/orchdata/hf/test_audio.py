@@ -26,9 +26,6 @@ pytestmark = pytest.mark.cpus
 LIMITS = od.Limits()
 BRIEF = {"chunk_length": 4}  # a window of 4 s, where 30 s would show no more
 RULED = ("qwen2_audio", "qwen2_5_omni", "whisper")
-MEASURED = ("qwen3_omni", "audioflamingo3", "granite_speech")
-SHORT = (321, 480, 1_601, 8_000, 16_077, 40_000)
-WINDOW = (479_599, 479_600, 479_601, 479_840, 479_999, 480_000)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -106,10 +103,6 @@ def test_counts_text_and_values_are_the_processors(family, num_samples):
     check_equal(family, num_samples, **BRIEF)
 
 
-def test_a_window_of_30_seconds_is_the_processors():
-    check_equal("qwen2_audio", 16_077)
-
-
 @pytest.mark.parametrize(("family", "num_samples"), [("qwen3_omni", 16_077), ("audioflamingo3", 84_000)])
 def test_counts_text_and_values_of_any_other_processor_are_its_own(family, num_samples):
     assert type(audio_modality(processor_of(family, **BRIEF))) is HFAudio
@@ -119,30 +112,9 @@ def test_counts_text_and_values_of_any_other_processor_are_its_own(family, num_s
     assert masks and all(np.array_equal(masks[name].reshape(extras[name].shape), extras[name]) for name in masks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_samples", (*SHORT, *WINDOW))
-@pytest.mark.parametrize("family", (*RULED, *MEASURED))
-def test_counts_text_and_values_of_many_lengths(family, num_samples):
-    if family == "granite_speech" and num_samples < 400:
-        pytest.skip("shorter than a window of its spectrum")
-    check_equal(family, num_samples)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_samples", (321, 16_077, 4_799_601, 4_800_000))
-def test_a_window_of_300_seconds_is_the_processors(num_samples):
-    check_equal("qwen2_5_omni", num_samples, chunk_length=300)
-
-
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
 def test_tokens_of_hundreds_of_lengths_are_the_processors(family, monkeypatch):
     check_counts(family, 300, monkeypatch, **BRIEF)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
-def test_tokens_of_thousands_of_lengths_are_the_processors(family, monkeypatch):
-    check_counts(family, 5_000, monkeypatch)
 
 
 def check_counts(family, count, monkeypatch, **extractor):
@@ -167,11 +139,6 @@ def check_counts(family, count, monkeypatch, **extractor):
 
 def test_real_speech_is_the_processors(fixtures_dir):
     check_speech(fixtures_dir, 6, **BRIEF)
-
-
-@pytest.mark.slow
-def test_all_real_speech_is_the_processors(fixtures_dir):
-    check_speech(fixtures_dir, None)
 
 
 def check_speech(folder, most, **extractor):
@@ -215,12 +182,6 @@ def test_a_clip_that_is_split_is_what_the_processor_makes_of_its_windows():
     assert_log_mel_close(out["input_features"], expected["input_features"], band_axis=1)
     for name, values in modality.extras([size]).items():
         np.testing.assert_array_equal(values, expected[name])
-
-
-def test_a_tail_too_short_for_a_token_is_no_window():
-    modality = audio_modality(processor_of("qwen2_audio"), long_clips="split")
-    assert modality.count_header((480_320, 16_000), LIMITS).rows == 1
-    assert modality.count_header((480_321, 16_000), LIMITS).rows == 2
 
 
 def test_whispers_audio_has_no_place_in_the_text():

@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 from orchdata.hf.image.processors import running
 from orchdata.hf.image.sizes import _RULES
 from orchdata.hf.images import HFImages, _found, image_modality
-from orchdata.hf.processor_parts import as_array, runs
+from orchdata.hf.processor_parts import as_array
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import PartSize, keeps_headers_of, stored_dtype
@@ -144,12 +144,6 @@ def test_every_kind_of_picture_becomes_what_the_processor_makes_of_it(family: st
         assert_as_processor(family, backend, picture())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pixels_are_the_processors_own_where_ours_are_not_asked_for(family: str) -> None:
-    for picture in ("flat", "16 bit", "turned"):
-        assert_as_processor(family, BACKENDS[-1], PICTURES[picture](), native=False)
-
-
 def assert_counts_are_measured(family: str, backend: str, count: int) -> None:
     ruled = modality_of(family, backend)
     measured = dataclasses.replace(ruled, counted="measured")
@@ -163,16 +157,6 @@ def assert_counts_are_measured(family: str, backend: str, count: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_count_as_blank_images_measure(family: str) -> None:
     assert_counts_are_measured(family, BACKENDS[-1], 30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hundreds_of_sizes(family: str, backend: str) -> None:
-    assert_counts_are_measured(family, backend, 250)
-    rng = np.random.default_rng(1)
-    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (20, 2))).astype(int).tolist():
-        assert_as_processor(family, backend, encoded(Image.fromarray(noise(height, width, 3)), "BMP"))
 
 
 @pytest.mark.slow
@@ -217,32 +201,6 @@ def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limit
         np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"].numpy())
         assert images.extras([size])["image_grid_thw"].tolist() == given["image_grid_thw"].tolist()
     assert refused < 10
-
-
-def test_bytes_are_given_to_a_processor_that_makes_the_same_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = _next_with(_Measured)
-    images = image_modality(processor)
-    assert images.takes_arrays and not images.native
-    sizes = ((3, 90), (90, 3), (4, 4), (200, 120))  # three pixels could be three channels
-    for width, height in sizes:
-        data = encoded(Image.fromarray(noise(height, width, 3)))
-        _, out = decoded(images, data)
-        given = processor(images=[theirs(data)], text=["<image>"], return_tensors="pt")
-        np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"][0].numpy())
-    # A class that does otherwise with bytes gets pictures.
-    process = _Measured.process_image
-    monkeypatch.setattr(
-        _Measured,
-        "process_image",
-        lambda self, image, **named: process(self, 255 - image if isinstance(image, np.ndarray) else image, **named),
-    )
-    assert not image_modality(processor).takes_arrays
-
-
-def test_runs_of_a_mark() -> None:
-    assert runs("a<i><i>b<i>", "<i>") == ("a", 2, "b", 1)
-    assert runs("<i>", "<i>") == (1,)
-    assert runs("none", "<i>") == ("none",)
 
 
 def test_what_the_processor_refuses_is_that_images_failure() -> None:
@@ -299,54 +257,12 @@ def test_rows_become_the_picture_that_was_cut(family: str, size: tuple[int, int]
     assert shown.shape[1] == (size[0] + 56 if tiles > 1 else size[0])
 
 
-def test_rows_of_another_form_are_written_as_they_are() -> None:
-    images = modality_of("llava", "pil")
-    data = encoded(Image.fromarray(noise(56, 56, 3)))
-    size, out = decoded(images, data)
-    odd = {"pixel_values": out["pixel_values"][:, :2]}
-    suffix, content = images.to_file(data, size, odd, LIMITS)
-    assert suffix == "npz"
-    assert np.array_equal(np.load(io.BytesIO(content))["pixel_values"], odd["pixel_values"])
-
-
-def test_dummies_are_the_smallest_that_a_model_takes() -> None:
-    assert modality_of("qwen2_vl", "pil").dummy() == PartSize(4, 1, 4, (0, 0, 1, 2, 2))
-    assert modality_of("idefics3", "pil").dummy()[:3] == PartSize(16, 4, 1)[:3]
-    onevision = modality_of("llava_onevision", "pil")
-    dummy = onevision.dummy()
-    assert dummy == onevision.count_header(dummy.extent[:2], LIMITS)
-    assert onevision.extras([dummy])["image_sizes"].tolist() == [list(dummy.extent[1::-1])]
-
-
 def test_positions_are_those_of_the_tower() -> None:
     for family, per_tile in {"llava": 16, "llava_onevision": 9, "internvl": 16, "smolvlm": 16, "gemma3": 16}.items():
         images = modality_of(family, "pil")
         size = images.count_header((640, 400), LIMITS)
         assert size.positions == size.num_rows * per_tile, family
     assert image_modality(built("internvl", "pil"), patch_size=28).count_header((56, 56), LIMITS).positions == 4
-
-
-def test_memory_counts_what_a_processor_makes_before_it_is_copied() -> None:
-    images = modality_of("internvl", "pil")
-    size = images.count_header((640, 400), LIMITS)
-    assert images.decoding_bytes([((640, 400), size)]) == 4 * 640 * 400
-    theirs = dataclasses.replace(images, native=False)
-    assert (
-        theirs.decoding_bytes([((640, 400), size)]) == 4 * 640 * 400 + 7 * 3 * 56 * 56 * 4
-    )  # 3 x 2 tiles, and all of it
-
-
-def test_rope_is_a_grid_for_qwen_and_counts_on_for_others() -> None:
-    images = modality_of("qwen2_vl", "pil")
-    size = images.count_header((112, 56), LIMITS)
-    assert images.rope(size).tolist() == [[0] * 8, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2]
-    assert modality_of("llava", "pil").rope(size) is None
-
-
-def test_gemma_writes_another_token_than_chats_do() -> None:
-    images = modality_of("gemma3", "pil")
-    assert (images.placeholder, images.slot.mark) == ("<start_of_image>", "<image_soft_token>")
-    assert images.expand(images.count_header((60, 60), LIMITS))[0] == "\n\n<start_of_image>"
 
 
 def test_a_modality_is_a_value() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +71,6 @@ def test_windows_of_documents_are_rows_with_the_loss_of_their_parts(
         assert torch.allclose(od.hf.loss(outputs, batch), torch.stack(losses).sum() * batch.loss_scale, rtol=1e-12)
 
 
-def test_windows_need_a_length() -> None:
-    with pytest.raises(ValueError, match="pass length="):
-        od.hf.Inputs(llama(), concatenate=True, probe=False)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"padded": True}, {"multiple_of": 8}, {"padded": True, "multiple_of": 64}, {"length": 128}]
 )
@@ -115,12 +109,6 @@ def test_rotary_positions_that_a_long_sample_would_change_are_an_error(dataset: 
         next(iter(loader)).model_inputs()
     alone = od.DataLoader(dataset, batch_size=1, collate_fn=inputs, num_threads=0)
     assert len([batch.model_inputs() for batch in alone]) == len(TEXTS)
-
-
-def test_losses_that_do_not_follow_get_no_labels() -> None:
-    assert od.hf.Inputs(llama(), padded=True).scales_loss
-    for name in ("Qwen2AudioConfig", "WhisperConfig", "XLNetConfig"):
-        assert not od.hf.Inputs(getattr(transformers, name)(), padded=True).scales_loss
 
 
 def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
@@ -238,8 +226,3 @@ def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDatas
     outputs = model(**inputs, logits_to_keep=1)
     with pytest.raises(ValueError, match="leave logits_to_keep out"):
         od.hf.loss(outputs, batch)
-
-
-def test_a_loader_of_them_can_be_sent_to_another_process(dataset: od.ShardDataset) -> None:
-    loader = od.DataLoader(dataset, batch_size=2, collate_fn=od.hf.Inputs(llama()), num_threads=0)
-    assert len(pickle.dumps(loader._runtime.prepared.spec)) < 20_000

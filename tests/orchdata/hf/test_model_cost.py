@@ -76,13 +76,6 @@ def test_a_step_costs_what_torch_counts(name: str, frozen: str) -> None:
     check(name, frozen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_all_ways_to_train_cost_what_torch_counts(name: str, frozen: str) -> None:
-    check(name, frozen)
-
-
 def test_tiles_are_sequences_of_their_own() -> None:
     check("Idefics3", "all", image={"window": None})
 
@@ -116,21 +109,6 @@ def test_low_rank_adapters_take_two_thirds() -> None:
     (trained,), (adapted,) = od.hf.cost(config).costs, od.hf.cost(config, lora="llm").costs
     assert adapted.linear == pytest.approx(trained.linear * 2 / 3)
     assert adapted.quadratic == trained.quadratic  # attention has no weights
-
-
-def test_half_of_the_weights_trained_is_half_of_their_gradients() -> None:
-    config = FAMILIES["Llama"].make_config()
-    model = FAMILIES["Llama"].make_model(config)
-    model.requires_grad_(False)
-    through, trained = (od.hf.cost(config, **{kind: "llm"} if kind else {}).costs[0] for kind in ("lora", ""))
-    weights = [each for each in model.get_decoder().parameters() if each.dim() > 1][1:]
-    weights.append(model.lm_head.weight)
-    for each in weights[::2]:
-        each.requires_grad_(True)
-    share = sum(each.numel() for each in weights[::2]) / sum(each.numel() for each in weights)
-    assert 0.3 < share < 0.7
-    expected = through.linear + share * (trained.linear - through.linear)
-    assert od.hf.cost(model).costs[0].linear == pytest.approx(expected)
 
 
 def test_a_phase_may_be_given_whole_or_left_out() -> None:
@@ -173,11 +151,10 @@ def test_configs_that_are_not_read_say_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"kv_lora_rank=8.*llm=TransformerCost\(...\) or llm=PhaseCost\(...\)"):
         od.hf.cost(config | {"kv_lora_rank": 8})
     unknown = {"model_type": "new", "vision_config": {"model_type": "seen", "patch_size": 14}, "text_config": config}
-    with pytest.raises(ValueError, match=r"no rule for the image phase of new.*image=od.PhaseCost") as raised:
+    with pytest.raises(ValueError, match=r"no rule for the image phase of new.*image=od.PhaseCost"):
         od.hf.cost(unknown)
     assert od.hf.cost(unknown, image=od.PhaseCost(2.0)).phases == ("image", "llm")
     assert od.hf.cost(unknown, image=None) == od.hf.cost(config)
-    assert isinstance(eval(str(raised.value).split("cost=")[-1], {"od": od}), od.CostModel)
     for other in ({**unknown, "encoder_config": {"model_type": "heard"}}, {"model_type": "dia"}):
         with pytest.raises(ValueError, match="does not read a (new|dia) config, which has (encoder_config|no text)"):
             od.hf.cost(other)

@@ -14,12 +14,10 @@ import pytest
 pytest.importorskip("transformers")
 
 import hf_video
-import hf_video_job
 import torch
 from hf_families.through_orchdata import errors, trained
 from hf_video import CLIPS, LIMITS, NAMES, built, chats, inputs_of, model_of, processor_of, recipe_of
 from PIL import Image
-from rank_jobs import run_ranks
 
 import orchdata as od
 from orchdata.hf.video.modality import video_modality
@@ -29,7 +27,6 @@ from orchdata.loaders.modalities.probing import read_header
 pytestmark = pytest.mark.cpus
 
 TOLERANCE = 1e-8
-SELDOM = ("qwen2_vl", "qwen3_vl")
 
 
 def decoded(videos: Any, data: bytes) -> tuple[Any, np.ndarray]:
@@ -124,7 +121,7 @@ def test_positions_are_the_models(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
 def test_loss_and_gradients_are_the_models(name: str, tmp_path: Path) -> None:
     model, shard = model_of(name), hf_video.write(tmp_path)
-    expected = hf_video.reference(name, model, chats(), hf_video_job.labels_of(name, model, shard))
+    expected = hf_video.reference(name, model, chats(), hf_video.labels_of(name, shard))
     for padded in (False, True):
         found = errors(trained(model, hf_video.loader(name, model, shard, padded=padded)), expected)
         assert max(found) < TOLERANCE
@@ -135,15 +132,6 @@ def test_loss_and_gradients_are_the_models(name: str, tmp_path: Path) -> None:
 
     control = errors(trained(model, hf_video.loader(name, model, shard), noisy), expected)
     assert control[0] > 1e-4 and control[1] > 1e-4
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", *[pytest.param(each, marks=pytest.mark.slow) for each in SELDOM]])
-def test_two_ranks_are_one_model(name: str, tmp_path: Path) -> None:
-    shard = hf_video.write(tmp_path, 7)
-    od.ShardDataset(shard, recipe=recipe_of(name)).index()
-    for rank in run_ranks(hf_video_job.__file__, name, shard, 7, num_ranks=2, folder=tmp_path):
-        assert rank.keys() == {"joint", "per phase"}
-        assert {mode: found for mode, found in rank.items() if not max(found) < TOLERANCE} == {}
 
 
 def test_a_recipe_is_a_value() -> None:

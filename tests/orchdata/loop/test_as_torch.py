@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from map_dataset import Numbers
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 import orchdata as od
 
@@ -79,11 +79,6 @@ def test_an_iteration_continues_after_the_error_of_an_item(data: Any, options: A
     options = {"batch_size": batch_size, "collate_fn": list if batch_size else None} | options
     ours, theirs = (outcomes(iter(loader(data(), **options))) for loader in (od.DataLoader, DataLoader))
     assert ours == theirs and ours.count("OSError") >= 2
-
-
-def test_threads_continue_too() -> None:
-    loader = od.DataLoader(Failing(), batch_size=2, collate_fn=list, num_threads=2)
-    assert outcomes(iter(loader)) == outcomes(iter(DataLoader(Failing(), batch_size=2, collate_fn=list)))
 
 
 class Interrupted(Dataset[int]):
@@ -201,17 +196,6 @@ def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
         given.append([epochs, len(one)])
     assert given[0] == given[1]
     assert given[0][0][0] != given[0][0][1]  # the change was no matter of chance
-
-
-def test_a_change_in_the_middle_of_an_epoch_is_as_with_torch() -> None:
-    given = []
-    for loader in (od.DataLoader, DataLoader):
-        one: Any = loader(Numbers(12), batch_size=2, sampler=SequentialSampler(range(12)))
-        iterator = iter(one)
-        batches = [next(iterator)]
-        one.batch_sampler.batch_size = 5
-        given.append([batch["number"].tolist() for batch in (*batches, *iterator)])
-    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["to the end", "left"])

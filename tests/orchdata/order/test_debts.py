@@ -169,23 +169,6 @@ def test_stages_are_of_the_run_and_not_of_an_epoch() -> None:
     assert counts[0] == [5, 5] and counts[1][1] <= 2
 
 
-@pytest.mark.parametrize("stop", ["first", "all"])
-def test_every_epoch_ends_in_the_same_place_however_it_is_found(stop: Any) -> None:
-    rng = np.random.default_rng(3)
-    lengths = [rng.integers(1, 90, size) for size in (150, 90, 20)]
-    stages = [Stage(500 * k, periods_of([0.5 + k % 3, 0.3, 0.1 + k % 2])) for k in range(40)]
-    order = MixtureOrder(sources_of(lengths, Shuffle()), stages, stop=stop)
-    for epoch in (2, 0, 1):
-        source, row = order.rows(epoch, 0, order.length(epoch))
-        assert len(set(zip(source.tolist(), row.tolist(), strict=True))) == len(row)
-        counts = np.bincount(source, minlength=3).tolist()
-        assert (
-            counts == [150, 90, 20]
-            if stop == "all"
-            else max(count / size for count, size in zip(counts, (150, 90, 20), strict=True)) == 1
-        )
-
-
 def test_weights_may_change_right_after_a_sample_that_reaches_beyond_its_epoch() -> None:
     lengths = [np.array([7, 5, 9]), np.array([4, 8])]
     order = MixtureOrder(sources_of(lengths), [Stage(0, periods_of([1, 1]))], stop="repeat", epoch_size=("tokens", 10))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -291,19 +290,6 @@ def test_steps_in_turn_look_at_few_samples() -> None:
     assert samples < sum(each.asked for each in counts) < 5 * samples  # type: ignore[attr-defined]
 
 
-def test_lengths_of_epochs_are_found_once() -> None:
-    sources = sources_of([np.arange(1, size) for size in (90, 60, 200)], Shuffle(streams=64))
-    order = MixtureOrder(sources, [Stage(0, (1 << 16, 2 << 16, 3 << 16))])
-    lengths = [order.length(epoch) for epoch in range(20)]
-    for source in sources:
-        source.counts.asked = 0  # type: ignore[attr-defined]
-    assert [order.length(epoch) for epoch in range(20)] == lengths
-    assert [order.restaged(order.stages).length(epoch) for epoch in (3, 11)] == [lengths[3], lengths[11]]
-    assert order.of_epoch(19) > 0
-    asked = [source.counts.asked for source in sources]  # type: ignore[attr-defined]
-    assert asked == [2 * 89, 2 * 59, 2 * 199], "only the two of the other order are computed"
-
-
 def test_what_a_caller_writes_into_rows_stays_his() -> None:
     order = MixtureOrder(sources_of([np.arange(1, 50), np.arange(1, 9)], Shuffle()), [Stage(0, (1 << 16, 3 << 16))])
     length = order.length(0)
@@ -313,16 +299,6 @@ def test_what_a_caller_writes_into_rows_stays_his() -> None:
         part[:] = -1
     again = [*order.rows(0, 0, length), order.passes(0, 0, length), order.drawn_from(0, 0, length)]
     assert all(np.array_equal(part, before) for part, before in zip(again, expected, strict=True))
-
-
-def test_it_travels_as_mapped_files_and_goes_on_the_same() -> None:
-    lengths = [np.arange(1, 30_001), np.arange(1, 500)]
-    order = MixtureOrder(sources_of(lengths, Shuffle()), [Stage(0, (1 << 16, 7 << 16))], stop="all")
-    again = pickle.loads(pickle.dumps(order))
-    assert len(pickle.dumps(order)) - len(pickle.dumps([source.counts for source in order.sources])) < 4000
-    assert again.describe() == order.describe()
-    for one, other in zip(order.rows(2, 700, 9000), again.rows(2, 700, 9000), strict=True):
-        assert np.array_equal(one, other)
 
 
 def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,13 +136,6 @@ def test_describe_names_what_the_sequence_depends_on() -> None:
     assert describe() == describe(1)  # without shuffling the seed has no effect
 
 
-def test_an_empty_order_has_nothing() -> None:
-    order = Order(2, shuffle=Shuffle(), seed=0, excluded=np.array([0, 1]))
-    assert order.num_samples == 0
-    assert order.rows(0, 0, 0)[1].size == 0
-    assert shuffle_quality(order, 0, 4) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize("arguments", [(0, -1, 2), (0, 3, 2), (0, 0, 11), (-1, 0, 1)])
 def test_positions_outside_an_epoch_are_refused(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="epoch"):

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
 from map_dataset import Numbers
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
 import orchdata as od
 from orchdata.engines.pickling import pickle_spec
-from orchdata.order.sampler import TorchSampler
 from orchdata.order.steps import GlobalBatches, StepTask
 
 
@@ -60,45 +49,6 @@ def test_another_process_gets_the_rows_and_never_the_sampler() -> None:
     assert builder.build(pickle.loads(pickle.dumps(task))).batches[0]["number"].tolist() == [3, 4]
     with pytest.raises(ValueError, match="Counting is drawn where the loader iterates: give the StepTask its rows"):
         builder.build(StepTask(0, 1))
-
-
-WEIGHTS = [0.5, 3.0, 0.1, 1.0, 2.0, 0.7, 0.2]
-SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
-    "random": lambda generator: RandomSampler(range(7), generator=generator),
-    "with replacement": lambda generator: RandomSampler(range(7), True, 70, generator),
-    "weighted": lambda generator: WeightedRandomSampler(WEIGHTS, 9, generator=generator),
-    "subset": lambda generator: SubsetRandomSampler(range(2, 7), generator),
-    "batches": lambda generator: BatchSampler(RandomSampler(range(7), generator=generator), 2, False),
-    "sequential": lambda generator: SequentialSampler(range(7)),
-}
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_draw_is_torchs_and_is_replayed(name: str, own: bool) -> None:
-    def source() -> TorchSampler:
-        return TorchSampler(SAMPLERS[name](torch.Generator().manual_seed(5) if own else None))
-
-    torch.manual_seed(1)
-    theirs = SAMPLERS[name](torch.Generator().manual_seed(5) if own else None)
-    expected = [list(theirs), list(theirs)]
-    after = torch.get_rng_state()
-
-    torch.manual_seed(1)
-    one = source()
-    draws = []
-    for epoch in range(2):
-        draws.append(json.loads(json.dumps(one.draw())))
-        assert list(one.items(draws[-1], again=False)) == expected[epoch]
-    assert torch.equal(torch.get_rng_state(), after)
-    assert draws[0] != draws[1] or name == "sequential"
-
-    again = source()  # in another process, where generators have other states
-    torch.manual_seed(99)
-    assert list(again.items(draws[1], again=True)) == expected[1]
-    assert list(again.items(draws[0], again=True)) == expected[0]
-    if own:  # later draws follow, too
-        assert list(again.items(again.draw(), again=False)) == expected[1]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tracemalloc
 
 import numpy as np
@@ -59,17 +58,6 @@ def test_streams_may_have_a_window_less_than_others(num_samples: int, window: in
         assert TokenSums(order, counts).before(1, position) == ends[position - 1]
         assert TokenSums(order, counts).position(1, int(ends[position - 1])) == position
         assert TokenSums(order, counts).position(1, int(ends[position - 1]) - 1) == position - 1
-
-
-def test_a_small_source_in_many_streams_is_looked_up_once_an_epoch() -> None:
-    order, counts = Order(200, shuffle=Shuffle(streams=320), seed=3), Listed(np.arange(1, 201))
-    sums = TokenSums(order, counts)
-    for epoch in (0, 1_000):
-        counts.asked = 0
-        ends = running(order, counts, epoch)
-        found = [sums.position(epoch, tokens) for tokens in range(0, sums.total + 1, 500)]
-        assert found == np.searchsorted(ends, np.arange(0, sums.total + 1, 500), side="right").tolist()
-        assert counts.asked == 200
 
 
 @given(case=orders(), data=st.data())
@@ -142,12 +130,3 @@ def test_steps_in_turn_look_at_few_samples_and_keep_fewer() -> None:
     tracemalloc.stop()
     assert counts.asked < 40 * 1024, "a step looks at the window that it is in"
     assert kept < 4_000_000
-
-
-def test_sums_travel_as_a_mapped_file() -> None:
-    counts = Listed(np.arange(1, 500_001))
-    sums = TokenSums(Order(500_000, shuffle=Shuffle(streams=3), seed=4), counts)
-    ours = len(pickle.dumps(sums)) - len(pickle.dumps(counts))
-    assert ours < 2_000
-    again = pickle.loads(pickle.dumps(sums))
-    assert again.position(2, 10**9) == sums.position(2, 10**9)

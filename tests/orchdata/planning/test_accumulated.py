@@ -106,13 +106,6 @@ def test_every_rank_has_all_micro_steps_and_no_more_than_its_share(
         assert (shares.rank // 2 == step.stream_rank // 2).all()
 
 
-def test_neighbours_in_length_are_padded_together() -> None:
-    """With k samples in each cell, the m-th micro-step costs at least k times the (m * ranks * k)-th longest."""
-    step = samples(24, 4, Balance()).of_phases("llm")
-    longest = np.sort(step.positions)[::-1][:: 4 * 2]
-    assert TOKENS.price(step, share_out_in(step, TOKENS, 3)) == 2 * longest.sum()
-
-
 def test_caps_are_kept_or_named() -> None:
     step = samples(24, 4, Balance(max_tokens={"llm": 900, "image": 2500}))
     shares = share_out_in(step, NO_PADDING, 4)
@@ -130,45 +123,6 @@ def test_a_sample_above_a_cap_may_be_alone() -> None:
     shares = share_out_in(step, NO_PADDING, 6)
     own = (shares.rank == shares.rank[5]) & (shares.microbatch == shares.microbatch[5])
     assert own.sum() == 1 and counts_of(shares, 4).max() == 1
-
-
-def sum_of_peaks(costs: Ints, rank: Ints, microbatch: Ints, ranks: int, number: int) -> int:
-    loads = np.zeros((number, ranks, costs.shape[1]), np.int64)
-    np.add.at(loads, (microbatch, rank), costs)
-    return int(loads.max(axis=1).sum())
-
-
-def lowered_in_python(costs: Ints, rank: Ints, microbatch: Ints, ranks: int, number: int) -> int:
-    """The sum of peaks once no swap of two samples lowers it: the search of the kernel, before it swaps at random."""
-    least = sum_of_peaks(costs, rank, microbatch, ranks, number)
-    while True:
-        found = least
-        for one in range(len(costs)):
-            for other in range(one):
-                where = [other, one], [one, other]
-                for column in (rank, microbatch):
-                    column[where[0]] = column[where[1]]
-                if (now := sum_of_peaks(costs, rank, microbatch, ranks, number)) < least:
-                    least = now
-                    continue
-                for column in (rank, microbatch):
-                    column[where[0]] = column[where[1]]
-        if found == least:
-            return least
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_kernel_finds_what_a_search_in_python_finds(seed: int) -> None:
-    random, ranks, number = np.random.default_rng(seed), 3, 2
-    costs = random.integers(0, 50, (12, 2))
-    cells = random.permutation(12) % (ranks * number)
-    rank, microbatch = (cells % ranks).astype(np.int32), (cells // ranks).astype(np.int32)
-    wanted = lowered_in_python(costs, rank.astype(np.int64), microbatch.astype(np.int64), ranks, number)
-    ones, caps, group = np.ones((12, 1), np.int64), np.array([2]), np.zeros(ranks, np.int32)
-    before = sum_of_peaks(costs, rank, microbatch, ranks, number)
-    lower_peaks(costs, ones, caps, group, number, rank, microbatch, False, 50_000)
-    assert sum_of_peaks(costs, rank, microbatch, ranks, number) <= min(wanted, before)
-    assert (np.bincount(microbatch * ranks + rank) == 2).all()
 
 
 def test_samples_stay_in_the_group_of_their_rank() -> None:

@@ -15,7 +15,7 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from benchmarks.distributions import omni_phases
-from orchdata.balancers import balance_phases, order_microbatches, simulate_1f1b
+from orchdata.balancers import balance_phases
 from orchdata.balancers.assignment import loads_of
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
@@ -156,50 +156,6 @@ def test_groups_read_only_their_own_streams(streams: int) -> None:
     assert [plan.own_streams(rank) for rank in range(16)] == [1.0] * 16
 
 
-def test_scopes_balance_better_the_further_they_reach_and_stay_nearer_the_less() -> None:
-    plans = {
-        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), StepTask(0, 1))
-        for scope, size in (("none", None), ("grouped", 4), ("grid", 4), ("global", None))
-    }
-    imbalance = {scope: plan.imbalance("llm") for scope, plan in plans.items()}
-    assert imbalance["none"] > imbalance["grouped"] > imbalance["grid"]
-    assert imbalance["global"] <= imbalance["grid"] * 1.002
-    own = np.mean([plans["grid"].own_streams(rank) for rank in range(16)])
-    assert 0.75 < own < 1
-    assert plans["global"].own_streams(0) is None
-
-
-def test_equal_counts_hold_in_groups() -> None:
-    plan = make_plan(spec(balance=od.Balance(scope="grouped", group_size=3, equal_count=True)), StepTask(0, 0))
-    assert np.bincount(plan.rank, minlength=16).tolist() == [12] * 16
-    capped = make_plan(spec(balance=od.Balance(scope="grouped", group_size=4, max_samples=13)), StepTask(0, 0))
-    assert np.bincount(capped.rank, minlength=16).max() <= 13
-
-
-def test_the_order_of_microbatches_shortens_the_pipeline() -> None:
-    plan = make_plan(spec(balance=od.Balance(max_tokens=9_000, oversize="own"), num_ranks=4), StepTask(0, 0))
-    assert plan.num_microbatches > 4
-    for rank in range(4):
-        order = plan.pipeline_order(rank, 4)
-        assert sorted(order.tolist()) == list(range(plan.num_microbatches))
-        mine = plan.places(rank)
-        work = np.bincount(plan.microbatch[mine], weights=plan.costs["llm"][mine], minlength=plan.num_microbatches)
-        forward = np.tile(work, (4, 1))
-        assert simulate_1f1b(forward, 2 * forward, order) <= simulate_1f1b(forward, 2 * forward)
-        assert simulate_1f1b(forward, 2 * forward, order) == order_microbatches(forward, 2 * forward).makespan
-
-
-def test_ranks_that_wait_in_each_microbatch_get_even_ones() -> None:
-    peaks = {}
-    for objective in ("barrier", "sum"):
-        balance = od.Balance(max_tokens=9_000, oversize="own", objective=objective)  # type: ignore[arg-type]
-        plan = make_plan(spec(balance=balance), StepTask(0, 0))
-        loads = np.zeros((plan.num_microbatches, 16))
-        np.add.at(loads, (plan.microbatch, plan.rank), plan.costs["llm"])
-        peaks[objective] = loads.max(axis=1).sum()
-    assert peaks["barrier"] < peaks["sum"]
-
-
 def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=20), recipe=od.Recipe())
     dataset.index()
@@ -263,8 +219,3 @@ def test_a_loader_takes_groups_from_the_launcher(tmp_path: Path, scope: str, mon
 def test_combinations_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         od.Balance(**options)
-
-
-def test_a_plan_of_groups_needs_their_size() -> None:
-    with pytest.raises(ValueError, match=r"Balance.scope='grouped' needs group_size"):
-        spec(balance=od.Balance(scope="grouped"))

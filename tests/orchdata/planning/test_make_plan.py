@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from albums import Album
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_factory import omni_shards
 
-import orchdata as od
 from orchdata.balancers import PhaseCost
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import make_route
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.padded import PaddedCost
-from orchdata.planning.sharing.shares import Padding
 
 PHASES = ("image", "llm")
 
@@ -126,66 +118,3 @@ def test_routes_are_those_of_the_assignments_of_all_ranks(drawn: tuple[dict[str,
         assert plan.encoded("image", rank, microbatch).tolist() == encoded[parts.rank[encoded] == rank].tolist()
         home = plan.rank[parts.sample[arriving]]
         assert plan.arriving("image", rank, microbatch).tolist() == arriving[home == rank].tolist()
-
-
-def alike(num_samples: int, padded: Padding = NO_PADDING) -> Album:
-    """Samples that are all the same."""
-    album = Album(num_samples, 0, padded=padded)
-    album.counts[:], album.text[:] = 2, 100
-    album.starts, album.image = 2 * np.arange(num_samples + 1), np.full(2 * num_samples, 80)
-    return album
-
-
-@pytest.mark.parametrize("padded", [NO_PADDING, PaddedCost(PhaseCost(1.0))])
-@pytest.mark.parametrize("max_tokens", [None, 600])
-def test_parts_of_samples_that_are_alike_stay_with_them(padded: Padding, max_tokens: int | None) -> None:
-    plan = plan_of(alike(32, padded), 4, Balance(assignment="per_phase", max_tokens=max_tokens))
-    assert at_home(plan)
-    for rank, microbatch in np.ndindex(4, plan.num_microbatches):
-        sent = plan.route("image", rank, microbatch).send_rows
-        assert sent.sum() == sent[rank]
-
-
-def test_a_plan_of_an_index_moves_no_features_where_it_need_not(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=30))
-    cost = od.CostModel(**dict.fromkeys(("image", "audio"), PhaseCost(2.0)), llm=PhaseCost(1.0, 0.001))
-    spec = PlanSpec(
-        costs=IndexCosts(dataset.index(), cost),
-        order=Order(60, shuffle=Shuffle(), seed=0),
-        balance=Balance(assignment="per_phase"),
-        num_ranks=2,
-        batches=GlobalBatches(size=60),
-    )
-    few, many = (make_plan(replace(spec, num_ranks=ranks), StepTask(0, 0)) for ranks in (2, 20))
-    whole = make_plan(replace(spec, balance=Balance()), StepTask(0, 0))
-    assert few.rank.tolist() == whole.rank.tolist()
-    for phase in ("image", "audio"):
-        assert few.feature_rows(phase)[0] == few.parts[phase].tokens.sum()
-    assert sum(many.feature_rows(phase)[2] for phase in ("image", "audio")) > 0
-
-
-def test_parts_of_one_crowded_sample_leave_it() -> None:
-    album = alike(8)
-    album.counts[:] = [16, *[0] * 7]
-    album.starts = np.concatenate([[0], np.cumsum(album.counts)])
-    plan, whole = (
-        plan_of(album, 4, Balance(assignment=assignment))  # type: ignore[arg-type]
-        for assignment in ("per_phase", "joint")
-    )
-    assert not at_home(plan)
-    assert plan.loads("image").tolist() == [4 * 80] * 4  # Of 16 images, four each.
-    assert plan.cost(Balance().price, PHASES) < whole.cost(Balance().price, PHASES) - 8 * 80
-
-
-def test_an_encoder_cap_takes_no_more_micro_steps_than_parts_at_home() -> None:
-    """Where the backbone alone is balanced, crowded samples meet on a rank, and it would."""
-    fewer = 0
-    for seed, padded in product(range(30), (NO_PADDING, PaddedCost(PhaseCost(1.0)))):
-        balance = Balance(assignment="per_phase", max_tokens={"image": 300}, oversize="own")
-        plan, home, alone = (
-            plan_of(Album(20, seed, padded=padded, balanced=balanced), 2, how).num_microbatches
-            for balanced, how in ((PHASES, balance), (PHASES, joint(balance)), (("llm",), balance))
-        )
-        assert plan <= min(home, alone)
-        fewer += plan < alone
-    assert fewer

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.order.order import Order, Shuffle
@@ -60,46 +58,6 @@ def keys(plan: Plan) -> list[int]:
     return plan.row.tolist()
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    num_samples=st.integers(1, 200),
-    num_ranks=st.integers(1, 20),
-    global_batch_size=st.integers(1, 80),
-    drop_last=st.booleans(),
-    scope=st.sampled_from(["none", "global"]),
-    cap=st.sampled_from([None, 900, 5000]),
-)
-def test_each_sample_is_planned_once(
-    num_samples: int, num_ranks: int, global_batch_size: int, drop_last: bool, scope: Any, cap: int | None
-) -> None:
-    plans = spec(
-        num_samples,
-        num_ranks=num_ranks,
-        batches=GlobalBatches(size=global_batch_size, drop_last=drop_last),
-        balance=Balance(scope=scope, max_tokens=cap),
-    )
-    seen: list[int] = []
-    for step in range(plans.num_steps):
-        plan = make_plan(plans, StepTask(0, step))
-        shares = [
-            plan.places(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
-        ]
-        assert sorted(np.concatenate(shares).tolist()) == list(range(len(plan.row)))
-        if cap is not None:
-            assert all(plan.llm_positions[share].sum() <= cap for share in shares)
-        seen += keys(plan)
-    assert len(seen) == len(set(seen))
-    assert len(seen) == (num_samples // global_batch_size * global_batch_size if drop_last else num_samples)
-
-
-def test_membership_depends_on_neither_balance_nor_ranks() -> None:
-    plans = spec()
-    expected = [keys(make_plan(plans, StepTask(1, step))) for step in range(plans.num_steps)]
-    for changes in ({"num_ranks": 3}, {"balance": Balance(scope="none")}, {"balance": Balance(max_tokens=5000)}):
-        other = replace(plans, **changes)
-        assert [keys(make_plan(other, StepTask(1, step))) for step in range(other.num_steps)] == expected
-
-
 def test_balancing_helps_and_is_bounded() -> None:
     for step in range(7):
         plan = make_plan(spec(), StepTask(0, step))
@@ -111,15 +69,6 @@ def test_balancing_helps_and_is_bounded() -> None:
             assert plan.loads(phase).sum() == plan.costs[phase].sum()
 
 
-def test_samples_without_a_phase_are_out_of_its_assignment() -> None:
-    plan = make_plan(spec(), StepTask(0, 0))
-    absent = plan.costs["image"] == 0
-    assert absent.any()
-    assert (plan.assignment("image")[absent] == -1).all()
-    assert np.array_equal(plan.assignment("image")[~absent], plan.rank[~absent])
-    assert (plan.assignment("llm") >= 0).all()
-
-
 def test_plans_are_equal_to_the_bit_and_hashes_tell_them_apart() -> None:
     assert {make_plan(spec(), StepTask(0, 2)).hash for _ in range(20)} == {make_plan(spec(), StepTask(0, 2)).hash}
     others = [
@@ -129,26 +78,6 @@ def test_plans_are_equal_to_the_bit_and_hashes_tell_them_apart() -> None:
         make_plan(spec(balance=Balance(scope="none")), StepTask(0, 2)),
     ]
     assert len({make_plan(spec(), StepTask(0, 2)).hash, *(plan.hash for plan in others)}) == 5
-
-
-def test_the_repr_is_one_line() -> None:
-    plan = make_plan(spec(), StepTask(0, 2))
-    assert repr(plan) == f"Plan(epoch=0, step=2, ranks=8, samples=64, microbatches=1, hash='{plan.hash}')"
-
-
-def test_equal_counts() -> None:
-    plan = make_plan(spec(balance=Balance(equal_count=True)), StepTask(0, 0))
-    assert set(np.bincount(plan.rank, minlength=8).tolist()) == {8}
-
-
-def test_max_samples() -> None:
-    plan = make_plan(spec(balance=Balance(max_samples=9)), StepTask(0, 0))
-    assert np.bincount(plan.rank, minlength=8).max() <= 9
-
-
-def test_loss_tokens_are_of_the_whole_step() -> None:
-    plan = make_plan(spec(), StepTask(0, 0))
-    assert plan.loss_tokens == int((plan.costs["llm"] - 1).sum())
 
 
 def test_a_step_outside_the_epoch_is_an_error() -> None:

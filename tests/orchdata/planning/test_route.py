@@ -91,63 +91,6 @@ def test_the_reverse_route_brings_every_row_back(parts: Parts) -> None:
     assert [route.reverse().reverse() for route in routes] == routes
 
 
-@given(parts())
-def test_the_part_route_carries_one_row_a_part(parts: Parts) -> None:
-    routes = [parts.route(rank).parts for rank in range(parts.num_ranks)]
-    one = Parts(
-        parts.num_ranks,
-        parts.encoder_rank,
-        parts.llm_rank,
-        [1] * len(parts.tokens),
-        parts.encoder_order,
-        parts.llm_order,
-    )
-    held = [one.held(rank) for rank in range(parts.num_ranks)]
-    assert carry(routes, held) == [one.wanted(rank) for rank in range(parts.num_ranks)]
-    assert all(route.parts == route for route in routes)
-
-
-@given(parts())
-def test_grouped_orders_need_no_row_copied(parts: Parts) -> None:
-    grouped = Parts(
-        parts.num_ranks,
-        parts.encoder_rank,
-        parts.llm_rank,
-        parts.tokens,
-        encoder_order=np.argsort(parts.llm_rank, kind="stable").tolist(),
-        llm_order=np.argsort(parts.encoder_rank, kind="stable").tolist(),
-    )
-    for rank in range(parts.num_ranks):
-        assert grouped.route(rank).send_order is None
-        assert grouped.route(rank).receive_order is None
-
-
-def test_a_small_route_by_hand() -> None:
-    """Parts of 2, 1 and 3 rows: rank 0 encodes the first two, rank 1 the third; rank 1 needs the first."""
-    first, second = (
-        make_route(rank, 2, encoder_rank=[0, 0, 1], llm_rank=[1, 0, 0], tokens=[2, 1, 3], label="image, step 3")
-        for rank in range(2)
-    )
-    assert first.send_rows.tolist() == [1, 2]
-    assert first.receive_rows.tolist() == [1, 3]
-    assert first.send_order is not None
-    assert first.send_order.tolist() == [2, 0, 1]  # the second part stays, so its row comes first
-    assert first.receive_order is None
-    assert second.send_rows.tolist() == [3, 0]
-    assert second.receive_rows.tolist() == [2, 0]
-    assert (second.send_order, second.receive_order) == (None, None)
-    assert first.reverse().label == "image, step 3"
-    assert first != second
-    assert first != first.reverse()
-
-
-def test_a_route_without_parts_or_with_one_rank_moves_nothing() -> None:
-    empty = make_route(1, 3, encoder_rank=[], llm_rank=[], tokens=[])
-    assert (empty.num_rows_in, empty.num_rows_out, empty.send_order, empty.receive_order) == (0, 0, None, None)
-    alone = make_route(0, 1, encoder_rank=[0, 0], llm_rank=[0, 0], tokens=[2, 3])
-    assert (alone.num_rows_in, alone.num_rows_out, alone.send_order, alone.receive_order) == (5, 5, None, None)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -19,9 +19,8 @@ from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance_phases, split_microbatches
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.micro_steps import balanced_packings
 from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.sharing.shares import Shares, StepSamples
+from orchdata.planning.sharing.shares import Shares
 
 Ints = NDArray[np.int64]
 
@@ -113,34 +112,6 @@ def test_the_backbone_alone_is_looked_at(balance: Balance, num_ranks: int) -> No
         check_not_dearer(batch, shared_out(batch, balance), balance)
 
 
-def test_no_way_with_more_micro_steps_is_taken_though_it_costs_less() -> None:
-    balance, dearer = Balance(max_tokens={"image": 300}, oversize="own"), 0
-    for seed in range(80):
-        batch = global_batch(seed, 30, 4, ("image", "llm"))
-        shares, backbone = shared_out(batch, balance), split(batch, ["llm"], balance)
-        assert shares.num_microbatches <= split(batch, ["image", "llm"], balance).num_microbatches
-        dearer += waits(cells(batch, shares), balance) > waits(cells(batch, backbone), balance)
-    assert dearer  # The backbone alone, in a micro-step more.
-
-
-def test_no_micro_step_is_without_samples() -> None:
-    """Of the four micro-steps that samples are dealt into here the last one stays empty."""
-    sizes = np.array([395, 792, 564, 226, 115, 896, 536, 647, 58, 549, 368, 336, 663, 50, 613, 238])
-    owner = (np.arange(16) * 3 // 16).astype(np.int32)
-    shares = NO_PADDING.share_out(StepSamples({"llm": sizes}, {"llm": sizes}, sizes, 3, Balance(max_tokens=960), owner))
-    assert np.bincount(shares.microbatch).tolist() == [6, 6, 4] and shares.num_microbatches == 3
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.booleans())
-def test_over_all_ranks_the_first_candidate_is_of_the_public_balancers(
-    seed: int, num_samples: int, num_ranks: int, equal_count: bool
-) -> None:
-    batch, balance = global_batch(seed, num_samples, num_ranks), Balance(equal_count=equal_count)
-    rank = balance_phases(batch.costs, num_ranks, equal_count=equal_count).rank
-    assert shared_out(batch, balance).rank.tolist() == rank.tolist()  # One microbatch: nothing else is tried but llm.
-
-
 @settings(max_examples=40, deadline=None)
 @given(steps(), st.integers(0, 3))
 def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance], more: int) -> None:
@@ -150,25 +121,6 @@ def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance],
     fewest = shared_out(batch, balance).num_microbatches
     shares = shared_out(batch, balance, fewest + more)
     assert shares.num_microbatches == fewest + more
-    check_step(batch, shares, balance)
-
-
-def test_ranks_of_a_grid_keep_their_own_samples_where_balancing_over_all_ranks_does_not_fit() -> None:
-    image = np.zeros(48, np.int64)
-    image[[1, 2, 3, 11, 13, 15, 18, 20, 21, 31, 46]] = 9, 121, 625, 4, 100, 25, 676, 441, 49, 729, 529
-    audio = np.zeros(48, np.int64)
-    audio[[16, 20, 24, 29, 32, 36, 39, 41, 45, 47]] = 38, 240, 229, 87, 148, 213, 111, 166, 254, 44
-    llm = (
-        "343 334 456 981 157 36 198 100 669 165 243 100 133 322 52 326 202 68 726 376 626 182 177 1456 210 243 52 1216"
-    )
-    llm += " 566 661 235 566 1116 414 190 52 635 32 173 182 80 414 182 145 376 137 1527 318"
-    costs = {"llm": np.array(llm.split(), np.int64)}
-    positions = {"image": image, "audio": audio, "llm": costs["llm"] // 4}
-    batch = GlobalBatch(costs, positions, np.repeat(np.arange(16, dtype=np.int32) % 2, 3), 2)
-    balance = Balance(scope="grid", group_size=2, max_tokens={"image": 200, "audio": 100}, oversize="own", effort=0.0)
-    fewest = shared_out(batch, balance).num_microbatches
-    shares = shared_out(batch, balance, fewest)
-    assert shares.num_microbatches == fewest
     check_step(batch, shares, balance)
 
 
@@ -184,15 +136,6 @@ def test_a_sample_above_a_cap_is_refused_unless_it_may_be_alone() -> None:
         shared_out(batch, Balance(max_tokens=20))
     shares = shared_out(batch, Balance(max_tokens=20, oversize="own"))
     check_step(batch, shares, Balance(max_tokens=20))
-
-
-@pytest.mark.parametrize("cap", [2**62, 2**63 - 1, 2**70])
-def test_a_cap_that_nothing_reaches_is_none(cap: int) -> None:
-    batch = global_batch(4, 60, 3)
-    free, capped = shared_out(batch, Balance(max_tokens=900)), Balance(max_tokens={"llm": 900, "image": cap})
-    shares = shared_out(batch, capped)
-    assert shares.num_microbatches <= free.num_microbatches
-    assert len(balanced_packings(batch.step(capped), 9)) > 0
 
 
 @pytest.mark.parametrize(
@@ -266,24 +209,3 @@ def test_very_many_samples_cost_no_more_than_any_simpler_plan(seed: int, phases:
     assert found <= waits(cells(batch, grid), balance) <= 1.03 * found
     for other in (by_sums, backbone):
         assert 1.02 * found < waits(cells(batch, other), balance)
-
-
-def test_a_grid_keeps_most_samples_near_home_in_micro_steps() -> None:
-    balance, num_ranks = Balance(max_tokens=2400, scope="grid", group_size=8), 128
-    batch = long_batch(5, num_ranks * 64, num_ranks)
-    batch = replace(batch, stream_rank=stream_ranks(np.arange(num_ranks * 64) % 16, num_ranks))
-    near, anywhere = shared_out(batch, balance), shared_out(batch, Balance(max_tokens=2400))
-    on_node = {
-        scope: float((shares.rank // 8 == batch.stream_rank // 8).mean())
-        for scope, shares in (("grid", near), ("global", anywhere))
-    }
-    assert on_node["grid"] > 0.4 > 0.15 > on_node["global"]
-
-
-def test_more_effort_lowers_what_ranks_wait_for_of_very_many_samples() -> None:
-    batch = long_batch(1, 512 * 36, 512)
-    found = [
-        waits(cells(batch, shared_out(batch, one)), one)
-        for one in (Balance(max_tokens=2400, effort=e) for e in (0.25, 1, 4))
-    ]
-    assert found[2] < found[1] < found[0]

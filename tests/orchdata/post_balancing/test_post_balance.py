@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_sample, make_steps
+from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_steps
 from post_balance_job import __file__ as JOB
 from rank_jobs import run_ranks
 
@@ -85,31 +85,16 @@ def test_every_scope_keeps_its_promise(tmp_path: Path) -> None:
     for name in results[0]:
         by_rank = [result[name]["epochs"][0] for result in results]
         check_epoch(by_rank, steps_of, num_steps=3)
-        moved = results[0][name]["stats"]["moved"]
+        stats = results[0][name]["stats"]
         homes = [{key.split("-")[0] for one in seen for key in one["keys"]} for seen in by_rank]
-        counts = [[len(one["keys"]) for one in seen] for seen in by_rank]
         if name == "none":
             assert makespans(by_rank) == unmoved
-            assert sum(moved.values()) == 0
+            assert stats["moved_samples"] == stats["moved_bytes"] == 0
             continue
         assert all(after < before for before, after in zip(unmoved, makespans(by_rank), strict=True))
-        assert moved["bytes_within"] > 64 * moved["samples_within"] > 0
-        if name in ("grouped", "max_samples"):
+        assert stats["moved_bytes"] > 64 * stats["moved_samples"] > 0
+        if name == "grouped":
             assert [home <= ({"0", "1"} if rank < 2 else {"2", "3"}) for rank, home in enumerate(homes)] == [True] * 4
-            assert moved["samples_between"] == moved["bytes_between"] == 0  # groups of two are the nodes
-        if name == "equal_count":
-            assert counts == [[6, 6, 6]] * 4
-        if name == "max_samples":
-            assert max(map(max, counts)) <= 7
-
-
-def test_a_giant_sample_stays_and_the_rest_is_as_good_as_it_can_be(tmp_path: Path) -> None:
-    results = run_job("giant", 2, tmp_path)
-    steps = [[make_sample(0, 0, i, 10) for i in range(4)]], [[make_sample(1, 0, i, 10) for i in range(4)]]
-    check_epoch([result["epochs"][0] for result in results], lambda rank: steps[rank], num_steps=1)
-    assert "1-0-2" in results[1]["epochs"][0][0]["keys"]
-    loads = [sum(result["epochs"][0][0]["costs"]) for result in results]
-    assert max(loads) <= 1_000_030 and sum(loads) == 1_000_070
 
 
 def test_a_step_that_would_gain_too_little_is_left_as_it_is(tmp_path: Path) -> None:
@@ -119,7 +104,7 @@ def test_a_step_that_would_gain_too_little_is_left_as_it_is(tmp_path: Path) -> N
     assert [sum(row[1]) for row in costs] == [60, 60]
     for result in results:
         assert result["stats"]["below_gain"] == 1
-        assert result["stats"]["moved"]["samples_within"] == 1
+        assert result["stats"]["moved_samples"] == 1
         assert result["stats"]["imbalance_before"] == pytest.approx((110 + 110) / (100 + 60))
         assert result["stats"]["imbalance"] == pytest.approx((110 + 60) / (100 + 60))
 
@@ -132,19 +117,13 @@ def test_a_failing_loader_gives_every_rank_an_error_with_its_rank_and_step(tmp_p
         assert (by_rank["cause"] == "OSError") == (rank == 1)
 
 
-def test_a_sample_that_cannot_be_sent_gives_every_rank_its_path(tmp_path: Path) -> None:
-    for by_rank in run_job("bad_sample", 2, tmp_path):
-        assert by_rank["steps"] == [0, 1]
-        assert by_rank["error"].startswith("rank 1 failed at step 2: TypeError: sample['meta'][0] is a builtins.set")
-
-
-def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_an_error_on_all_others_with_the_step(tmp_path: Path) -> None:
     results = run_job("dying_rank", 4, tmp_path, lost=[1])
     for by_rank in (results[0], results[2], results[3]):
         last = by_rank["steps"][-1]
         assert by_rank["steps"] == list(range(last + 1))
-        assert by_rank["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
-        assert by_rank["rank"] == 1
+        assert by_rank["error"].startswith(f"post_balance lost other ranks at step {last + 1}: ")
+        assert by_rank["rank"] is None
         assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
@@ -164,7 +143,6 @@ def test_when_the_rank_that_serves_the_store_dies_the_others_know_immediately(tm
     for by_rank in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
         assert by_rank["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
         assert by_rank["error"].startswith("post_balance lost other ranks at step 4: ")
-        assert by_rank["error"].endswith("without the job's store, often lost with rank 0")
         assert by_rank["rank"] is None
         assert by_rank["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
@@ -197,16 +175,6 @@ def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
 def test_ranks_with_different_arguments_raise(tmp_path: Path) -> None:
     for by_rank in run_job("unlike", 2, tmp_path):
         assert by_rank["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
-
-
-def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
-    results = run_job("subgroup", 3, tmp_path)
-    for name, members in (("1 and 2", (1, 2)), ("0 and 1", (0, 1)), ("all", (0, 1, 2))):
-        seen = [result[name] for result in results if name in result]
-        assert len(seen) == len(members)
-        for step, ranks in enumerate(zip(*seen, strict=True)):
-            wanted = [sample["key"] for rank in members for sample in make_steps(rank, 3)[step]]
-            assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
 
 
 def test_a_forked_process_takes_no_connection_down_and_does_not_wait(tmp_path: Path) -> None:
@@ -307,16 +275,9 @@ def rules() -> Iterator[MoveRule]:
     grouped = {"scope": "grouped", "group_size": 2}
     for scope in ({"scope": "none"}, {"scope": "global"}, grouped, grouped | {"scope": "grid"}):
         yield MoveRule(balance=od.Balance(**scope), **base)
-    for scope in ({"scope": "global"}, grouped):
-        yield MoveRule(balance=od.Balance(**scope, equal_count=True), **base)
-        yield MoveRule(balance=od.Balance(**scope, max_samples=16), **base)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    list(rules()),
-    ids=lambda rule: f"{rule.balance.scope}-{rule.balance.equal_count}-{rule.balance.max_samples}",
-)
+@pytest.mark.parametrize("rule", list(rules()), ids=lambda rule: rule.balance.scope)
 @given(drawn=drawn_steps())
 @settings(max_examples=60, deadline=None)
 def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRule) -> None:
@@ -326,14 +287,8 @@ def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRu
     assert sorted(chain(*(plan.places(rank) for rank in range(num_ranks)))) == list(range(len(costs)))
     leaving = sorted(chain(*(plan.leaving(rank) for rank in range(num_ranks))))
     arriving = sorted(chain(*(plan.arriving(rank) for rank in range(num_ranks))))
-    assert leaving == arriving == sorted([*plan.moved_within, *plan.moved_between])
-    if leaving and not rule.balance.equal_count:
+    assert leaving == arriving == plan.moved.tolist()
+    if leaving:
         assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the required gain
     if rule.balance.scope == "grouped":
-        assert len(plan.moved_between) == 0
-    counts = np.bincount(plan.rank, minlength=num_ranks)
-    if rule.balance.equal_count:
-        size = 2 if rule.balance.scope == "grouped" else num_ranks
-        assert all(np.ptp(counts[first : first + size]) <= 1 for first in range(0, num_ranks, size))
-    if rule.balance.max_samples is not None:
-        assert counts.max(initial=0) <= rule.balance.max_samples
+        assert (plan.rank // 2 == plan.owner // 2).all()

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from orchdata.ranks import agreement
-from orchdata.ranks.agreement import Agreement, Comparison, Post
+from orchdata.ranks.agreement import Agreement, check_accounts
 from orchdata.ranks.parallel import Rank
 from orchdata.ranks.store import JobStore
 
@@ -37,10 +37,8 @@ class Job:
     def agreement(self, rank: int) -> Agreement:
         self.numbers[rank] += 1
         made = Agreement(Rank())
-        made._at_once = self.at_once
-        made._compared = Comparison(
-            JobStore(self.store, self.timeout), rank, range(self.size), "world/1", self.numbers[rank]
-        )
+        made._job, made._rank, made._ranks = JobStore(self.store, self.timeout), rank, range(self.size)
+        made._folder, made._at_once = f"world/1/{self.numbers[rank]}", self.at_once
         return made
 
     def made(self, rank: int, **described: Any) -> Agreement:
@@ -70,8 +68,8 @@ def errors_of(acts: list[Callable[[], Any]]) -> list[str | None]:
         return list(pool.map(run, acts))
 
 
-def first_steps(made: list[Agreement], starts: list[tuple[int, int]] | None = None) -> list[str | None]:
-    begun = [one.begin(*start) for one, start in zip(made, starts or [(0, 0)] * len(made), strict=True)]
+def first_steps(made: list[Agreement]) -> list[str | None]:
+    begun = [one.begin(0, 0) for one in made]
     return errors_of([lambda one=one: one.agree(nothing) for one in begun])  # type: ignore[misc]
 
 
@@ -82,19 +80,23 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_LATER_SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_equal_loaders_start_and_leave_nothing_in_the_store(kind: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_equal_loaders_start_share_what_rank_0_draws_and_leave_nothing_in_the_store(kind: str, tmp_path: Path) -> None:
     stores = {
-        "hash": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 4),
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
     }
     job = Job(4, stores[kind]())
     before = job.store.num_keys()
-    for _ in range(3):
+    for _ in range(2):
         made = job.all_made(*[{"seed": 1}] * 4)
         for epoch in range(3):
-            assert first_steps(made, [(epoch, 0)] * 4) == [None] * 4
+            begun = [one.begin(epoch, 0) for one in made]
+            seeds = [{"seed": 10 * epoch + rank} for rank in range(4)]
+            with ThreadPoolExecutor(4) as pool:
+                shared = list(pool.map(lambda one, seed: one.agree(lambda: seed), begun, seeds))
+            assert shared == seeds[:1] * 4
+            assert begun[2].agree(lambda: {"seed": 99}) == seeds[0]  # once in an iteration
     if kind != "file":  # which only appends
         assert job.store.num_keys() == before
 
@@ -105,26 +107,26 @@ def test_with_a_group_all_ranks_name_one_that_differs_when_loaders_are_made() ->
     makes = [lambda rank=rank: job.made(rank, order={"seed": seeds[rank]}) for rank in range(4)]  # type: ignore[misc]
     (error,) = set(errors_of(makes))
     assert error == (
-        "ValueError: all ranks of a loader must plan the same steps; rank 2 differs from the others: order.seed is 1 "
-        "on ranks 0, 1, 3, 2 on rank 2 (compared is loader number 1 of each rank: all make the same ones in the same "
-        "order; a loader of one rank alone is made with dp=(0, 1))"
+        "ValueError: all ranks of a loader must plan the same steps: order.seed is 1 on ranks 0, 1, 3, 2 on rank 2 "
+        "(compared is loader 1 of each rank: all ranks make the same loaders, and iterate them equally often; one for "
+        "a rank alone is made with dp=(0, 1))"
     )
     seeds[2] = 1
     assert errors_of(makes) == [None] * 4
 
 
 def test_without_a_group_the_first_step_does_and_so_does_another_try() -> None:
-    made = Job(2).all_made({"seed": 1}, {"seed": 2})
+    made = Job(2).all_made({"ids": list(range(100))}, {"ids": [*range(99), 7]})
     for _ in range(2):
         (error,) = set(first_steps(made))
-        assert error is not None and "seed is 1 on rank 0, 2 on rank 1 (compared is loader number 1 of" in error
-
-
-def test_long_values_are_compared_by_a_digest() -> None:
-    made = Job(2).all_made({"ids": list(range(100))}, {"ids": [*range(99), 7]})
-    (error,) = set(first_steps(made))
-    assert error is not None and 'ids is "390 characters, ' in error and len(error) < 500
+        assert error is not None and 'ids is "390 characters, ' in error and len(error) < 500  # a digest of each
     assert first_steps(Job(2).all_made(*[{"ids": list(range(100))}] * 2)) == [None] * 2
+
+
+def test_of_many_ranks_the_first_are_named() -> None:
+    seeds = {rank: {"seed": int(rank >= 20), "cost": None} for rank in range(30)}
+    with pytest.raises(ValueError, match=r"seed is 0 on ranks 0, .*, 7 and 12 more, 1 on ranks 20, .*, 27 and 2 more"):
+        check_accounts(seeds)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -137,42 +139,22 @@ def test_a_rank_that_could_not_make_the_loader_is_named_without_waiting(at_once:
     else:
         errors = first_steps([job.made(rank, seed=1) for rank in (0, 2)])
     for error in errors:
-        assert error is not None
-        assert error.startswith(
-            "RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 1: OSError: no disk (compared"
-        )
-
-
-def test_loaders_made_in_another_order_are_distinguished() -> None:
-    job = Job(2)
-    train = [job.made(0, data="train")]
-    evaluate = [job.made(0, data="eval"), job.made(1, data="eval")]
-    train += [job.made(1, data="train")]
-    assert 'data is "train" on rank 0, "eval" on rank 1 (compared is loader number 1' in str(
-        first_steps([train[0], evaluate[1]])[0]
-    )
-    assert "loader number 2 of each rank" in str(first_steps([evaluate[0], train[1]])[0])
+        assert error is not None and "could not make it: rank 1: OSError: no disk (compared" in error
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group() -> None:
-    job = Job(20, timeout=0.3)
-    alone = job.made(3, seed=1).begin(0, 2)  # which waits for no rank
+    alone = Job(20, timeout=0.3).made(3, seed=1).begin(0, 2)  # which waits for no rank
     expected = (
-        r"ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more have made no such loader: this is loader number 1 of rank 3, its "
-        r"samples are shared by 20 ranks, and each of them must make it; .* made with dp=\(0, 1\)\. "
+        r"no word from ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more, where rank 3 has made loader 1: .*dp=\(0, 1\)\. "
     )
     with (
         pytest.warns(UserWarning, match=expected + "They may only be late. This rank waits 0.3 seconds"),
         pytest.raises(RuntimeError, match=expected + "Waited 0.3 seconds, the timeout of the process group"),
     ):
         alone.agree(nothing)
-    made = Job(2, timeout=0.3, at_once=True)
-    with (
-        pytest.warns(UserWarning, match="rank 1 has made no such loader"),
-        pytest.raises(RuntimeError, match="rank 1 has made no such loader.* Waited 0.3 seconds"),
-    ):
-        made.made(0, seed=1)
+    with pytest.warns(UserWarning, match="no word from rank 1"), pytest.raises(RuntimeError, match="Waited 0.3"):
+        Job(2, timeout=0.3, at_once=True).made(0, seed=1)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -183,71 +165,35 @@ def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement.warnings, "warn", lambda text, stacklevel: warned.put(text))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(early.agree, nothing)
-        assert "rank 1 has made no such loader" in warned.get(timeout=PATIENCE)
+        assert "no word from rank 1" in warned.get(timeout=PATIENCE)
         assert not waiting.done()
         job.made(1, seed=1).begin(0, 0).agree(nothing)
         assert waiting.result(PATIENCE) is None
     assert warned.empty()
 
 
-@pytest.mark.parametrize("moved", [(1, 0), (0, 3)])
-def test_all_ranks_raise_an_error_if_one_begins_elsewhere(moved: tuple[int, int]) -> None:
-    made = Job(3).all_made(*[{"seed": 1}] * 3)
-    assert first_steps(made) == [None] * 3
-    (error,) = set(first_steps(made, [(0, 0), (0, 0), moved]))
-    name = "epoch" if moved[0] else "step"
-    assert error is not None
-    assert error.startswith(
-        "ValueError: all ranks of a loader must begin an iteration at the same step; rank 2 differs from the others: "
-        f"{name} is 0 on ranks 0, 1, {max(moved)} on rank 2 (pass load_state_dict and set_epoch the same"
-    )
-
-
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.filterwarnings("ignore:rank . has not begun")
+@pytest.mark.filterwarnings("ignore:no word from")
 def test_a_rank_that_took_a_batch_for_itself_is_an_iteration_ahead_and_raises_an_error() -> None:
     made = Job(2, timeout=0.5).all_made({}, {})
     peeks = [made[0].begin(0, 0), made[0].begin(1, 0)]  # next(iter(loader)) on rank 0, then its epoch
     late = made[1].begin(0, 0)
     errors = errors_of([lambda: late.agree(nothing), lambda: [one.agree(nothing) for one in peeks]])
     assert errors[0] is None
-    assert str(errors[1]).startswith("RuntimeError: rank 1 has not begun iteration 2 of a loader that is shared by 2 ")
-    assert "at epoch 1, step 0" in str(errors[1])
+    assert "no word from rank 1, where rank 0 has begun iteration 2 of loader 1, at epoch 1, step 0" in str(errors[1])
 
 
 def test_rank_0_which_may_serve_the_store_waits_until_the_others_have_seen_the_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agreement, "_LEAVE_SECONDS", PATIENCE)
-    made = Job(2).all_made({}, {})
-    posts = [one._compared.post({}) for one in made if one._compared]
-    looks: Queue[bool] = Queue()
-    look = Post._is_unseen
-
-    def noting(posted: Post, store: Any) -> bool:
-        looks.put(look(posted, store))
-        return look(posted, store)
-
-    monkeypatch.setattr(Post, "_is_unseen", noting)
+    posts = [one.post({}) for one in Job(2).all_made({}, {})]
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(posts[0].wait, PATIENCE)
-        assert [looks.get(timeout=PATIENCE) for _ in range(3)] == [True] * 3
+        time.sleep(0.1)
         assert not server.done()
         posts[1].wait(PATIENCE)
         assert server.result(PATIENCE) is None
-
-
-def test_all_ranks_get_what_rank_0_draws_in_each_iteration() -> None:
-    job = Job(3)
-    made = job.all_made({}, {}, {})
-    for epoch in range(4):
-        begun = [one.begin(epoch, 0) for one in made]
-        seeds = [{"seed": 10 * epoch + rank} for rank in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            shared = list(pool.map(lambda one, seed: one.agree(lambda: seed), begun, seeds))
-        assert shared == seeds[:1] * 3
-        assert begun[2].agree(lambda: {"seed": 99}) == seeds[0]  # once in an iteration
-    assert not job.store.num_keys()
 
 
 def test_a_store_that_ends_after_all_are_known_to_be_equal_fails_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,27 +206,6 @@ def test_a_store_that_ends_after_all_are_known_to_be_equal_fails_no_rank(monkeyp
 
     monkeypatch.setattr(JobStore, "ask", gone)
     assert first_steps(Job(2).all_made({}, {})) == [None, None]
-
-
-def test_after_a_difference_ranks_begin_again_and_after_another_error_they_continue() -> None:
-    made = Job(2).all_made({}, {})
-    begun = [one.begin(rank, 0) for rank, one in enumerate(made)]
-    assert None not in errors_of([lambda one=one: one.agree(nothing) for one in begun])  # type: ignore[misc]
-    again = [one.begin(1, 0, failed) for one, failed in zip(made, begun, strict=True)]
-    assert errors_of([lambda one=one: one.agree(nothing) for one in again]) == [None, None]  # type: ignore[misc]
-    assert made[0].begin(1, 3, again[0]) is again[0]
-
-
-def test_iterations_of_two_loaders_may_be_interleaved() -> None:
-    job = Job(2)
-    both = [job.all_made({"data": name}, {"data": name}) for name in ("one", "two")]
-
-    def iterate(rank: int) -> None:
-        for epoch in range(2):
-            for begun in [loader[rank].begin(epoch, 0) for loader in both]:
-                begun.agree(nothing)
-
-    assert errors_of([lambda: iterate(0), lambda: iterate(1)]) == [None, None]
 
 
 SERVER = """

@@ -16,7 +16,6 @@ from rank_jobs import run_ranks
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder, crew
 from orchdata.loaders.index.facts import load_facts
@@ -36,12 +35,6 @@ def test_ranks_measure_each_shard_once_and_see_the_same(shards: list[str], tmp_p
     assert sorted(measured) == sorted(Path(shard).name for shard in shards)
     keys = [key for rank in ranks for key in rank["keys"]]
     assert len(keys) == len(set(keys)) == 3 * SHARDS
-
-
-def test_each_rank_begins_at_another_shard(shards: list[str]) -> None:
-    done: list[str] = []
-    build_index(shards, RECIPE, num_threads=1, share=(1, 3), progress=lambda built: done.append(built.url))
-    assert done == [*shards[3:], *shards[:3]]
 
 
 def test_ranks_that_may_not_build_raise_an_error(shards: list[str]) -> None:
@@ -95,19 +88,3 @@ def test_another_process_measures_the_shard_of_a_lost_one(shards: list[str]) -> 
         assert not ours.is_alive()
     assert sorted(done) == sorted(shards)
     assert len(build_index(shards, RECIPE)) == 3 * SHARDS
-
-
-def test_one_process_at_a_time_has_a_claim_which_ends_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "claims"
-    one, other = Claims(path), Claims(path)
-    with one.claim("a") as ours, other.claim("a") as theirs, other.claim("b") as apart:
-        assert (ours, theirs, apart) == (True, False, True)
-    with other.claim("a") as theirs:
-        assert theirs
-        one.close()  # which releases no lock of the other
-        with Claims(path).claim("a") as third:
-            assert not third
-    assert path.stat().st_size == 0
-    missing = Claims(tmp_path / "no folder" / "claims")
-    with missing.claim("a") as ours:
-        assert ours, "work may be done twice, but must be done"

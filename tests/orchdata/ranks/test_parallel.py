@@ -23,10 +23,9 @@ NUM_STEPS = 3  # 20 samples in global batches of 8: 8, 8, 4
 PEERS = {
     "read": [(0, 1), (2, 3)],
     "broadcast": [(0, 1), (2, 3)],
-    "mesh": [(0, 1), (2, 3)],
     "tp first": [(0, 2), (1, 3)],
 }
-PEERS |= dict.fromkeys(("microbatched", "mrope", "one length", "skip"), PEERS["broadcast"])
+PEERS |= dict.fromkeys(("microbatched", "one length", "skip"), PEERS["broadcast"])
 ALL = [*PEERS, "hsdp"]
 
 Ranks = list[dict[str, Any]]
@@ -40,6 +39,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut = jpeg(120, 90)
     broken = {"__key__": "broken", "jpg": cut[: len(cut) // 2] + bytes(len(cut) - len(cut) // 2), "txt": b"a picture"}
     write_shard(folder / "bad.tar", [*samples[:-1], broken])
+    write_shard(folder / "unindexed.tar", samples)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
         for name in ("good", "bad"):
@@ -50,11 +50,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return run_suite("share", 4, shards, tmp_path_factory.mktemp("share"))
-
-
-@pytest.fixture(scope="module")
-def three_ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_suite("subgroup", 3, shards, tmp_path_factory.mktemp("subgroup"))
 
 
 def keys(epoch: dict[str, Any], step: int) -> set[str]:
@@ -88,16 +83,7 @@ def test_the_two_dims_of_hsdp_count_as_one(ranks: Ranks) -> None:
 
 def test_broadcast_batches_equal_those_that_peers_read(ranks: Ranks) -> None:
     for rank in ranks:
-        assert rank["broadcast"]["steps"] == rank["read"]["steps"] == rank["mesh"]["steps"]
-
-
-def test_kept_fields_are_broadcast_as_peers_read_them(ranks: Ranks) -> None:
-    for rank in ranks:
-        kept, read, plain = (rank[name]["steps"] for name in ("kept, broadcast", "kept, read", "broadcast"))
-        assert kept == read and all(
-            ours["keys"] == theirs["keys"] and ours["digests"] != theirs["digests"]
-            for ours, theirs in zip(kept, plain, strict=True)
-        )
+        assert rank["broadcast"]["steps"] == rank["read"]["steps"]
 
 
 def test_a_mixture_is_broadcast_as_peers_read_it(ranks: Ranks) -> None:
@@ -163,17 +149,6 @@ def test_an_iteration_left_early_resumes_on_all_peers(ranks: Ranks) -> None:
         assert rank["resumed"] == [digest for step in rank["broadcast"]["steps"] for digest in step["digests"]]
 
 
-def test_peers_that_iterate_different_epochs_raise_an_error(ranks: Ranks) -> None:
-    errors = [rank["apart"] for rank in ranks]
-    assert set(errors) == {
-        (
-            "ValueError: all ranks of a loader must begin an iteration at the same step; ranks 0, 1, 2, 3 differ from "
-            "each other: epoch is 0 on ranks 0, 2, 1 on ranks 1, 3 (pass load_state_dict and set_epoch the same on "
-            "every rank)"
-        )
-    }
-
-
 @pytest.mark.parametrize("scenario", ["collate", "map broadcast"])
 def test_batches_of_a_users_collate_fn_are_not_broadcast(ranks: Ranks, scenario: str) -> None:
     for rank in ranks:
@@ -188,22 +163,48 @@ def test_peers_read_equal_batches_of_a_map_style_data_set(ranks: Ranks) -> None:
     assert sorted(number for rank in (0, 2) for batch in read[rank] for number in batch) == list(range(8))
 
 
-@pytest.mark.parametrize("scenario", ["group", "checked"])
-def test_a_group_of_two_ranks_of_three(three_ranks: Ranks, scenario: str) -> None:
-    assert_exactly_once([three_ranks[0][scenario], three_ranks[2][scenario]])
+def test_a_group_of_two_ranks(ranks: Ranks) -> None:
+    assert_exactly_once([ranks[0]["group"], ranks[2]["group"]])
+    for rank in (1, 3):
+        assert ranks[rank]["group"] == "ValueError: dp is a process group this process does not belong to"
 
 
-def test_a_rank_outside_group_or_mesh_raises_an_error(three_ranks: Ranks) -> None:
-    assert three_ranks[1]["outside"] == "ValueError: dp is a process group this process does not belong to"
-    assert (
-        three_ranks[1]["mesh"]
-        == "ValueError: dp is a mesh of the ranks [0, 2]; this process, rank 1, is not among them"
+def test_all_ranks_of_a_mesh_name_one_that_differs_or_fails_to_start(ranks: Ranks) -> None:
+    (error,) = {rank["seed"] for rank in ranks}
+    assert "all ranks of a loader must plan the same steps: order.seed is 1 on ranks 0, 1, 3, 2 on rank 2" in error
+    errors = [rank["no index"] for rank in ranks]
+    assert errors[2].startswith("MissingIndexError: ")
+    for other in (0, 1, 3):
+        assert "some could not make it: rank 2: MissingIndexError: " in errors[other]
+
+
+@pytest.mark.parametrize(("scenario", "step"), [("first step", 0), ("compared step", 2)])
+def test_all_ranks_name_a_rank_with_another_plan(ranks: Ranks, scenario: str, step: int) -> None:
+    (error,) = {rank[scenario] for rank in ranks}
+    assert error.startswith(
+        f"RuntimeError: ranks follow different plans at epoch 0, step {step} of this rank: plan is "
     )
+    assert error.endswith('" on ranks 0, 1, 3, "of another plan" on rank 2')
+    assert {rank["uncompared step"] for rank in ranks} == {None}
 
 
-def test_both_of_two_ranks_are_named(three_ranks: Ranks) -> None:
-    for rank in (0, 2):
-        assert "ranks 0, 2 differ from each other: order.seed is 0 on rank 0, 2 on rank 2" in three_ranks[rank]["seed"]
+def test_a_rank_that_fails_at_a_compared_step_stops_the_others_and_all_continue(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks):
+        failure = "OSError: away for a moment"
+        if number != 2:
+            failure = (
+                "RuntimeError: other ranks failed where plans are compared, at epoch 0, step 2: rank 2: " + failure
+            )
+        assert rank["fails at a compared step"] == failure
+        # At a step without comparison other ranks do not learn of it, and the rank that continues alone asks none.
+        assert rank["fails at another"] == ("OSError: away for a moment" if number == 2 else None)
+        assert rank["left"] == (3 if number == 2 else 4)  # of 6
+
+
+def test_a_receiver_compares_its_plan_with_the_reader(ranks: Ranks) -> None:
+    errors = [rank["receiver"] for rank in ranks]
+    assert errors[0] is errors[2] is errors[3] is None
+    assert "on rank 0, which reads for rank 1, and 'of another plan' there" in errors[1]
 
 
 @pytest.fixture
@@ -241,19 +242,10 @@ def test_common_names_of_dims_are_recognized(names: tuple[str, ...], expected: t
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
-def test_a_mesh_of_one_dim_needs_no_name() -> None:
-    resolved = resolve_rank(mesh(shape=(8,)))
-    assert (resolved.rank, resolved.size, resolved.shared) == (5, 8, ())
-    assert len(resolved.groups) == 1
-
-
-@pytest.mark.usefixtures("rank_5_of_8")
 @pytest.mark.parametrize(
     ("names", "local", "given", "expected"),
     [
         (("dp_replicate", "dp_shard", "tp"), "4", None, 2),  # nodes of ranks 0-3 and 4-7, peers in pairs
-        (("pp", "dp", "tp"), "4", None, 2),  # stages on nodes of their own
-        (("dp", "cp", "tp"), "8", None, 2),
         (("dp", "cp", "tp"), "2", None, 1),  # a data-parallel rank spans two nodes
         (("dp", "cp", "tp"), "", None, None),
         (("dp_replicate", "dp_shard", "tp"), "8", 3, 3),
@@ -271,10 +263,8 @@ def test_ranks_of_a_node_are_counted_without_peers(
 def test_a_mesh_without_a_data_parallel_dim_raises_an_error() -> None:
     with pytest.raises(ValueError, match=r"the mesh has the dims \('pp', 'cp', 'tp'\), and none of .*'dp', 'data'\)"):
         resolve_rank(mesh("pp", "cp", "tp"))
-    with pytest.raises(ValueError, match="without names"):
-        resolve_rank(mesh())
-    with pytest.raises(ValueError, match=r"none of \('dp_replicate', 'dp_shard'\) is among them"):
-        resolve_rank(DataParallel(mesh("dp", "cp", "tp")))
+    resolved = resolve_rank(mesh(shape=(8,)))  # one dim needs no name
+    assert (resolved.rank, resolved.size, resolved.shared) == (5, 8, ())
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
@@ -290,10 +280,8 @@ def test_broadcast_needs_the_mesh_of_all_ranks() -> None:
     ("options", "message"),
     [
         ({"dims": "dp"}, r"dims must be names of mesh dims, as \('dp',\), got 'dp'"),
-        ({"dims": ()}, "dims must be names"),
         ({"replicate": "send"}, "replicate must be 'read' or 'broadcast', got 'send'"),
         ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
-        ({"check_plan_every": -1}, "check_plan_every must be at least 0, got -1"),
     ],
 )
 def test_values_of_data_parallel_are_checked(options: dict[str, Any], message: str) -> None:

@@ -92,41 +92,20 @@ def test_arrays_that_arrive_are_writable_and_share_no_storage() -> None:
     assert first.untyped_storage().nbytes() == 12  # torch.save writes no more than that
 
 
-def test_bytes_like_come_back_as_bytes_and_numpy_scalars_unchanged() -> None:
-    back = read(written([bytearray(b"ab"), memoryview(b"abcd")[::2], np.float32(1.5), np.int64(-3), np.bool_(True)]))
-    assert back == [b"ab", b"ac", 1.5, -3, True]
-    assert [type(value) for value in back] == [bytes, bytes, np.float32, np.int64, np.bool_]
-
-
-def test_integers_may_have_any_size() -> None:
-    values = [2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 7**9000]  # the last has more digits than int() reads
-    assert read(written(values)) == values
-
-
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
         ({"meta": [{1, 2}]}, r"sample\['meta'\]\[0\] is a builtins.set"),
-        ({"x": {"y": object()}}, r"sample\['x'\]\['y'\] is a builtins.object"),
-        ([np.array(["a"])], r"sample\[0\] is a numpy array of dtype <U1"),
         ([np.array([None])], r"sample\[0\] is a numpy array of dtype object"),
         ({"a": {(1, 2): 3}}, r"sample\['a'\] has the key \(1, 2\) of type tuple"),
-        ({"a": {True: 3}}, r"sample\['a'\] has the key True of type bool"),
         ([torch.ones(2, requires_grad=True)], r"sample\[0\] requires grad"),
         ([torch.eye(2).to_sparse()], r"sample\[0\] is a tensor of torch.float32, layout torch.sparse_coo"),
-        ([torch.ones(2, device="meta")], r"sample\[0\] .* on meta"),
         (torch.nn.Parameter(torch.ones(2)), r"sample is a torch.nn.parameter.Parameter"),
     ],
 )
 def test_any_other_value_raises_an_error_with_its_path(sample: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         describe(sample)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_raises_an_error() -> None:
-    with pytest.raises(TypeError, match=r"sample\[0\] is a tensor of .*: only dense ones on the CPU can be sent"):
-        describe([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
 
 
 @pytest.mark.parametrize("buffer", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
@@ -139,31 +118,11 @@ def test_a_buffer_that_occurs_twice_raises_an_error(buffer: Any) -> None:
     )
 
 
-def test_an_image_object_raises_an_error_that_recommends_its_bytes() -> None:
-    from PIL import Image
-
-    with pytest.raises(TypeError, match=r"sample\['jpg'\] is a PIL.Image.Image.*keep the encoded bytes"):
-        describe({"jpg": Image.new("RGB", (2, 2))})
-
-
-def test_a_list_within_itself_raises_an_error() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-        describe(endless)
-
-
 def test_a_message_cut_anywhere_raises_an_error() -> None:
     message = written({"text": "abc", "array": np.arange(40), "tensor": torch.ones(9)})
     for length in range(len(message)):
         with pytest.raises(WireError):
             read(message[:length])
-
-
-def test_a_longer_message_raises_an_error() -> None:
-    message = np.concatenate([written([1]), np.zeros(64, np.uint8)])
-    with pytest.raises(WireError, match="a message of 128 bytes describes 64"):
-        read(message)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,6 @@ def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     ("scenario", "entry"),
     [
         ("seed", "order.seed is 1 on rank 0, 2 on rank 1"),
-        ("size", "global_batch_size is 8 on rank 0, 6 on rank 1"),
-        ("balance", 'balance.scope is "global" on rank 0, "none" on rank 1'),
         ("node", "balance.group_size is 2 on rank 0, 1 on rank 1"),
         ("collate", 'collate_fn is "builtins.len" on rank 0, "builtins.sum" on rank 1'),
         ("subset", 'data.indices is "10 of them, '),
@@ -51,16 +49,14 @@ def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 )
 def test_all_ranks_raise_both_values_of_a_difference(ranks: Ranks, scenario: str, entry: str) -> None:
     (error,) = {rank[scenario] for rank in ranks}
-    assert error.startswith("ValueError: all ranks of a loader must plan the same steps; ranks 0, 1 differ from each ")
+    assert error.startswith("ValueError: all ranks of a loader must plan the same steps: ")
     assert entry in error
     assert (
         "; if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared)" in error
     ) == (entry.startswith("data."))
 
 
-@pytest.mark.parametrize(
-    "scenario", ["equal subset", "list", "same lambda", "equal state", "tuple", "nodes apart", "another job"]
-)
+@pytest.mark.parametrize("scenario", ["equal subset", "same lambda", "equal state", "tuple", "another job"])
 def test_equal_ranks_and_a_tuple_raise_no_error(ranks: Ranks, scenario: str) -> None:
     assert [rank[scenario] for rank in ranks] == [None, None]
 
@@ -80,8 +76,9 @@ def test_equal_ranks_share_the_epoch(ranks: Ranks) -> None:
 )
 def test_an_error_of_a_constructor_is_reported_to_the_others(ranks: Ranks, scenario: str, error: str) -> None:
     assert ranks[1][scenario].startswith(error)
-    assert ranks[0][scenario].startswith(
-        f"RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 1: {error}"
+    assert (
+        f"RuntimeError: this loader needs all its ranks, and some could not make it: rank 1: {error}"
+        in (ranks[0][scenario])
     )
 
 
@@ -95,15 +92,12 @@ def test_an_error_of_a_constructor_is_reported_to_the_others(ranks: Ranks, scena
 )
 def test_ranks_at_different_steps_raise_an_error_before_the_first_step(ranks: Ranks, scenario: str, entry: str) -> None:
     (error,) = {rank[scenario] for rank in ranks}
-    assert error.startswith(
-        "ValueError: all ranks of a loader must begin an iteration at the same step; ranks 0, 1 differ from each "
-        f"other: {entry}"
-    )
+    assert error.startswith(f"ValueError: all ranks of a loader must begin an iteration at the same step: {entry}")
 
 
 def test_a_loader_of_one_rank_alone_raises_an_error_with_the_way_out(ranks: Ranks) -> None:
     alone = ranks[0]["alone"]
-    assert alone["error"].startswith("RuntimeError: rank 1 has made no such loader: this is loader number ")
+    assert alone["error"].startswith("RuntimeError: no word from rank 1, where rank 0 has made loader ")
     assert alone["error"].endswith("made with dp=(0, 1). Waited 1 seconds, the timeout of the process group")
     assert ["This rank waits 1 seconds" in warning for warning in alone["warned"]] == [True]
     assert alone["own"] == NUM_SAMPLES

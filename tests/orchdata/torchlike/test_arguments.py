@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import orchdata as od
 
@@ -92,13 +92,6 @@ def test_assigning_later_raises_as_torchs(name: str) -> None:
             setattr(loader, name, None)
 
 
-def test_it_can_be_subscripted_and_inherited_from() -> None:
-    class Own(od.DataLoader[int]):
-        pass
-
-    assert od.DataLoader[int] and [int(batch) for batch in Own(DATA)] == DATA
-
-
 def test_it_is_no_instance_of_torchs_class() -> None:
     # Accelerate, Lightning and others take such an instance apart, and shard its data again.
     assert not isinstance(od.DataLoader(DATA), DataLoader)
@@ -108,9 +101,3 @@ def test_it_is_no_instance_of_torchs_class() -> None:
 def test_workers_beyond_the_cores_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="excessive worker creation might get DataLoader running slow or even freeze"):
         od.DataLoader(DATA, num_workers=1000)
-
-
-def test_a_batch_sampler_is_shown_as_given() -> None:
-    batches = BatchSampler(SequentialSampler(DATA), 4, True)
-    one = od.DataLoader(DATA, batch_sampler=batches)
-    assert one.batch_sampler is batches and one.batch_size is None and len(one) == 2

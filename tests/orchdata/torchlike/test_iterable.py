@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import orchdata as od
 
@@ -43,28 +43,12 @@ def test_batches_are_torchs(count: int, batch_size: int | None, drop_last: bool)
     assert batches(od.DataLoader) == batches(DataLoader)
 
 
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_a_state_continues_after_what_was_delivered(batch_size: int | None) -> None:
-    one = od.DataLoader(range_dataset(10), batch_size=batch_size, collate_fn=list if batch_size else None)
-    steps = iter(one)
-    next(steps)
-    again = od.DataLoader(range_dataset(10), batch_size=batch_size, collate_fn=list if batch_size else None)
-    again.load_state_dict(one.state_dict())
-    assert list(again) == list(steps)
-    assert again.state_dict()["epoch"] == 1 and len(list(again)) == (10 if batch_size is None else 3)
-
-
 def range_dataset(count: int) -> Any:
     class Range(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(count))
 
     return Range()
-
-
-def test_two_iterations_have_an_iterator_each() -> None:
-    one = od.DataLoader(range_dataset(6), batch_size=2, collate_fn=list)
-    assert [left == right for left, right in zip(one, one, strict=True)] == [True] * 3
 
 
 def test_its_length_is_counted_in_batches_and_more_is_said() -> None:
@@ -89,11 +73,6 @@ def test_an_error_is_raised_and_the_next_iteration_begins_from_scratch() -> None
     assert list(steps) == []  # the generator is over, as with torch's
     numbers.bad = None
     assert [batch[:, 0].tolist() for batch in one] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_chained_ones_are_one() -> None:
-    chained = ChainDataset([range_dataset(3), range_dataset(2)])
-    assert list(od.DataLoader(chained, batch_size=None)) == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -96,26 +96,6 @@ class Walk:
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["random"]), dtype=torch.uint8))
 
 
-class Restless(IterableDataset[Any]):
-    """Its own iterator; each `iter()` begins from scratch."""
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        self.place = 0
-        return self
-
-    def __next__(self) -> tuple[int, int]:
-        if self.place == Shares.sizes[share()] + 2:
-            raise StopIteration
-        self.place += 1
-        return share(), self.place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 class Walks(IterableDataset[Any]):
     def __iter__(self) -> Walk:
         return Walk(Shares.sizes[share()] + 4)
@@ -133,7 +113,6 @@ def saved(loader: Any) -> Any:
         (Shares, {"batch_size": None}),
         (Counted, {"batch_size": 2}),
         (Walks, {}),
-        (Restless, {}),
     ],
 )
 def test_every_state_goes_on_as_the_iteration_did(kind: Any, options: dict[str, Any], workers: int) -> None:
@@ -314,35 +293,6 @@ def test_steps_that_were_left_stay_left_until_they_come() -> None:
     assert second["left"] == [2, 3]
     again.load_state_dict(second)
     assert list(again) == [[2], [3], [5], [6], [7]]
-
-
-class HeldShares(Counted):
-    """The first worker gives nothing before it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = multiprocessing.get_context("fork").Event()
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        assert share() or self.free.wait(60)
-        return super().__iter__()
-
-
-def test_workers_of_an_iterable_do_not_wait_for_each_other() -> None:
-    numbers = HeldShares()
-    one = od.DataLoader(
-        numbers, num_workers=3, in_order=False, batch_size=None, collate_fn=tuple, multiprocessing_context="fork"
-    )
-    steps = iter(one)
-    given = [next(steps) for _ in range(9)]
-    assert {worker for worker, *_ in given} == {1, 2}
-    state = saved(one)
-    numbers.free.set()
-    rest = list(steps)
-    everything = sorted((worker, 0, place) for worker, size in enumerate(Shares.sizes) for place in range(size))
-    assert sorted(given + rest) == everything
-    one.load_state_dict(state)
-    assert sorted(given + list(one)) == everything
 
 
 def test_where_order_is_kept_a_word_says_so() -> None:

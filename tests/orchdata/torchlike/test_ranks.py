@@ -62,7 +62,3 @@ def test_a_sampler_of_other_ranks_or_data_is_refused_with_the_difference(ranks: 
         assert f"DistributedSampler has rank={1 - rank}, and this loader's is {rank}" in other_rank
         assert "DistributedSampler has another data set" in data
         assert "sharded twice" in random and "sharded twice" in listed
-
-
-def test_a_random_sampler_of_the_data_is_shuffle(ranks: Ranks) -> None:
-    assert sorted(chain(*ranks[0]["sampler"], *ranks[1]["sampler"])) == list(DATA)

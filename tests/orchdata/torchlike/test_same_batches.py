@@ -171,26 +171,6 @@ def test_a_sampler_of_ten_billion_is_drawn_as_it_is_asked_for() -> None:
     assert ours == [batch.tolist() for batch, _ in zip(iter(theirs), range(5), strict=False)]
 
 
-def test_different_seeds_of_torch_give_different_orders_and_a_seed_of_ones_own_the_same() -> None:
-    def order(torch_seed: int, **options: Any) -> list[int]:
-        torch.manual_seed(torch_seed)
-        return [int(row) for row in od.DataLoader(range(50), shuffle=True, **options)]
-
-    assert order(1) == order(1) != order(2)
-    assert order(1, seed=4) == order(2, seed=4)
-
-
-@pytest.mark.parametrize("shuffle", [0, 1, np.True_])
-def test_shuffle_may_be_a_number_as_with_torch(shuffle: Any) -> None:
-    def order(loader: type[Any]) -> list[int]:
-        torch.manual_seed(2)
-        return [int(row) for row in loader(range(20), shuffle=shuffle)]
-
-    assert order(od.DataLoader) == order(DataLoader)
-    with pytest.raises(ValueError, match=r"shuffle must be True, False.*, got 2"):
-        od.DataLoader(range(20), shuffle=2)  # type: ignore[arg-type]
-
-
 def test_items_that_a_data_set_gives_by_the_batch_are_asked_for_so() -> None:
     class Rows(list[int]):
         asked: list[list[int]]

@@ -1,4 +1,4 @@
-"""What Hugging Face's own processor and model make of samples: one at a time, and as a padded batch."""
+"""What Hugging Face's own processor and model make of samples, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from hf_families.families import Family
 from hf_families.samples import Sample, as_image, as_wave, hf_messages
-from hf_families.templates import template
 
 
 @dataclass(frozen=True)
@@ -64,23 +63,9 @@ def inputs_of(family: Family, processor: Any, sample: Sample) -> dict[str, Any]:
     return _chat_inputs(processor, hf_messages(family, sample))
 
 
-def batch_inputs_of(family: Family, processor: Any, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The same for a padded batch."""
-    return _chat_inputs(processor, [hf_messages(family, sample) for sample in samples], padding=True)
-
-
-def hf_rendered(family: Family, processor: Any, sample: Sample, *, generation: bool) -> str:
-    """The text of a chat, by the family's template with or without marks of what is trained."""
-    messages = hf_messages(family, sample)
-    return processor.apply_chat_template(
-        messages, chat_template=template(family.name, generation=generation), tokenize=False
-    )
-
-
-def _chat_inputs(processor: Any, messages: list[Any], **options: Any) -> dict[str, Any]:
+def _chat_inputs(processor: Any, messages: list[Any]) -> dict[str, Any]:
     asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "return_tensors": "pt"}
-    given = {"processor_kwargs": options} if hasattr(processor, "tokenizer") and options else options
-    inputs = dict(processor.apply_chat_template(messages, **asked, **given))
+    inputs = dict(processor.apply_chat_template(messages, **asked))
     trained = torch.as_tensor(inputs.pop("assistant_masks")).reshape(inputs["input_ids"].shape)
     labels = inputs["input_ids"].masked_fill(trained == 0, -100)
     starts = inputs["attention_mask"].argmax(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Chat templates of published models, each as it is and with `{% generation %}` around what an assistant says."""
+"""Chat templates of published models, with `{% generation %}` around what an assistant says."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _generation(body: str) -> str:
     )
 
 
-def template(name: str, *, generation: bool = True) -> str:
-    """The template of a family; `generation` marks assistants' turns, end mark included where it has one."""
-    return _TEMPLATES[name](_generation if generation else str)
+def template(name: str) -> str:
+    """The template of a family; what is marked has the end mark, where it has one."""
+    return _TEMPLATES[name](_generation)
 
 
 def _qwen2_vl(said: Wrap) -> str:

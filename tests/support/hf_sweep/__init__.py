@@ -1,1 +1,0 @@
-"""Every family of the installed transformers that has a processor, built offline: default settings, tokens made up."""
