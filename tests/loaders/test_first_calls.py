@@ -68,18 +68,7 @@ def test_one_thread_makes_each_first_call_and_the_others_wait_for_it(tmp_path):
     assert said_by(tmp_path, COUNTED) == ["1 {1} True"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "{}",
-        "{'num_workers': 1}",
-        pytest.param("{'num_threads': 2}", marks=pytest.mark.slow),
-        pytest.param("{'num_workers': 1, 'multiprocessing_context': 'fork'}", marks=pytest.mark.slow),
-        pytest.param(
-            "{'num_workers': 1, 'num_threads': 2, 'multiprocessing_context': 'spawn'}", marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("options", ["{}", "{'num_workers': 1}"])
 def test_they_are_made_before_anything_is_loaded(options, tmp_path):
     assert said_by(tmp_path, LOADED, options) == ["False True"]
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
+from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.open import OpenShards, open_shard
@@ -24,7 +24,6 @@ from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.counted import ByteCount, CountedFile
 from orchdata.loaders.storage.local import LocalFile
 
 
@@ -58,22 +57,6 @@ def test_each_suffix_opens_its_reader(tmp_path: Path) -> None:
         assert bytes(shard.read(row["offset"], row["size"], row["encoding"], row["field"])) == b"x"
         assert shard.size == (tmp_path / name).stat().st_size
         shard.close()
-
-
-def test_unknown_suffix_and_absent_file(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path)
-    with pytest.raises(ValueError, match="unknown kind of shard"):
-        open_shard("a.zip", limits=Limits(), cache=cache)
-    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened: No such file"):
-        open_shard(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
-
-
-def test_pipes_and_folders_are_no_shards(tmp_path: Path) -> None:
-    (tmp_path / "folder.tar").mkdir()
-    os.mkfifo(tmp_path / "pipe.tar")
-    for name in ("folder.tar", "pipe.tar"):
-        with pytest.raises(ShardError, match=r"\.tar: cannot be opened: not a regular file"):
-            open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path))
 
 
 def test_no_descriptor_is_left(tmp_path: Path, shards: OpenShards) -> None:
@@ -166,33 +149,6 @@ def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
     file.close()
 
 
-def test_reads_past_the_end_are_short(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"content")
-    file = LocalFile(path)
-    assert file.read(5, 10) == b"nt"
-    assert file.read(100, 10) == b""
-    buffer = bytearray(10)
-    assert file.read_into(4, memoryview(buffer)) == 3
-    assert bytes(buffer[:3]) == b"ent"
-    file.close()
-
-
-def test_bytes_are_counted_where_they_are_read(tmp_path: Path, shards: OpenShards) -> None:
-    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x" * 100))
-    shards.get(str(tmp_path / "a.tar")).read(512, 100, 0, "txt")
-    shards.get(str(tmp_path / "a.tar")).read(512, 50, 0, "txt")
-    assert shards.reads.as_dict() == {"storage_bytes": 4 + 100 + 50, "cache_bytes": 0, "used_bytes": 0}  # 4: its magic
-    assert shards.reads.amplification is None
-
-
-def test_shards_let_go_stay_counted(tmp_path: Path, shards: OpenShards) -> None:
-    for i in range(6):
-        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(b"x"))
-        shards.get(str(tmp_path / f"{i}.tar")).read(512, 1, 0, "txt")
-    assert shards.reads.storage.value == 6 * (4 + 1)
-
-
 def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_path: Path, shards: OpenShards) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(tar_bytes(b"x")))
@@ -203,28 +159,3 @@ def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_pa
     shards.close()
     shards.get(str(path))
     assert shards.reads.storage.value == 12 + path.stat().st_size
-
-
-def test_what_fills_a_buffer_counts_as_it_came(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"content")
-    count = ByteCount()
-    file = CountedFile(LocalFile(tmp_path / "a"), count)
-    assert file.read_into(4, memoryview(bytearray(10))) == 3
-    assert file.read(5, 10) == b"nt"
-    assert count.value == 3 + 2
-    file.close()
-    with pytest.raises(ValueError, match="read after close"):
-        file.read(0, 1)
-
-
-def test_threads_lose_no_byte() -> None:
-    count = ByteCount()
-
-    def add() -> None:
-        for _ in range(10_000):
-            count.add(3)
-
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(add) for _ in range(8)]:
-            future.result()
-    assert count.value == 8 * 10_000 * 3

@@ -20,31 +20,6 @@ def test_what_fails_in_the_block_leaves_the_older_file(tmp_path: Path) -> None:
     assert [other.name for other in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"older"
 
 
-def test_a_path_without_a_folder_is_in_the_working_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_once("x", b"content")
-    assert Path("x").read_bytes() == b"content"
-
-
-def test_a_small_file_is_written_again_where_the_system_refused_once(
-    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, real, refused = tmp_path / "x", os.pwrite, []
-
-    def refuse_once(*arguments: object) -> int:
-        if not refused:
-            refused.append(1)
-            raise OSError(28, "No space left on device")
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "pwrite", refuse_once)
-    write_whole(path, b"content")
-    assert path.read_bytes() == b"content" and refused
-    refused.clear()
-    with pytest.raises(OSError, match="No space left"):
-        write_once(path, b"other")
-
-
 def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:3], offset))
@@ -89,15 +64,6 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
 def _replace(path: Path) -> None:
     with replaced(path) as fd:
         write_at(fd, b"newer", 0)
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_whole(tmp_path / "x", b"")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
 
 
 def test_an_interrupted_rename_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

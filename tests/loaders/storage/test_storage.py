@@ -120,13 +120,6 @@ def test_a_change_while_open_is_seen(path: Path, change: str) -> None:
         file.check_unchanged()
 
 
-def test_a_file_that_is_removed_is_still_what_was_opened(path: Path) -> None:
-    file = LocalFile(path)
-    path.unlink()
-    assert file.read(0, 2) == b"\0\1"
-    file.check_unchanged()
-
-
 def samples(word: str, count: int = 30) -> list[dict[str, Any]]:
     return [{"__key__": f"k{number:03d}", "txt": f"{word} {number:03d}".encode()} for number in range(count)]
 

@@ -159,38 +159,6 @@ def test_tracks_are_parts_of_their_own(shard: str) -> None:
     assert torch.equal(again.llm.input_ids, batch.llm.input_ids)
 
 
-def test_bytes_of_a_clip_are_read_once(shard: str) -> None:
-    reads = []
-    for recipe in (RECIPE, od.Recipe(image=None, audio=None, video=VIDEO)):
-        loader = od.DataLoader(
-            od.ShardDataset(shard, recipe=recipe).filter("key in ('none', 'silent')"),
-            global_batch_size=2,
-            num_threads=0,
-            on_error=od.ErrorPolicy("skip", max_failures=None),
-        )
-        list(loader)
-        reads.append(loader.stats()["reads"]["used_bytes"])
-    assert reads[0] == reads[1] > 0
-
-
-def test_without_being_asked_for_nothing_changes(shard: str) -> None:
-    plain = od.AudioPreprocessor(num_mels=16)
-    assert "tracks" not in plain.parameters() and SOUND.parameters()["tracks"] is True
-    assert od.Recipe(audio=plain).fingerprint() != od.Recipe(audio=SOUND).fingerprint()
-    batch = batch_of(
-        od.ShardDataset(shard, recipe=od.Recipe(image=None, audio=plain)).filter("key == 'none'"), global_batch_size=1
-    )
-    assert "audio" not in batch.media
-    with pytest.raises(ValueError, match=r"AudioPreprocessor.tracks"):
-        od.AudioPreprocessor(tracks="yes")  # type: ignore[arg-type]
-
-
-def test_sound_alone_may_be_read_of_clips(shard: str) -> None:
-    dataset = od.ShardDataset(shard, recipe=od.Recipe(image=None, audio=SOUND)).filter("key == 'none' and not bad")
-    batch = batch_of(dataset, global_batch_size=1)
-    assert batch.media["audio"].num_tokens >= 25 and "video" not in batch.media
-
-
 def test_tracks_of_records_and_columns(tmp_path: Path) -> None:
     data, silent = clip("h264", audio="aac"), clip("h264")
     (tmp_path / "a.mp4").write_bytes(data)
