@@ -125,17 +125,6 @@ def test_rows_of_nothing_are_held_against_the_file(tmp_path: Path) -> None:
     assert parquet_errors(path, Limits(decompression_ratio=200 * 65537 / path.stat().st_size)) == []
 
 
-def test_list_items_of_nothing_count_over_all_row_groups(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    for items, over in ((1 << 14, False), ((1 << 14) + 1, True)):
-        table = pa.table({"text": ["a"] * 4, "images": [[b""] * items] * 4})
-        pq.write_table(table, path, compression="zstd", row_group_size=1)
-        assert path.stat().st_size < 1 << 14  # so that 65,536 are free
-        refused = [error for error in parquet_errors(path, Limits()) if "above Limits.decompression_ratio" in error]
-        assert len(refused) == over
-        assert all(error.startswith(f"{4 * items} values in column 'images.list.element'") for error in refused)
-
-
 @pytest.mark.parametrize("dictionary", [False, True], ids=["strings", "dictionary type"])
 def test_a_column_is_held_while_it_is_decoded(tmp_path: Path, dictionary: bool) -> None:
     # 1,000 rows of one text of 10,000 bytes, stored once: the footer says 10 KB, decoding gives 10 MB

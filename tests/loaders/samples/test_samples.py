@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email
 import json
 from pathlib import Path
 
@@ -314,15 +313,3 @@ def test_a_mark_of_any_tool_that_is_left_in_a_text_makes_its_sample_bad(mark):
             else:
                 composed(*given)
             assert composed(*given, Recipe(text=TextPreprocessor(template=PLAIN, marks="keep")))
-
-
-def check_no_marks(text: str) -> None:
-    composed(*sample(txt=text), Recipe(text=TextPreprocessor(image_placeholder="", audio_placeholder="")))
-
-
-def test_texts_of_other_subjects_have_no_marks(fixtures_dir):
-    for name in ("email", "idlelib", "xml", "html"):
-        for path in (Path(email.__file__).parents[1] / name).rglob("*.[pht]*"):
-            check_no_marks(path.read_text(errors="replace"))
-    for path in (fixtures_dir / "text").rglob("*.json*"):
-        check_no_marks(path.read_text())

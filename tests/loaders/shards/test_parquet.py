@@ -241,17 +241,6 @@ def test_rows_of_one_id_are_samples_of_their_own(tmp_path: Path):
     assert [row["error"] for row in fact_rows] == [None] * 4
 
 
-def test_a_field_of_type_null_in_a_chat_says_nothing(tmp_path: Path):
-    chat = [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "r", "name": None}]
-    table = pa.table({"messages": [chat], "nested": [{"messages": chat}]})
-    assert pa.types.is_null(table.schema.field("messages").type.value_type.field("name").type)
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert [(row["field"], row["error"]) for row in rows(tmp_path / "a.parquet")] == [
-        ("messages", None),
-        ("nested", None),
-    ]
-
-
 def test_a_page_that_does_not_fit_its_checksum_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pa.table({"text": ["these letters are in the page", "others"]})

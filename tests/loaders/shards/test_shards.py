@@ -9,7 +9,6 @@ import os
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,17 +82,6 @@ def test_a_shard_let_go_stays_readable_for_who_has_it(tmp_path: Path, shards: Op
     assert shards.get(str(tmp_path / "0.tar")) is not first
 
 
-def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"x"))
-    size = path.stat().st_size
-    indexed = indexed_as(path)
-    assert shards.get(str(path), indexed).size == size
-    shards.close()
-    with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
-        shards.get(str(path), replace(indexed, size=7))
-
-
 def indexed_as(path: Path) -> ShardInfo:
     def opened() -> Shard:
         return open_shard(str(path), limits=Limits(), cache=CacheFolder())
@@ -111,14 +99,6 @@ def test_other_members_in_the_same_size_are_stale(tmp_path: Path, shards: OpenSh
     assert path.stat().st_size == indexed.size
     with pytest.raises(StaleIndexError, match="rewritten since it was indexed"):
         shards.get(str(path), indexed)
-
-
-def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"one"))
-    indexed = indexed_as(path)
-    os.utime(path, ns=(1, 1))
-    assert shards.get(str(path), indexed).checksum() == indexed.checksum
 
 
 def test_threads_open_a_shard_once(tmp_path: Path, shards: OpenShards) -> None:

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -237,17 +236,3 @@ def test_gzipped_text_is_read_within_its_limit(tmp_path: Path) -> None:
         opened.read(large["offset"], large["size"], large["encoding"], "txt.gz")
     with pytest.raises(FieldError, match="damaged gzip"):
         opened.read(small["offset"], small["size"] - 9, small["encoding"], "txt.gz")
-
-
-def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    members = [(f"{i:04d}.{field}", rng.bytes(int(rng.integers(1, 60_000)))) for i in range(60) for field in "abc"]
-    opened = shard(write_tar(tmp_path / "a.tar", members))
-    fact_rows = opened.facts().table.arrow().to_pylist()
-    spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in fact_rows]
-    samples = [spec[i : i + 3] for i in range(0, len(spec), 3)]
-    expected = [[content for _, content in members[i : i + 3]] for i in range(0, len(members), 3)]
-    order = rng.integers(0, len(samples), 800).tolist()
-    with ThreadPoolExecutor(8) as pool:
-        read = list(pool.map(lambda i: [bytes(content) for content in opened.read_many(samples[i])], order))
-    assert read == [expected[i] for i in order]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import new_file, replaced, write_at, write_once, write_whole
 
 
@@ -39,41 +38,6 @@ def test_a_large_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     assert synced == [(len(b"newer"), False)] and path.exists()
 
 
-@pytest.mark.parametrize("step", ["pwrite", "replace", "close"])
-def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
-    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    path = tmp_path / "x"
-    write_whole(path, b"older")
-    real = getattr(os, step)
-
-    def full(*arguments: object) -> None:
-        if step == "close":
-            real(*arguments)  # the descriptor goes either way
-        raise OSError(28, "No space left on device")
-
-    for write in (lambda: write_whole(path, b"newer"), lambda: _replace(path)):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, step, full)
-            with pytest.raises(StorageError, match=r"x: cannot be written: No space left on device") as raised:
-                write()
-        assert raised.value.errno == 28
-        assert [other.name for other in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"older"
-
-
 def _replace(path: Path) -> None:
     with replaced(path) as fd:
         write_at(fd, b"newer", 0)
-
-
-def test_an_interrupted_rename_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, interrupted = os.replace, [InterruptedError(), InterruptedError()]
-
-    def once_more(source: str, target: str) -> None:
-        if interrupted:
-            raise interrupted.pop()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", once_more)
-    write_once(tmp_path / "file", b"content")
-    assert (tmp_path / "file").read_bytes() == b"content" and not interrupted

@@ -35,19 +35,6 @@ def test_globs_are_sorted_and_lists_keep_their_order(folder: Path) -> None:
         assert expand_paths(f"{scheme}{folder}/b.parquet") == [f"{folder}/b.parquet"]
 
 
-def test_a_path_with_glob_characters_that_exists_is_itself(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].tar"
-    path.write_bytes(b"x")
-    assert expand_paths(str(path)) == [str(path)]
-    assert expand_paths(path) == [str(path)]
-
-
-def test_a_path_with_braces_that_exists_is_itself(tmp_path: Path) -> None:
-    path = tmp_path / "a{1..2}.tar"
-    path.write_bytes(b"x")
-    assert expand_paths(str(path)) == [str(path)]
-
-
 @pytest.mark.parametrize("name", ["absent.tar", "a-{000..009}.tar", "c*.tar"])
 def test_what_does_not_exist_is_named(folder: Path, name: str) -> None:
     expected = {"absent.tar": "absent.tar", "a-{000..009}.tar": "a-002.tar", "c*.tar": r"c\*.tar"}[name]

@@ -348,24 +348,3 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     assert reasons.keys() == {"calling", "tools", "thinking"}
     for key, name in (("calling", "tool_calls"), ("tools", "tools"), ("thinking", "thinking")):
         assert f"has '{name}'" in reasons[key]
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"[" * 100_000 + b"]" * 100_000,
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'[{"role": "user", "content": ' + b"[" * 800 + b"]" * 800 + b"}]",
-        b'{"messages": [{"role": "user", "content": "x", "weight": ' + b"7" * 4000 + b"}]}",
-        b'{"image": [' + b"[" * 800 + b'"a"' + b"]" * 800 + b'], "text": "x"}',
-        b'{"text": "\\ud800"}',
-        b'{"' + b"k" * 100_000 + b'": [{"role": "user"}]}',
-        b'[{"role": "' + b"r" * 100_000 + b'", "content": "x"}]',
-    ],
-)
-def test_hostile_json_is_refused_with_a_short_reason(payload):
-    with pytest.raises(FieldError) as caught:
-        measured(json=payload)
-    assert caught.value.field in ("json", "image")
-    assert len(caught.value.reason) < 600
-    caught.value.reason.encode()  # no lone surrogates: it goes into a file

@@ -90,19 +90,6 @@ def test_sound_that_begins_later_stays_in_time() -> None:
     assert not wave[:7_990].any() and np.abs(wave[8_000:] - tone(rate)[: len(wave) - 8_000]).max() < 1e-4
 
 
-def test_channels_are_averaged() -> None:
-    out = io.BytesIO()
-    with av.open(out, "w", format="matroska") as made:
-        stream = made.add_stream("pcm_s16le", rate=8_000, layout="stereo")
-        both = np.stack([tone(8_000), np.zeros(8_000)]).astype(np.float32)
-        frame = av.AudioFrame.from_ndarray(both, format="fltp", layout="stereo")
-        frame.sample_rate, frame.pts, frame.time_base = 8_000, 0, Fraction(1, 8_000)
-        made.mux(stream.encode(frame))
-        made.mux(stream.encode(None))
-    wave, rate = read_mono(out.getvalue(), LIMITS)
-    assert rate == 8_000 and np.abs(wave - tone(8_000) / 2).max() < 1e-4
-
-
 def test_what_has_no_sound_says_so() -> None:
     assert header_of(clip("h264")) == (0, 0)
     with pytest.raises(DecodeError, match="no track of sound"):

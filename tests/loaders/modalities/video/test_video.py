@@ -405,18 +405,6 @@ def test_threads_decode_at_once() -> None:
 # Counts
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 7, 100, 10_000])
-@pytest.mark.parametrize("budget", [(4, 16, 64), (1, 1, 1), (4, 768, 16_384), (16, 64, 40)])
-def test_budgets_hold_for_every_clip(frames: int, budget: tuple[int, int, int]) -> None:
-    low, high, total = budget
-    pre = od.VideoPreprocessor(min_tokens=low, max_tokens=high, total_tokens=total, max_frames=64)
-    for width, height in ((640, 360), (20, 3000), (14, 14)):
-        size = pre.count_header((width, height, frames, frames, 25), LIMITS)
-        grid_t, count = size.extent[0], size.extent[3]
-        assert size.tokens <= total and low <= size.tokens // grid_t <= high and grid_t == -(-count // 2)
-        assert count <= min(frames, 64)
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
     pre = replace(PRE, dtype=dtype, temporal_patch_size=2, fps=3)
