@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from delivered_once import Key, read_rows, tar_keys, wrong_deliveries
-from shard_factory import omni_shards
+from delivered_once import Key, wrong_deliveries
 
 KEYS: list[Key] = [("a.tar", f"s{number}") for number in range(12)]
 STEPS = [KEYS[start : start + 4] for start in range(0, 12, 4)]
@@ -88,14 +86,3 @@ def test_sources_that_come_round_again_come_round_evenly() -> None:
     assert wrong_deliveries([run(0, 0, steps)], KEYS, small, epochs=1)
     steps[2].append(small[0])
     assert "b.tar: t0" in wrong_deliveries([run(0, 0, steps)], KEYS, small, epochs=1, repeats=True)[0]
-
-
-def test_keys_of_tars_are_those_that_were_written(tmp_path: Path) -> None:
-    paths = omni_shards(tmp_path, shards=2, samples=7)
-    assert tar_keys(paths) == [(path, f"s{shard}-{n:04d}") for shard, path in enumerate(paths) for n in range(7)]
-
-
-def test_half_a_line_is_no_row(tmp_path: Path) -> None:
-    rows = run(0, 0, STEPS[:2], ranks=1)
-    (tmp_path / "rank0").write_text("\n".join(map(json.dumps, rows))[:-5])
-    assert read_rows([tmp_path / "rank0"]) == rows[:1]

@@ -34,7 +34,6 @@ from failing_calls import (
 from fault_data import CONTAINERS, write_containers, write_mixture
 
 NEVER = Fault(nth=0, kinds=KINDS)
-EVERY_UP_TO = 100
 LEAST_POINTS = 3_000
 
 
@@ -125,10 +124,7 @@ def problems(answer: dict[str, Any], truth: dict[str, Any], fault: Fault) -> lis
 
 SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
     "build": ("build_index", {}),
-    "build in threads": ("build_index", {"num_threads": 2}),
     "load": ("load", {}),
-    "load, raise": ("load", {"on_error": "raise"}),
-    "epoch": ("epoch", {}),
     "epoch, evicted": ("epoch", {"evicted": True}),
     "epoch in threads": ("epoch", {"evicted": True, "num_threads": 2}),
     "epoch, raise": ("epoch", {"on_error": "raise", "evicted": True}),
@@ -144,17 +140,6 @@ def spread(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(1, count + 1))
     return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
-
-
-def every_fault(name: str, calls: list[str]) -> list[Fault]:
-    """Every n of EIO up to EVERY_UP_TO and a sample beyond, each for a moment, on one file for good, and everywhere for
-    good; a sample of the others, of which how long they last changes from one to the next.
-    """
-    count = len(calls)
-    if name != "EIO":
-        return [fault for place, n in enumerate(spread(count, 40)) for fault in lasting(name, n, (LASTS[place % 3],))]
-    numbers = [*range(1, min(count, EVERY_UP_TO) + 1), *(EVERY_UP_TO + n for n in spread(count - EVERY_UP_TO, 10))]
-    return [fault for n in numbers for fault in lasting(name, n, LASTS)]
 
 
 def some_faults(name: str, calls: list[str], *, each_call: bool) -> list[Fault]:
@@ -189,18 +174,6 @@ def test_trouble_is_an_error_or_is_healed(name: str, worker: Worker) -> None:
     truth = Truth(worker, *SCENARIOS[name])
     faults = [fault for kind in REFUSES for fault in some_faults(kind, truth.calls(kind), each_call=name in PRIMARY)]
     report([truth.trouble(fault) for fault in faults])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PRIMARY)
-def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list[Worker]) -> None:
-    with ThreadPoolExecutor(len(workers)) as pool:
-        truths = list(pool.map(lambda worker: Truth(worker, *SCENARIOS[name]), workers))
-        faults = [fault for kind in REFUSES for fault in every_fault(kind, truths[0].calls(kind))]
-        shares = [faults[number :: len(truths)] for number in range(len(truths))]
-        tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
-        report([trouble for share in tried for trouble in share])
 
 
 def walks() -> dict[str, tuple[str, dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
 import pyarrow as pa
@@ -43,15 +42,6 @@ def test_a_column_survives_arrow(kind: type[Strings] | type[Names]) -> None:
     assert list(column) == [*WORDS, "a", "new"]
 
 
-def test_more_bytes_than_arrow_has_offsets_for_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "_MOST_BYTES", 10)
-    assert Strings(WORDS).arrow().to_pylist() == WORDS
-
-
-def test_surrogates_become_escapes() -> None:
-    assert list(Strings(["a\udc80", "b"])) == ["a\\udc80", "b"]
-
-
 @pytest.mark.parametrize("same_hashes", [False, True])
 def test_rows_of_keys_are_those_of_a_dict(same_hashes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if same_hashes:
@@ -63,10 +53,3 @@ def test_rows_of_keys_are_those_of_a_dict(same_hashes: bool, monkeypatch: pytest
         assert (key in rows) == (key in known)
         assert rows.setdefault(key, row) == known.setdefault(key, row)
         keys.append(key)
-
-
-def test_the_collector_sees_no_rows() -> None:
-    strings, names = Strings(WORDS * 100), Names(WORDS * 100)
-    for column in (strings, names):
-        parts = [getattr(column, name) for name in type(column).__slots__]
-        assert sum(len(gc.get_referents(part)) for part in parts) < len(WORDS) * 3

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from orchdata.loaders import environment
-from orchdata.loaders.environment import failed_import, requirements, way_out
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, PackageError, as_field_error, pass_trouble
+from orchdata.loaders.environment import failed_import
+from orchdata.loaders.errors import DataError, FieldError, PackageError, as_field_error, pass_trouble
 
 RAISES = {
     "ImportError": ("raise ImportError('planted')", "ImportError: planted"),
@@ -91,54 +87,6 @@ def test_no_exception_of_an_import_is_a_fault_of_data(
     assert isinstance(caught.value, ImportError)
 
 
-def test_an_error_raised_from_one_of_an_import_is_that(plant: Callable[[str], None]) -> None:
-    plant("raise RuntimeError('two versions')")
-    wrapped = DecodeError("this clip is bad")
-    wrapped.__cause__ = raised(by_statement)
-    with pytest.raises(PackageError, match="'planted' cannot be used \\(RuntimeError: two versions\\)"):
-        wrapped.at("wav")
-
-
-def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is given the module all the same, without what its body would have defined."""
-    started, go_on = threading.Event(), threading.Event()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(threading, "events_of_planted_slow", (started, go_on), raising=False)
-    (tmp_path / "planted_slow.py").write_text(
-        "import threading\n"
-        "started, go_on = threading.events_of_planted_slow\n"
-        "started.set()\n"
-        "go_on.wait()\n"
-        "raise OSError('planted.so')\n"
-    )
-
-    def use() -> None:
-        import planted_slow
-
-        planted_slow.help_out()
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(raised, use)
-        started.wait()
-        second = pool.submit(raised, use)
-        while not any("_lock_unlock_module" in _calls_of(thread) for thread in pool._threads):
-            time.sleep(0.001)
-        go_on.set()
-        errors = [first.result(), second.result()]
-    for error in errors:
-        failed = failed_import(error)
-        assert failed is not None and failed.package == "planted_slow" and str(failed.cause) == "planted.so"
-    # The control: a module that was imported is there, and what misses an attribute of it is no import.
-    assert failed_import(raised(lambda: sys.no_such_name)) is None  # type: ignore[attr-defined]
-
-
-def _calls_of(thread: threading.Thread) -> list[str]:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return [each.f_code.co_name for each, _ in traceback.walk_stack(frame)] if frame else []
-
-
 def test_data_are_still_blamed_for_what_happens_after_an_import(plant: Callable[[str], None]) -> None:
     plant("def decode(data): raise ValueError(f'cut at {len(data)}')")
 
@@ -180,21 +128,3 @@ class _Any:
 
 
 ANY = _Any()
-
-
-def test_the_way_out_changes_something(plant: Callable[[str], None]) -> None:
-    assert way_out("soundfile") == f"pip install --force-reinstall --no-deps '{requirements()['soundfile']}'"
-    assert way_out("PIL").endswith(f"'{requirements()['pillow']}'")
-    assert way_out("planted_nowhere") == "pip install 'planted_nowhere'"
-    plant("import planted_nowhere")
-    assert way_out("planted", raised(by_statement)) == "pip install 'planted_nowhere'"
-    assert way_out("planted", ModuleNotFoundError(name="cv2")) == "pip install 'opencv-python-headless'"
-    assert way_out("planted", OSError()) == '`python -c "import planted"` shows what is wrong with it'
-
-
-def test_a_missing_package_of_an_extra_is_installed_as_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchdata.loaders.environment.is_installed", lambda _: False)
-    video, hf = requirements("video"), requirements("hf")
-    assert way_out("av") == f"pip install '{video['av']}'"
-    assert way_out("transformers") == way_out("jinja2") == f"pip install {' '.join(map(repr, hf.values()))}"
-    assert way_out("simplejpeg") == f"pip install '{requirements()['simplejpeg']}'"

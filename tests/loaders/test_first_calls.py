@@ -48,17 +48,6 @@ if __name__ == "__main__":
     print(first_calls._is_settled, all(batch.all() for batch in od.DataLoader(Items(), batch_size=2, **options)))
 """
 
-CLIP = """
-import numpy as np
-from orchdata import AudioPreprocessor
-from orchdata.loaders import first_calls
-from orchdata.loaders.modalities.audio_decode import resample, write_features
-
-print(first_calls._is_settled)
-WHAT
-print(first_calls._is_settled)
-"""
-
 
 def said_by(folder: Path, program: str, *args: str) -> list[str]:
     return run_forked(program, *args, folder=folder).stdout.split("\n")[:-1]
@@ -68,28 +57,6 @@ def test_one_thread_makes_each_first_call_and_the_others_wait_for_it(tmp_path):
     assert said_by(tmp_path, COUNTED) == ["1 {1} True"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "{}",
-        "{'num_workers': 1}",
-        pytest.param("{'num_threads': 2}", marks=pytest.mark.slow),
-        pytest.param("{'num_workers': 1, 'multiprocessing_context': 'fork'}", marks=pytest.mark.slow),
-        pytest.param(
-            "{'num_workers': 1, 'num_threads': 2, 'multiprocessing_context': 'spawn'}", marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("options", ["{}", "{'num_workers': 1}"])
 def test_they_are_made_before_anything_is_loaded(options, tmp_path):
     assert said_by(tmp_path, LOADED, options) == ["False True"]
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "resample(np.zeros(4410, np.float32), 44100, 16000)",
-        "write_features(np.zeros(16000, np.float32), AudioPreprocessor(), np.empty((100, 128), np.uint16))",
-    ],
-)
-def test_a_clip_that_is_decoded_by_itself_makes_them(what, tmp_path):
-    assert said_by(tmp_path, CLIP.replace("WHAT", what)) == ["False", "True"]

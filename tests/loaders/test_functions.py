@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchdata.loaders.errors import DecodeError, StorageError
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.functions import UserFunction
 
 SCALE = 3
@@ -105,13 +103,6 @@ def test_function_that_its_source_does_not_describe_needs_an_id(function: Any, r
     assert identity(function, "mine") == "mine"
 
 
-def test_function_without_source_needs_an_id() -> None:
-    names: dict[str, Any] = {}
-    exec("def f(record):\n    return record", names)
-    with pytest.raises(ValueError, match="its source text is not available"):
-        identity(names["f"])
-
-
 def test_id_follows_the_source_and_the_modules_that_it_names(tmp_path: Path) -> None:
     text = "import {} as m\n\ndef f(record):\n    return m.dumps(record)\n"
     first = function_of(text.format("json"), tmp_path, "a")
@@ -121,31 +112,6 @@ def test_id_follows_the_source_and_the_modules_that_it_names(tmp_path: Path) -> 
     assert identity(first) != identity(function_of(changed, tmp_path, "d"))
 
 
-def test_digest_ignores_comments(tmp_path: Path) -> None:
-    plain = function_of("def f(record):\n    return record\n", tmp_path, "a")
-    noted = function_of("def f(record):\n    # As it is.\n    return record  # all\n", tmp_path, "b")
-    other = function_of("def f(record):\n    return [record]\n", tmp_path, "c")
-    digests = [UserFunction.of("Recipe.record", each, "id").digest for each in (plain, noted, other)]
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_id_is_the_same_in_another_process() -> None:
-    program = "import sys; sys.path[:0] = sys.argv[1:]; import test_functions as t; print(t.identity(t.whole), end='')"
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", program, here, *sys.path]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
-    assert printed.stdout == identity(whole)
-
-
-def test_exception_names_the_function_and_its_line(tmp_path: Path) -> None:
-    function = function_of("def f(record):\n    words = record['words']\n    return words[0]\n", tmp_path)
-    user = UserFunction.of("Recipe.record", function, None)
-    with pytest.raises(DecodeError, match=r"Recipe.record: f, line 2: KeyError: 'words'"):
-        user({})
-    with pytest.raises(DecodeError, match=r"Recipe.record: f, line 3: IndexError"):
-        user({"words": []})
-
-
 def test_errors_that_say_nothing_about_the_data_pass(tmp_path: Path) -> None:
     function = function_of("def f(record):\n    raise OSError(5, 'input/output error')\n", tmp_path)
     with pytest.raises(StorageError):
@@ -153,9 +119,3 @@ def test_errors_that_say_nothing_about_the_data_pass(tmp_path: Path) -> None:
     short = function_of("def f(record):\n    raise MemoryError\n", tmp_path, "short")
     with pytest.raises(MemoryError):
         UserFunction.of("Recipe.record", short, None)({})
-
-
-@pytest.mark.parametrize("given", ["", 3, b"x"])
-def test_id_must_be_a_string(given: Any) -> None:
-    with pytest.raises(TypeError, match="record_id must be a string"):
-        identity(whole, given)

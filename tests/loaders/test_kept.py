@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import multiprocessing
 import os
@@ -26,7 +25,6 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.kept import KINDS, Pruned, prune
@@ -34,7 +32,6 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.mapped_array import MappedArray
 
 pytestmark = pytest.mark.usefixtures("no_hang")
-REPOSITORY = Path(__file__).resolve().parents[2]
 DAY = 24 * 3600.0
 DIGEST = "0123456789abcdef" * 2
 """Of the name of a kept file."""
@@ -178,16 +175,6 @@ def test_leftovers_of_killed_writers_go_after_a_day() -> None:
     assert [path.name for path in root.iterdir()] == [".b.costs.0123.tmp"]
 
 
-def test_no_code_makes_a_folder_that_the_table_lacks() -> None:
-    """The names that `CacheFolder.make` and `file` are called with."""
-    made = set()
-    for path in [*(REPOSITORY / "loaders").rglob("*.py"), *(REPOSITORY / "orchdata").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("make", "file"):
-                made |= {each.value for each in node.args[:1] if isinstance(each, ast.Constant)}
-    assert {"costs", "facts", "index", "locks"} <= made <= {*KINDS, "locks"}
-
-
 # --- what is gone while it is used
 
 
@@ -231,25 +218,6 @@ def test_another_process_opens_what_this_one_lends(shards: list[str]) -> None:
     with open("/dev/null", "rb"), open(shards[0], "rb"), open(shards[1], "rb"):
         failed = subprocess.run(run, input=data, capture_output=True, check=False)
     assert failed.returncode == 1 and b"was removed: run `orchdata index` again" in failed.stderr
-
-
-def test_costs_that_go_before_they_are_merged_are_measured_again(
-    shards: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = content(build_index(shards, od.Recipe()))
-    monkeypatch.setattr(builder, "_IN_MEMORY_BYTES", 0)  # so that costs are read again when they are merged
-    merge = builder.merge_tables
-
-    def late(*args: Any, **options: Any) -> None:
-        if len(removed) < 2:
-            removed.append(kept("costs")[0])
-            removed[-1].unlink()
-        merge(*args, **options)
-
-    removed: list[Path] = []
-    monkeypatch.setattr(builder, "merge_tables", late)
-    assert content(build_index(shards, od.Recipe(), force=True)) == before
-    assert len(removed) == 2
 
 
 BUILDS = """

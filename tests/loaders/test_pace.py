@@ -34,21 +34,11 @@ def test_where_threads_wait_all_are_at_work(most: int) -> None:
     assert spent[most] > 50
 
 
-def test_the_best_may_lie_between() -> None:
-    rates = {1: 100, 2: 190, 4: 300, 8: 250, 16: 200}
-    assert worked(Pace(16, 0.0), lambda threads, _: rates[threads], 120)[4] > 95
-
-
 def test_storage_that_becomes_slow_gets_more_threads() -> None:
     def rate(threads: int, now: float) -> float:
         return 1000 / threads if now < 20 else 50 * threads
 
     assert worked(Pace(8, 0.0), rate, 120)[8] > 50
-
-
-def test_few_large_jobs_are_not_slowed_down_by_trials() -> None:
-    spent = worked(Pace(8, 0.0), lambda threads, _: 0.01 * threads, 300)
-    assert spent[8] == sum(spent.values())
 
 
 def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +93,3 @@ def test_no_more_are_inside_than_may_be_and_the_end_lets_all_in(monkeypatch: pyt
     leave.set()
     for thread in threads:
         thread.join()
-
-
-def test_an_error_inside_gives_the_turn_back() -> None:
-    turns = Turns(1)
-    with pytest.raises(RuntimeError), turns.turn():
-        raise RuntimeError
-    with turns.turn() as done:
-        done(1.0)

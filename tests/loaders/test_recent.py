@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from orchdata.loaders.recent import Recent
 
 
@@ -39,15 +37,3 @@ def test_a_value_is_made_by_one_thread_while_others_wait() -> None:
         go_on.set()
         assert [future.result(30) for future in futures] == [0] * 4
     assert made == [0]
-
-
-def test_what_cannot_be_made_is_tried_by_the_next() -> None:
-    recent: Recent[int] = Recent(100)
-
-    def fail() -> tuple[int, int]:
-        raise ValueError("no")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            recent.made("name", fail)
-    assert recent.made("name", lambda: (3, 1)) == 3

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tomllib
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,70 +62,3 @@ def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pyt
         assert used == {"theirs": "Resample", "ours": "SincResampler"}[name]
     resampling._resampler.cache_clear()
     np.testing.assert_array_equal(resampled["ours"], resampled["theirs"])
-
-
-def test_another_default_dtype_changes_no_value() -> None:
-    wave = noise(22_050).numpy()
-    expected = resample(wave, 22_050, 16_000)
-    resampling._resampler.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        np.testing.assert_array_equal(resample(wave, 22_050, 16_000), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        resampling._resampler.cache_clear()
-
-
-def test_rates_that_differ_by_less_than_a_kernel_can_tell_are_one() -> None:
-    wave = noise(100).numpy()
-    assert resample(wave, 1_000_003, 1_000_001) is wave
-
-
-def test_threads_that_resample_first_together_get_what_one_alone_gets() -> None:
-    """In a process of its own: what is at stake are the first calls of a process."""
-    code = """
-import threading, numpy as np
-from orchdata.loaders import resampling
-resampling.torchaudio_transforms = lambda: None
-rates = [8_000, 11_025, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
-wave = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
-resampled, gate = {}, threading.Barrier(len(rates))
-def work(rate):
-    gate.wait()
-    resampled[rate] = resampling.resample(wave, rate, 16_000)
-threads = [threading.Thread(target=work, args=(rate,)) for rate in rates]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-resampling._resampler.cache_clear()
-print(all(np.array_equal(resampled[rate], resampling.resample(wave, rate, 16_000)) for rate in rates))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
-
-
-def test_without_torchaudio_clips_are_resampled_to_the_same_bits_and_nothing_requires_it() -> None:
-    code = """
-import hashlib, io, sys
-if sys.argv[1:] == ["blocked"]: sys.modules["torchaudio"] = None
-import numpy as np, soundfile
-import orchdata as od
-from orchdata.loaders import resampling
-digest = hashlib.sha256()
-for rate in (8_000, 22_050, 44_100, 48_000):
-    clip = io.BytesIO()
-    wave = np.random.default_rng(rate).uniform(-1, 1, rate)
-    soundfile.write(clip, wave, rate, format="FLAC")
-    samples, rate = soundfile.read(io.BytesIO(clip.getvalue()), dtype="float32")
-    digest.update(resampling.resample(samples, rate, 16_000).tobytes())
-print(type(resampling._resampler(441, 160, True)).__name__, digest.hexdigest())
-"""
-    torchaudio()
-    said = [
-        subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True).stdout.split()
-        for given in (["blocked"], [])
-    ]
-    assert said[0][0] == "SincResampler"
-    assert said[0][1] == said[1][1]
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    extras = {name for name, wanted in declared["optional-dependencies"].items() if "torchaudio>=2.6" in wanted}
-    assert extras == {"audio", "dev"} and not any("torchaudio" in each for each in declared["dependencies"])

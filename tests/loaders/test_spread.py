@@ -16,7 +16,6 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.measuring import reading
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.slow import Ended, here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -31,26 +30,6 @@ def spread() -> Iterator[Spread]:
     assert turns._num_lent == 0 and not [each for each in threading.enumerate() if "helper" in each.name]
 
 
-def test_results_come_in_order_from_several_threads(spread: Spread) -> None:
-    threads, together = set(), threading.Barrier(3, timeout=60)
-
-    def work(item: str) -> str:
-        if item in ("0", "1", "2"):
-            together.wait()  # only if three threads are in it at the same time
-        threads.add(threading.get_ident())
-        return item * 2
-
-    assert list(spread.in_order(work, map(str, range(8)))) == [str(number) * 2 for number in range(8)]
-    assert len(threads) == 3
-
-
-def test_few_items_are_taken_ahead(spread: Spread) -> None:
-    taken: list[str] = []
-    items = (taken.append(str(number)) or str(number) for number in range(100))
-    for done, _ in enumerate(spread.in_order(len, items)):
-        assert len(taken) <= done + 7
-
-
 def test_an_error_comes_in_its_place_and_ends_the_others(spread: Spread) -> None:
     def work(item: str) -> str:
         if item == "3":
@@ -62,27 +41,6 @@ def test_an_error_comes_in_its_place_and_ends_the_others(spread: Spread) -> None
     with pytest.raises(MemoryError, match="3"):
         got.extend(results)
     assert got == ["0", "1", "2"]
-
-
-def test_helpers_end_at_their_next_sample_when_a_shard_is_given_up(spread: Spread) -> None:
-    entered, ends = threading.Event(), []
-
-    def work(item: str) -> str:
-        if item == "0":  # the second one: for a helper
-            entered.set()
-            try:
-                while True:
-                    here().key = "another sample"
-            except Ended:
-                ends.append(item)
-                raise
-        entered.wait(60)
-        raise ValueError(item)
-
-    results = spread.in_order(work, iter(["1", "0", "2", "3"]))
-    with pytest.raises(ValueError, match="1"):
-        list(results)
-    assert ends == ["0"]
 
 
 class Words:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,17 @@ CASES = {
     "fork": ("fork", *UNSET),
     "fork-true": ("fork", *TRUE),
     "forkserver": ("forkserver", *UNSET),
-    "forkserver-true": ("forkserver", *TRUE),
-    "spawn": ("spawn", *UNSET),
     "spawn-false": ("spawn", *FALSE),
 }
 
 
-QUICK = ("fork", "spawn-false")
-
-
-def outcomes(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str, str]]:
+def outcomes(folder: Path) -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each case."""
     environment = {
         name: value for name, value in os.environ.items() if "TOKENIZERS" not in name and "RAYON" not in name
     }
     environment["PYTHONPATH"] = str(JOB.parent)
-    cases = json.dumps([CASES[name][:2] for name in names])
+    cases = json.dumps([case[:2] for case in CASES.values()])
     done = subprocess.run(
         [sys.executable, str(JOB), cases, str(folder)],
         env=environment,
@@ -51,14 +45,12 @@ def outcomes(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str, st
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(sorted(CASES.keys() - {*QUICK}), marks=pytest.mark.slow)], ids=["quick", "others"]
-)
-def test_workers_share_the_cores_and_forks_go_on(names: Sequence[str], tmp_path: Path) -> None:
-    for case, (code, out, err) in outcomes(tmp_path, names).items():
+@pytest.mark.slow
+def test_workers_share_the_cores_and_forks_go_on(tmp_path: Path) -> None:
+    for case, (code, out, err) in outcomes(tmp_path).items():
         start_method, _, used, count, started = CASES[case]
         assert code == 0, err
         assert "forked" not in err

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import os
-import shutil
-import tempfile
-import threading
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,21 +14,15 @@ import pytest
 from shard_factory import omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
+from orchdata.loaders.errors import StorageError, TooManyFailures
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.measuring import chunk
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
-from orchdata.loaders.storage.retries import Patience
 
 Call = Callable[..., Any]
-
-
-def no_space(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class Trouble:
@@ -109,111 +100,6 @@ def test_under_skip_too_trouble_in_training_ends_the_run(
     assert loader.stats()["failures"]["count"] == 0
 
 
-@pytest.mark.parametrize("name", ["orchdata.loaders.storage.node.entries.create_temporary", "os.fsync"])
-def test_a_full_cache_ends_a_build_and_records_nothing(
-    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(name, no_space)
-        with pytest.raises(StorageError, match="No space left on device"):
-            build_index(shards, Recipe(), retry_seconds=0)
-    assert not len(build_index(shards, Recipe()).bad_rows())
-
-
-@pytest.mark.parametrize("removed", [False, True])
-def test_a_moment_of_trouble_while_merging_costs_nothing(
-    texts: list[str], monkeypatch: pytest.MonkeyPatch, removed: bool
-) -> None:
-    sync, refused = os.fsync, []
-
-    def refuse_once(fd: int) -> None:
-        if not refused:
-            refused.append(fd)
-            if removed:
-                shutil.rmtree(CacheFolder().root / "index")
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(fd)
-
-    monkeypatch.setattr(os, "fsync", refuse_once)
-    with pytest.warns(UserWarning, match=r"\.index: cannot be written: Input/output error; trying again"):
-        index = build_index(texts, Recipe())
-    assert refused and not len(index.bad_rows())
-
-
-def test_an_index_that_is_not_there_is_none_after_a_moment_of_trouble_too(
-    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opening, refused = os.open, []
-
-    def refuse_once(path: Any, *arguments: Any, **options: Any) -> int:
-        if str(path).endswith(".index") and not refused:
-            refused.append(path)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opening(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", refuse_once)
-    assert open_index(shards, Recipe()) is None and refused
-    refused.clear()
-    assert not len(build_index(shards, Recipe()).bad_rows()) and refused
-
-
-def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
-    warnings: list[Exception] = []
-    patience = Patience(0.2, warnings.append)
-
-    def fail() -> None:
-        raise StorageError("x", "no", errno.EIO)
-
-    def keep_trying() -> None:
-        with pytest.raises(StorageError):
-            patience.keep_trying(fail, StorageError)
-
-    threads = [threading.Thread(target=keep_trying) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    calls: list[int] = []
-
-    def count() -> None:
-        calls.append(1)
-        fail()
-
-    with pytest.raises(StorageError):
-        patience.keep_trying(count, StorageError)
-    assert len(warnings) == 1
-    assert len(calls) == 1  # what the others waited is spent
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_what_may_not_be_read_is_tried_again_for_seconds_and_not_for_a_minute(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    pauses: list[float] = []
-    calls: list[int] = []
-
-    def fail(number: int) -> None:
-        calls.append(number)
-        if len(calls) == 20:
-            raise KeyboardInterrupt
-        raise StorageError("/data/a.jpg", "cannot be opened", number)
-
-    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout: pauses.append(timeout))
-    with pytest.raises(StorageError):
-        Patience(60, lambda error: None).keep_trying(lambda: fail(number), StorageError)
-    assert len(calls) >= 3
-    assert 1 < sum(pauses) < 5
-    with pytest.raises(KeyboardInterrupt):  # another error may pass within the minute
-        Patience(60, lambda error: None).keep_trying(lambda: fail(errno.EIO), StorageError)
-
-
-def test_a_shard_that_does_not_exist_is_not_waited_for() -> None:
-    warnings: list[Exception] = []
-    with pytest.raises(StorageError):
-        Patience(60, warnings.append).keep_trying(lambda: LocalFile("/nowhere/a.tar"), StorageError)
-    assert not warnings
-
-
 @pytest.mark.parametrize("error", [TypeError("odd"), ValueError("int of 5000 digits"), RecursionError(), KeyError("x")])
 def test_an_exception_while_measuring_a_sample_fails_the_sample(
     texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -282,47 +168,6 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
 
 
-def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
-    member = os.path.getsize(texts[0]) // 100 // 512 * 512
-    zero(texts[0], start=40 * member)
-    with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-        )
-    failures = loader.stats()["failures"]
-    assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
-    assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
-
-
-def test_a_damaged_file_alone_of_its_format_counts_as_the_others_do(tmp_path: Path, texts: list[str]) -> None:
-    (tmp_path / "cut.json").write_text("[nonsense" + " and more" * 500)
-    with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset([*texts, str(tmp_path / "cut.json")]),
-            batch_size=10,
-            on_error=od.ErrorPolicy("skip", max_failures=None),
-        )
-    assert loader.stats()["failures"]["count"] == 100  # as many as a shard of texts has, not one for each of its bytes
-
-
-def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> None:
-    shard = write_shard(
-        tmp_path / "a.tar", [{"__key__": f"k{i}", "txt": b"\xff" if i == 3 else b"x"} for i in range(9)]
-    )
-    failures = od.DataLoader(
-        od.ShardDataset(shard), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None)
-    ).stats()["failures"]
-    assert (failures["count"], failures["lost"]) == (1, 0)
-
-
-def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Any:
-        raise FieldError("txt", "no")
-
-    monkeypatch.setattr(chunk, "prepare", fail)
-    assert build_index(texts, Recipe()).failure(0).field == "txt"
-
-
 def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,35 +223,6 @@ def test_what_a_decoder_is_refused_is_no_damage(
     assert not len(build_index(shard, Recipe()).bad_rows())
 
 
-def test_a_moment_of_trouble_hides_no_link(texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Path(texts[0]).with_name("link.tar")
-    link.symlink_to(texts[0])
-    stat, left = os.stat, [1]
-
-    def refuse_once(path: Any, **options: Any) -> os.stat_result:
-        if str(path) == str(link) and left:
-            left.pop()
-            raise OSError(errno.EIO, "Input/output error")
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refuse_once)
-    with pytest.raises(ValueError, match="are the same file"):
-        build_index([*texts, str(link)], Recipe())
-    assert not left
-
-
-def test_a_damaged_shard_of_another_format_counts_as_much_as_the_others_have(tmp_path: Path, texts: list[str]) -> None:
-    packed = tmp_path / "packed.tar.gz"
-    packed.write_bytes(gzip.compress(Path(text_shard(tmp_path / "plain.tar", "p-")).read_bytes()))
-    packed.write_bytes(packed.read_bytes()[:-100])
-    (tmp_path / "plain.tar").unlink()
-    with pytest.warns(UserWarning, match="1 of 3 shards are damaged, and about 99 of their samples lost"):
-        loader = od.DataLoader(
-            od.ShardDataset([*texts, packed]), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-        )
-    assert loader.stats()["failures"]["count"] == 100
-
-
 def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[str]) -> None:
     os.truncate(texts[0], os.path.getsize(texts[0]) // 2)
     with pytest.warns(UserWarning, match="1 of 2 shards are damaged"):
@@ -415,37 +231,3 @@ def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[st
         )
     delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
-
-
-def test_an_archive_without_files_has_lost_nothing(tmp_path: Path, texts: list[str]) -> None:
-    empty = tmp_path / "empty.tar"
-    empty.write_bytes(bytes(10240))
-    failures = od.DataLoader(
-        od.ShardDataset([*texts, empty]), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-    ).stats()["failures"]
-    assert (failures["count"], failures["lost"]) == (1, 0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
-def test_what_another_user_left_ends_no_build(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        shard = text_shard(Path(folder) / "a.tar", "a-", count=3)
-        (Path(folder) / "cache").mkdir()  # one that exists keeps its mode
-        cache = CacheFolder(Path(folder) / "cache")
-        build_index([shard], Recipe(), cache=cache)
-        for kind in ("facts", "costs", "index"):
-            left = cache.file(kind, ".x.tmp")
-            left.write_bytes(b"")
-            os.utime(left, (1, 1))
-            left.parent.chmod(0o1777)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.setuid(65534)
-                build_index([shard], Recipe(), cache=CacheFolder(Path(folder) / "cache"))
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

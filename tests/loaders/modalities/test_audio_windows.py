@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from float_bounds import assert_log_mel_close, assert_standard_scores_close
 from shard_factory import audio, write_shard
 
 import orchdata as od
-from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.audio_decode import decode_audio, mel_bands
 
 pytestmark = pytest.mark.cpus
@@ -62,13 +60,6 @@ def test_a_window_is_whispers_with_silence_after_the_clip(num_samples):
     np.testing.assert_array_equal(alone, out[0, :own])
 
 
-def test_zeros_are_not_silence():
-    _, out = decoded(recipe(fill="window"), noise(8_000))
-    silence = out[0, 60]
-    assert (silence == silence[0]).all()
-    assert silence[0] == out.min() != 0
-
-
 @pytest.mark.parametrize("num_samples", [1, 100, 16_000, 16_077, 40_000])
 def test_any_length_is_whispers_with_silence_after_the_clip(num_samples):
     wave = noise(num_samples)
@@ -83,13 +74,6 @@ def test_the_highest_value_counts_where_only_a_frame_after_the_last_token_has_it
     assert_log_mel_close(out, whole_window(wave, 60_000)[:4])
     with pytest.raises(AssertionError, match="times the bound"):  # the twin of the clip alone
         assert_log_mel_close(out, whole_window(wave, 640))
-
-
-@pytest.mark.parametrize("fill", ["token", "none", "window"])
-def test_long_clips_are_errors_that_name_the_ways_out(fill):
-    recipe(fill=fill).count_header((WINDOW, 16_000), LIMITS)
-    with pytest.raises(DecodeError, match=r'2.000 s, above window_seconds=2: long_clips="split" .* "cut" keeps the'):
-        recipe(fill=fill).count_header((WINDOW + 1, 16_000), LIMITS)
 
 
 @pytest.mark.parametrize("fill", ["token", "none", "window"])
@@ -109,13 +93,6 @@ def test_long_clips_are_cut_or_split_into_windows_of_their_own(fill, num_samples
         assert getattr(size, name) == sum(getattr(each, name) for each, _ in alone)
         assert getattr(cut_size, name) == getattr(alone[0][0], name)
     assert pre.extras([size])["window_lengths"].tolist() == [each.extent[1] for each, _ in alone]
-
-
-@pytest.mark.parametrize("fill", ["none", "window"])
-def test_what_is_too_short_for_a_token_is_an_error(fill):
-    assert recipe(fill=fill).count_header((321, 16_000), LIMITS).tokens == 1  # three frames, two positions
-    with pytest.raises(DecodeError, match=r"0.020 s is too short for a token"):
-        recipe(fill=fill).count_header((320, 16_000), LIMITS)
 
 
 def wav2vec_positions(num_samples):
@@ -150,30 +127,6 @@ def test_a_normalized_waveform_has_mean_0_and_variance_1():
     assert not out[0, 9_000:].any()
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"fill": "window", "window_seconds": None}, "need window_seconds"),
-        ({"long_clips": "cut", "window_seconds": None}, "need window_seconds"),
-        ({"fill": "zeros"}, "fill must be one of 'token', 'none', 'window'"),
-        ({"long_clips": "drop"}, "long_clips must be one of"),
-        ({"features": "mfcc"}, "features must be one of"),
-        ({"window_seconds": 0}, "window_seconds must be an int of at least 1"),
-    ],
-)
-def test_contradictions_are_refused(given, reason):
-    with pytest.raises(ValueError, match=reason):
-        recipe(**given)
-
-
-@pytest.mark.parametrize("fill", ["token", "none", "window"])
-def test_the_shortest_clip_is_a_dummy_that_counts_as_it_says(fill):
-    pre = recipe(fill=fill)
-    dummy = pre.dummy()
-    assert dummy.tokens == 1
-    assert pre.count_header((dummy.extent[0], 16_000), LIMITS) == dummy
-
-
 def test_costs_count_the_padded_window_and_tokens_the_clip(tmp_path):
     samples = [{"__key__": f"{n}", "wav": audio(0.5 + n / 2), "txt": b"word"} for n in range(2)]
     samples.append({"__key__": "2", "wav": audio(3.0), "txt": b"word"})
@@ -188,29 +141,3 @@ def test_costs_count_the_padded_window_and_tokens_the_clip(tmp_path):
     assert batch.audio.cu_seqlens.tolist() == [0, 1, 2, 4]
     (samples,) = od.DataLoader(dataset, batch_size=3, num_threads=0, collate_fn=list)
     assert [sample.parts[0].extras["window_lengths"] for sample in samples] == [50, 100, (200, 100)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithoutTokens(od.AudioPreprocessor):
-    """Audio without tokens in the text; `wrong` counts one."""
-
-    places = False
-    slot = od.Slot(mark="")
-    wrong: bool = False
-
-    def count_header(self, header, limits):
-        return super().count_header(header, limits)._replace(tokens=int(self.wrong))
-
-
-def test_a_part_without_a_place_takes_none(tmp_path):
-    samples = [{"__key__": f"{n}", "wav": audio(0.5), "txt": b"word"} for n in range(2)]
-    path = write_shard(tmp_path / "clips.tar", samples)
-    dataset = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=WithoutTokens(num_mels=40)))
-    (batch,) = od.DataLoader(dataset, batch_size=2, num_threads=0)
-    assert batch.llm.input_ids.tolist() == [*b"wordword"]
-    assert (batch.llm.labels == -100).tolist() == [True, False, False, False] * 2  # as without the clip
-    assert batch.audio.num_tokens == 0
-    assert batch.audio.features.shape == (2 * 52, 40)
-    wrong = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=WithoutTokens(num_mels=40, wrong=True)))
-    with pytest.raises(od.DataError, match="tokens are 0, as places=False says"):
-        od.DataLoader(wrong, batch_size=2, num_threads=0)

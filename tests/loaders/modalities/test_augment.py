@@ -10,13 +10,12 @@ import augmentations
 import numpy as np
 import pytest
 from augmentations import Dropped, Halved, Hidden, Jittered, Placed, cropped, inverted, noisy
-from own_modalities import Cropped, Points, Tracks, cloud
+from own_modalities import Cropped, Points, Tracks
 from shard_factory import jpeg, png
 
 import orchdata as od
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.generators import Pass, ShardIdentity
-from orchdata.loaders.modalities.image import Augment
 from orchdata.loaders.samples.decode import decode_media
 
 SHARD = ShardIdentity("a.tar", 10)
@@ -66,20 +65,6 @@ def test_who_asks_for_a_generator() -> None:
         Hidden().draws()
 
 
-def test_modalities_that_do_not_ask_get_none() -> None:
-    def forbidden() -> Any:
-        pytest.fail("a generator was made")
-
-    decoded(SMALL, jpeg(60, 40), forbidden)
-    decoded(Points(), cloud(5), forbidden)
-
-
-@pytest.mark.parametrize("modality", [Jittered(), Placed()])
-def test_decode_and_decode_into_get_it(modality: Points) -> None:
-    noise = np.random.default_rng(3).normal(size=(5, 3)).astype(np.float32)
-    assert np.array_equal(decoded(modality, cloud(5)), decoded(Points(), cloud(5)) + noise)
-
-
 @pytest.mark.parametrize("data", [jpeg(60, 40), png(60, 40), png(64, 32)])
 @pytest.mark.parametrize("resizer", ["torchvision", "pillow"])
 def test_augmentation_gets_the_resized_image(data: bytes, resizer: Any) -> None:
@@ -97,14 +82,6 @@ def test_augmentation_gets_the_resized_image(data: bytes, resizer: Any) -> None:
     assert np.array_equal(given[0], pixels_of(plain, data))
     assert given[0].shape == (32, 64, 3)
     assert np.array_equal(decoded(replace(plain, augment=inverted), data), 255 - decoded(plain, data))
-
-
-def test_a_view_may_come_back() -> None:
-    def flipped(pixels: Any, rng: np.random.Generator) -> Any:
-        return pixels[:, ::-1]
-
-    data = jpeg(60, 40)
-    assert np.array_equal(pixels_of(replace(SMALL, augment=flipped), data), pixels_of(SMALL, data)[:, ::-1])
 
 
 def test_a_subclass_augments_and_draws_itself() -> None:
@@ -137,13 +114,6 @@ def test_another_size_dtype_or_type_fails_the_part(name: str, said: str) -> None
         decoded(wrong, jpeg(60, 40))
 
 
-def test_an_exception_names_function_and_line() -> None:
-    line = LINES["failing"] + 1
-    with pytest.raises(FieldError, match=rf"augment: failing, line {line}: RuntimeError: no such colour") as caught:
-        decoded(replace(SMALL, augment=augmentations.failing), jpeg(60, 40))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
 def test_fingerprint_has_the_id_and_not_the_function() -> None:
     plain, given = od.Recipe(image=SMALL), replace(SMALL, augment=noisy, augment_id="mine-1")
     assert "augment" not in plain.describe()["image"] and "augment_id" not in plain.describe()["image"]
@@ -156,17 +126,3 @@ def test_fingerprint_has_the_id_and_not_the_function() -> None:
     prints = {each.fingerprint() for each in (plain, same, by_text, od.Recipe(image=replace(SMALL, augment=cropped)))}
     assert len(prints) == 4
     assert pickle.loads(pickle.dumps(by_text)).fingerprint() == by_text.fingerprint()
-
-
-def test_what_is_no_augmentation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ImagePreprocessor.augment: the id of .*<lambda> cannot .* Give augment_id="):
-        od.ImagePreprocessor(augment=lambda pixels, rng: pixels)
-    with pytest.raises(TypeError, match=r"ImagePreprocessor.augment must be a function, got str"):
-        od.ImagePreprocessor(augment="flip")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"augment_id='x' is of no function: pass augment= too"):
-        od.ImagePreprocessor(augment_id="x")
-    unchanged: Augment = lambda pixels, rng: pixels  # noqa: E731
-    assert od.ImagePreprocessor(augment=unchanged, augment_id="none").parameters()["augment"] == "none"
-    with pytest.raises(TypeError, match="needs a generator"):
-        size, out = SMALL.count(jpeg(60, 40), od.Limits()), {"patches": np.empty((48, 192), np.uint8)}
-        replace(SMALL, augment=noisy).decode_into(jpeg(60, 40), size, out, od.Limits())

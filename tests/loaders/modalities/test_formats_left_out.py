@@ -42,22 +42,6 @@ def test_a_pillow_without_webp_is_no_damage(monkeypatch: pytest.MonkeyPatch, rea
         read(data, LIMITS)
 
 
-def test_a_pillow_without_a_decoder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = image("JPEG2000")
-    load_rgb(data, LIMITS)
-    monkeypatch.delattr(Image.core, "jpeg2k_decoder")
-    with pytest.raises(PackageError, match="decoder jpeg2k not available"):
-        load_rgb(data, LIMITS)
-
-
-@pytest.mark.parametrize("read", [probe_image, load_rgb])
-def test_a_pillow_from_before_avif_is_no_damage(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
-    monkeypatch.delitem(Image.OPEN, "AVIF")
-    monkeypatch.setattr(image_header, "find_spec", lambda _: None)
-    with pytest.raises(PackageError, match="before AVIF"):
-        read(AVIF, LIMITS)
-
-
 def test_a_reader_that_pillow_failed_to_import_is_an_error_before_the_first_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 import subprocess
 import sys
 import warnings
@@ -13,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
 from orchdata.loaders.errors import DecodeError
@@ -22,16 +19,9 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
 from orchdata.loaders.modalities.audio_header import Sound
-from orchdata.loaders.modalities.checks import check_pixels
-from orchdata.loaders.modalities.cut_audio import cut_reason
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.probing import read_header
-
-IMAGE_FOLDERS = ("images/exif-orientation-examples", "images/pillow", "images/raccoon", "images/scikit-image")
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"}
-AUDIO_SUFFIXES = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff"}
-
 
 IMAGE, AUDIO = ImagePreprocessor, AudioPreprocessor
 
@@ -74,35 +64,6 @@ def decoded_frames(data: bytes) -> tuple[int, int] | None:
             return frames, sound.samplerate
     except Exception:
         return None
-
-
-@pytest.mark.parametrize("folder", IMAGE_FOLDERS)
-def test_image_sizes_equal_pillows(fixtures_dir: Path, folder: str) -> None:
-    compared = 0
-    for path in sorted((fixtures_dir / folder).rglob("*")):
-        if path.suffix.lower() not in IMAGE_SUFFIXES:
-            continue
-        data = path.read_bytes()
-        expected = displayed_size(data)
-        if expected is None:
-            continue  # sound headers over damaged pixels: size when decoded
-        size = header(IMAGE, data)
-        assert (size.width, size.height) == expected, path
-        compared += 1
-    assert compared > 10
-
-
-@pytest.mark.parametrize("folder", ["speech", "multimodal"])
-def test_audio_lengths_equal_what_soundfile_decodes(fixtures_dir: Path, folder: str) -> None:
-    compared = 0
-    for path in sorted((fixtures_dir / folder).rglob("*")):
-        if path.suffix.lower() not in AUDIO_SUFFIXES:
-            continue
-        data = path.read_bytes()
-        length = header(AUDIO, data)
-        assert (length.frames, length.rate) == decoded_frames(data), path
-        compared += 1
-    assert compared > 1
 
 
 HOSTILE = """
@@ -172,16 +133,6 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_sizes_are_as_displayed(form: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(Image.new("RGB", (40, 20)), form, exif=exif)
-    size = header(IMAGE, data)
-    assert (size.width, size.height) == ((20, 40) if orientation >= 5 else (40, 20)) == displayed_size(data)
-
-
 def test_orientation_in_xmp_and_in_text_chunks() -> None:
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     jpeg = encoded(Image.new("RGB", (40, 20)), "JPEG", xmp=xmp)
@@ -191,12 +142,6 @@ def test_orientation_in_xmp_and_in_text_chunks() -> None:
     for data in (jpeg, png):
         size = header(IMAGE, data)
         assert (size.width, size.height) == displayed_size(data) == (20, 40)
-
-
-def test_a_size_that_lies_deep_is_found() -> None:
-    """An ICC profile of 200 KB lies before the frame header."""
-    data = encoded(Image.new("RGB", (40, 20)), "JPEG", icc_profile=bytes(200_000))
-    assert header(IMAGE, data) == (40, 20)
 
 
 def sound(form: str, subtype: str, frames: int = 5_000, rate: int = 16_000, channels: int = 1) -> bytes:
@@ -232,51 +177,11 @@ def test_audio_of_every_kind(form: str, subtype: str, channels: int) -> None:
     assert (length.frames, length.rate) == decoded_frames(data)
 
 
-def test_odd_wav_sizes_are_what_soundfile_makes_of_them() -> None:
-    data = bytearray(sound("WAV", "PCM_16"))
-    at = data.index(b"data") + 4
-    for size in (0, 1_001, 4_000, 0x7FFFFFFF, 0xFFFFFFFF):
-        changed = data.copy()
-        changed[at : at + 4] = size.to_bytes(4, "little")
-        expected = decoded_frames(bytes(changed))
-        if expected is None or expected[0] == 0:
-            with pytest.raises(DecodeError):
-                header(AUDIO, bytes(changed))
-        else:
-            length = header(AUDIO, bytes(changed))
-            assert (length.frames, length.rate) == expected, size
-
-
 def test_flac_without_a_total_is_counted() -> None:
     data = bytearray(sound("FLAC", "PCM_16"))
     data[21] &= 0xF0
     data[22:26] = bytes(4)
     assert header(AUDIO, bytes(data)) == (5_000, 16_000)
-
-
-@pytest.mark.parametrize(
-    ("kind", "data", "message"),
-    [
-        (AUDIO, b"hello world, I am no audio", "not audio: starts with 'hello wo'"),
-        (IMAGE, b"hello world, I am no image", "not an image: starts with 'hello wo'"),
-        (IMAGE, b"\x00\x01", r"not an image: starts with '\\x00\\x01'"),
-        (IMAGE, b"", "empty: 0 bytes"),
-        (AUDIO, b"RIFF\x24\x00\x00\x00WAVE", "damaged audio: "),
-        (IMAGE, b"\xff\xd8\xff\xe0", "damaged JPEG image"),
-    ],
-)
-def test_what_is_no_media_says_so(kind: int, data: bytes, message: str) -> None:
-    with pytest.raises(DecodeError, match=message):
-        header(kind, data)
-
-
-def test_limits_name_the_value_and_the_limit() -> None:
-    png = encoded(Image.new("L", (100, 50)), "PNG")
-    with pytest.raises(DecodeError, match=r"100x50 = 5000 pixels, above Limits\.image_pixels=4999"):
-        header(IMAGE, png, Limits(image_pixels=4_999))
-    for form, subtype in (("WAV", "PCM_16"), ("OGG", "VORBIS")):
-        with pytest.raises(DecodeError, match=r"above Limits.audio_seconds=0\.5"):
-            header(AUDIO, sound(form, subtype, frames=16_000), Limits(audio_seconds=0.5))
 
 
 # Of hostile: files that their authors cut for their test suite, or that are not read to their end.
@@ -354,21 +259,6 @@ def test_a_wav_written_to_a_pipe_declares_nothing(size: int) -> None:
     assert len(read_mono(bytes(data), Limits())[0]) == 8_000
 
 
-def test_an_empty_wav_followed_by_chunks_is_empty() -> None:
-    data = bytearray(noise("WAV", "PCM_16", 8_000)[:44])
-    data[40:44] = bytes(4)
-    with pytest.raises(DecodeError, match="without a single frame"):
-        header(AUDIO, bytes(data) + b"LIST\x04\0\0\0INFO")
-
-
-@pytest.mark.parametrize(("form", "at"), [("AU", 8), ("AIFF", None)])
-def test_other_formats_written_to_a_pipe_declare_nothing_either(form: str, at: int | None) -> None:
-    data = bytearray(noise(form, "PCM_16", 8_000))
-    at = data.index(b"SSND") + 4 if at is None else at
-    data[at : at + 4] = b"\xff\xff\xff\xff"
-    assert header(AUDIO, bytes(data)).frames == 8_000
-
-
 def ogg_pages(data: bytes) -> list[bytes]:
     pages = []
     while data:
@@ -422,18 +312,6 @@ def test_a_flac_header_alone_is_refused() -> None:
         header(AUDIO, bytes(head) + bytes(1_000))
 
 
-@given(st.binary(max_size=400), st.sampled_from(WHOLE_OR_CUT), st.integers(0, 3_000))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes_have_a_length_or_a_reason(junk: bytes, kind: tuple[str, str], at: int) -> None:
-    data = STARTS[kind]
-    mixed = data[: at % (len(data) + 1)] + junk + data[at % (len(data) + 1) + len(junk) :]
-    assert cut_reason(mixed, 1_000, 16_000) is None or isinstance(cut_reason(mixed, 1_000, 16_000), str)
-    assert cut_reason(junk, 1, 1) is None or isinstance(cut_reason(junk, 1, 1), str)
-
-
-STARTS = {kind: noise(*kind, 2_000) for kind in WHOLE_OR_CUT}
-
-
 def mp3(seconds: float, mode: str = "CONSTANT") -> bytes:
     out = io.BytesIO()
     wave = np.random.default_rng(0).normal(0, 0.2, int(seconds * 16_000)).astype(np.float32)
@@ -479,24 +357,6 @@ def test_a_flac_followed_by_a_tag_is_read_to_the_length_in_its_header() -> None:
         read_mono(data[: len(data) * 3 // 4] + bytes(200), Limits())
 
 
-@pytest.mark.parametrize("subtype", ["ULAW", "ALAW", "PCM_16"])
-@pytest.mark.parametrize("has_size", [True, False])
-def test_a_cut_sphere_is_refused(subtype: str, has_size: bool) -> None:
-    data = noise("NIST", subtype)
-    if not has_size and subtype != "PCM_16":
-        data = data.replace(b"sample_n_bytes", b"sample_x_bytes")
-    whole = header(AUDIO, data).frames
-    assert whole > 16_000
-    with pytest.raises(DecodeError, match="cut: "):
-        header(AUDIO, data[: 1024 + (len(data) - 1024) // 2])
-
-
-def test_a_side_that_no_resizer_takes_is_refused_and_not_taken_for_a_lack_of_memory() -> None:
-    check_pixels(1 << 25, 1, Limits())
-    with pytest.raises(DecodeError, match="image of 33554433x1 pixels: no side above 33554432 can be resized"):
-        check_pixels((1 << 25) + 1, 1, Limits())
-
-
 def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
     clip = sound("FLAC", "PCM_16", 40_000)  # what a signal raised there would be forgotten, and the clip have a gap
     called: list[str] = []
@@ -510,16 +370,3 @@ def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
         sys.setprofile(None)
     assert "vio_read" in by_way_of_python
     assert "close" in called and not [name for name in called if name.startswith("vio")]
-
-
-def test_an_interrupt_while_a_clip_is_closed_is_delivered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Sound(sound("FLAC", "PCM_16"))
-    monkeypatch.setattr(soundfile.SoundFile, "flush", lambda _: signal.raise_signal(signal.SIGINT))
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            opened.close()
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    monkeypatch.undo()
-    assert opened.closed

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from own_modalities import Points, Tracks, cloud, mixed_samples, track
-from own_shards import RECIPE, Clouds, Wide, indexed, one_shard, parts_of, reasons, recipe_of
+from own_shards import RECIPE, Clouds, indexed, one_shard, parts_of, reasons, recipe_of
 from shard_factory import RECIPE as PLAIN
 from shard_factory import jpeg, write_shard
 
@@ -24,7 +23,6 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.modality import stored
 
 NAMES = ("text", "image", "audio", "points", "tracks")
-SIZE = od.PartSize(4, 1)
 
 
 # Counts
@@ -51,13 +49,6 @@ def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
         assert totals["max_positions"] == max(size.positions for size in sizes)
     media = sum(totals["tokens"] for totals in index.totals["modalities"].values())
     assert index.totals["llm_tokens"] == media  # text's tokens are in it
-
-
-def test_each_modality_gets_an_extent_of_its_own_width(tmp_path: Path) -> None:
-    recipe = recipe_of(tracks=Tracks(), wide=Wide())
-    index = indexed(one_shard(tmp_path, {"jpg": jpeg(64, 32), "track": track(6), "wide": track(5)}), recipe)
-    extents = {name: parts_of(index, name, recipe)[0].extent for name in ("image", "tracks", "wide")}
-    assert extents == {"image": (4, 8), "tracks": (6,), "wide": (5, 7, 9)}
 
 
 # Sizes that are none
@@ -101,36 +92,6 @@ def test_what_is_no_size_fails_its_sample_alone(tmp_path: Path) -> None:
     assert errors["s14"] == ("odd", "cannot be measured: RuntimeError: no idea")
     # What the failed ones would have left would show here.
     assert parts_of(index, "odd", recipe) == [od.PartSize(4, 1, 4, (2,))] * len(kinds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numbers(Odd):
-    """Its header is what its bytes say, in decimal."""
-
-    num_facts = 1
-
-    @classmethod
-    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
-        return tuple(int(word) if word.isdigit() else float(word) for word in data.decode().split())  # type: ignore[misc]
-
-    def count(self, data: bytes | memoryview, limits: od.Limits) -> od.PartSize:
-        return od.PartSize(4, 1)
-
-    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
-        return SIZE
-
-
-class FromHeader(Numbers):
-    count = od.Modality.count
-
-
-def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) -> None:
-    contents = [b"5", str(2**63).encode(), b"6", b"1 2", b"7", b"1.5", str(2**63 - 1).encode(), b"word"]
-    recipe = recipe_of(odd=FromHeader())
-    index = indexed(one_shard(tmp_path, *[{"odd": data} for data in contents]), recipe)
-    assert list(reasons(index)) == ["s1", "s3", "s5", "s7"]
-    assert reasons(index)["s1"][1] == f"probe() returned ({2**63},), not num_facts=1 integers of 64 bits"
-    assert index.member_header[:, 0].tolist() == [5, 6, 7, 2**63 - 1]
 
 
 # Conversations and records
@@ -247,44 +208,6 @@ def test_parameters_that_no_fingerprint_sees_are_refused() -> None:
         od.Recipe(points=Plain(2)).fingerprint()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scaled(Points):
-    """A parameter that equals in its own way."""
-
-    mean: Any = None
-
-    def parameters(self) -> dict[str, Any]:
-        return {"mean": self.mean.tolist()}
-
-
-def test_recipes_with_arrays_compare_and_serve_two_loaders(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, *[{"npy": cloud(3)} for _ in range(4)])
-    first, second, other = (recipe_of(points=Scaled(mean=np.full(3, value))) for value in (0.5, 0.5, 1.0))
-    assert first == second != other
-    for recipe in (first, second):
-        assert reasons(indexed(shard, recipe, rebuild=True)) == {}
-        assert len(list(od.DataLoader(od.ShardDataset(shard, recipe=recipe), batch_size=2, dp=(0, 1)))) == 2
-
-
-def test_parts_counted_from_bytes_are_no_text(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, {"0.npy": cloud(90), "1.npy": cloud(90), "txt": b"two"})
-    assert reasons(indexed(shard, recipe_of(points=Points(), limits=od.Limits(text_bytes=1000)))) == {}
-
-
-@pytest.mark.parametrize(
-    ("modalities", "error", "message"),
-    [
-        ({"thumb": od.ImagePreprocessor()}, ValueError, "thumb and image both claim jpg, jpeg, jpe, ...: give thumb"),
-        ({"audoi": None}, TypeError, "the recipe has no 'audoi' to leave out"),
-    ],
-)
-def test_keywords_that_take_over_or_do_nothing_are_refused(
-    modalities: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        od.Recipe(**modalities)
-
-
 class OwnImage(Points):
     slot = od.Slot(mark="<pc>", token_id=9)
 
@@ -296,50 +219,3 @@ def test_an_image_of_ones_own_has_its_own_slot_and_members(tmp_path: Path) -> No
     assert reasons(index) == {}
     assert [size.positions for size in parts_of(index, "image", recipe)] == [5]
     assert index.totals["ignored_fields"] == {"jpg": 1}
-
-
-def test_fields_that_a_modality_reads_are_not_called_ignored(tmp_path: Path) -> None:
-    index = indexed(one_shard(tmp_path, {"npy": cloud(5), "pth": b"?"}), recipe_of(points=Points()))
-    assert index.totals["ignored_fields"] == {"pth": 1}
-
-
-def test_a_recipe_is_still_what_dataclasses_make_of_it() -> None:
-    recipe = od.Recipe(points=Points(group=2), keep=("cls", "cls"))
-    assert recipe.keep == ("cls",)
-    assert replace(recipe, image=None).points == Points(group=2) and replace(recipe, image=None).image is None
-    assert asdict(recipe)["points"] == {"group": 2}
-    with pytest.raises(FrozenInstanceError):
-        del recipe.text
-    assert type(pickle.loads(pickle.dumps(Named()))) is Named
-
-
-class Named(od.Recipe):
-    pass
-
-
-def test_a_parameter_that_is_no_number_equals_itself() -> None:
-    recipe = recipe_of(points=Scaled(mean=np.zeros(1)), image=None)
-    nan = recipe_of(odd=Odd(), image=od.ImagePreprocessor(mean=(float("nan"), 0, 0)))
-    assert nan.describe() == nan.describe() and recipe == recipe_of(points=Scaled(mean=np.zeros(1)), image=None)
-
-
-class Pose(Points):
-    """One row a part, given as that row."""
-
-    fields = ("pose",)
-
-    def arrays(self) -> Mapping[str, od.ArraySpec]:
-        return {"angles": od.ArraySpec((3,), "float32", "part")}
-
-    def count(self, data: bytes | memoryview, limits: od.Limits) -> od.PartSize:
-        return SIZE
-
-    def decode(self, data: bytes | memoryview, limits: od.Limits) -> Mapping[str, Any]:
-        return {"angles": np.arange(3, dtype=np.float32)}
-
-
-def test_an_array_of_one_row_a_part_may_be_that_row(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, {"0.pose": b"a", "1.pose": b"b"})
-    dataset = od.ShardDataset(shard, recipe=recipe_of(pose=Pose()))
-    (batch,) = od.DataLoader(dataset, batch_size=1, dp=(0, 1))
-    assert batch.media["pose"].angles.tolist() == [[0, 1, 2], [0, 1, 2]]

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_modalities import Points, Tracks, cloud, track
+from own_modalities import Tracks, track
 from own_shards import indexed, one_shard, parts_of, reasons, recipe_of
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.loaders.index.build import build_index
 
 
 class Probe:
@@ -83,21 +82,6 @@ def test_headers_are_kept_for_a_probe_and_its_version_under_all_parameters(probe
     assert probed(Counted(stride=4)) == 0
 
 
-def test_looking_for_changed_shards_probes_none_that_is_the_same(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    assert probed(Counted(stride=3), rebuild=True) == 0
-    before = Probe.calls
-    build_index([probed.shard], recipe_of(tracks=Counted()), force=True)
-    assert Probe.calls == before + 6
-
-
-def test_other_limits_probe_again(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    before = Probe.calls
-    indexed(probed.shard, recipe_of(tracks=Counted(), limits=od.Limits(image_pixels=10**6)))
-    assert Probe.calls == before + 6  # a probe is given them
-
-
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
 def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
     assert probed(Counted()) == 6
@@ -129,14 +113,6 @@ def test_a_changed_shard_is_probed_again(probed: Any) -> None:
     assert Probe.calls == before + 1
 
 
-def test_what_is_counted_from_bytes_keeps_no_headers(tmp_path: Path, private_cache: Path) -> None:
-    shard = one_shard(tmp_path, {"npy": cloud(10)}, {"npy": cloud(3)})
-    for group, tokens in ((4, [3, 1]), (1, [10, 3])):
-        recipe = recipe_of(points=Points(group=group))
-        assert [size.tokens for size in parts_of(indexed(shard, recipe), "points", recipe)] == tokens
-    assert list(private_cache.rglob("*.headers")) == []
-
-
 def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> None:
     """Headers are kept by where a shard lies, as its facts are."""
     shard = one_shard(tmp_path, {"track": track(4)})
@@ -147,27 +123,3 @@ def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> N
     recipe = recipe_of(tracks=Counted())
     assert [size.positions for size in parts_of(indexed(moved, recipe), "tracks", recipe)] == [4]
     assert Probe.calls == before + 1
-
-
-class PerSixteen(Tracks):
-    """A probe that reads an attribute of its class."""
-
-    per = 16
-
-    @classmethod
-    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
-        return (len(data) // cls.per,)
-
-    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
-        return od.PartSize(header[0], header[0])
-
-
-class PerFour(PerSixteen):
-    per = 4
-
-
-def test_headers_are_those_of_the_class_that_was_asked(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, {"track": track(8)})
-    for kind in (PerSixteen, PerFour):
-        recipe = recipe_of(tracks=kind())
-        assert parts_of(indexed(shard, recipe), "tracks", recipe)[0].positions == len(track(8)) // kind.per

@@ -74,11 +74,6 @@ def test_samples_within_are_untouched(overflow: str) -> None:
         divided(spans, recipe(11, overflow))
 
 
-def test_an_error_names_the_ways_out() -> None:
-    with pytest.raises(FieldError, match="raise it, or .*overflow='truncate'.*overflow='split'"):
-        divided(texts(8), recipe(7))
-
-
 @pytest.mark.parametrize(
     ("spans", "limit", "fits"),
     [
@@ -108,31 +103,9 @@ def test_what_closes_media_is_not_cut_off() -> None:
         divided(spans, recipe(7, "truncate", **wrapped))
 
 
-def test_a_sample_that_never_had_loss_is_truncated() -> None:
-    assert num_tokens(divided(texts(20, loss=False), recipe(4, "truncate"))[0]) == 4
-
-
 def test_a_sample_with_media_is_not_split() -> None:
     with pytest.raises(FieldError, match="divides text alone, not samples with media: raise max_tokens"):
         divided([image(2), *texts(9)], recipe(4, "split"))
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"overflow": "split"}, "needs max_tokens"),
-        ({"overflow": "truncate"}, "needs max_tokens"),
-        ({"max_tokens": 8, "overflow": "drop"}, "must be one of 'error', 'truncate', 'split', got 'drop'"),
-        ({"max_tokens": 1}, "from 2"),
-        ({"max_tokens": 0}, "from 2"),
-        ({"max_tokens": True}, "from 2"),
-        ({"max_tokens": 8.0}, "from 2"),
-        ({"max_tokens": 2**31}, "from 2"),
-    ],
-)
-def test_values_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        od.TextPreprocessor(**options)
 
 
 def test_the_fingerprint_tells_it_where_it_is_set() -> None:

@@ -216,28 +216,9 @@ def test_a_text_that_holds_a_mark_is_refused_and_never_shifts_a_part(fields, mes
     assert message in caught.value.reason
 
 
-def test_a_mark_next_to_items_is_an_error_under_a_plain_template_too():
-    items = [{"type": "image"}, {"type": "text", "text": f"the mark {PAD}"}]
-    with pytest.raises(FieldError, match="its text holds"):
-        composed(recipe_of(), image=None, json=[{"role": "user", "content": items}, ANSWER])
-
-
 def test_a_mark_that_is_no_token_is_refused():
     recipe = replace(recipe_of(), image=Tiles())
     with pytest.raises(FieldError, match="is not the one token 7 of the tokenizer"):
         composed(recipe, image=None, txt="a")
     seven = trained().decode([7])
     assert ids_of(recipe, composed(recipe, txt=seven)) == [7]  # an id of text is no mark where the mark is no token
-
-
-def test_stretches_are_cut_at_loss_and_media_where_a_callable_tells_no_offsets():
-    def characters(text: str) -> list[int]:
-        calls.append(text)
-        return list(map(ord, text))
-
-    calls: list[str] = []
-    template = od.ChatTemplate.from_jinja(untagged(QWEN2_VL))
-    recipe = recipe_of(template, characters, id="characters")
-    spans = composed(recipe, json=[{"role": "user", "content": "a<image>b"}, ANSWER], image=None)
-    assert "A cat.<|im_end|>" in calls and not any(PAD in call for call in calls)
-    assert sum(isinstance(span, MediaSlot) for span in spans) == 2

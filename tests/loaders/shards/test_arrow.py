@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 import soundfile
 from PIL import Image
@@ -19,7 +18,6 @@ from PIL import Image
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.limited_process import taken_bytes
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.arrow.layout import read_layout
@@ -53,21 +51,6 @@ def write_stream(path: Path, table: pa.Table, rows: int = 7, options: Any = None
 
 def stored(index: Index, row: int, recipe: Recipe) -> StoredSample:
     return StoredSample(index, OpenShards(limits=recipe.limits, cache=CacheFolder()), row)
-
-
-def reason(index: Index) -> str:
-    return index.failure(int(index.bad_rows()[0])).reason
-
-
-def test_open_shards_take_no_room_under_a_limit_of_memory(tmp_path: Path) -> None:
-    table = pa.table({"text": ["a"] * 16, "blob": pa.array([bytes(1 << 20)] * 16)})
-    path = write_stream(tmp_path / "a.arrow", table, 16)
-    before, kept = taken_bytes(), []
-    for _ in range(16):
-        file = LocalFile(path)
-        kept.append(Columns(file, read_layout(file), 1 << 30))
-        assert kept[-1].take(0, "text", 3, 2).to_pylist() == ["a", "a"]
-    assert taken_bytes() - before < 4 * table.nbytes
 
 
 def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:
@@ -109,12 +92,6 @@ def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:
         }
         assert {name: payloads.get(name) for name in wanted} == wanted
         assert len(sample.decode(recipe).parts) == sum(data is not None for data in wanted.values())
-
-
-def test_several_splits_are_named(tmp_path: Path) -> None:
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ValueError, match=f"several splits; give one of them: {tmp_path}/train, {tmp_path}/test"):
-        expand_paths(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -252,40 +229,3 @@ def test_chats_and_lists_of_images_are_read_as_in_parquet(tmp_path: Path) -> Non
     assert index.bad_rows().tolist() == [] and [index.key(row) for row in range(2)] == ["one", "two"]
     assert index.part_tokens.tolist() == [*index.part_tokens[:2].tolist(), *index.part_tokens[:2].tolist()[::-1]]
     assert len(stored(index, 0, Recipe()).decode(Recipe()).parts) == 6
-
-
-REPEATED = pc.run_end_encode(pa.array(["b"]))
-
-
-@pytest.mark.parametrize(
-    ("table", "wanted"),
-    [
-        (pa.table({"text": REPEATED, "caption": ["a"]}), "'text' is run_end_encoded"),
-        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), "two columns are called 'text'"),
-        (pa.table({"number": [1]}), "no column has"),
-        (pa.table({"text": pa.array([], pa.string())}), "no rows"),
-    ],
-)
-def test_what_is_not_read_is_said(tmp_path: Path, table: pa.Table, wanted: str) -> None:
-    index = build_index([write_stream(tmp_path / "a.arrow", table)], Recipe())
-    assert index.num_samples == 1
-    assert wanted in reason(index)
-
-
-def test_damaged_files_are_failures_of_the_shard(tmp_path: Path) -> None:
-    rows = [{"bytes": photo(i), "path": None} for i in range(12)]
-    table = pa.table({"image": rows, "messages": [[{"role": "user", "content": "x" * i}] for i in range(12)]})
-    good = Path(write_stream(tmp_path / "good.arrow", table)).read_bytes()
-    draw = random.Random(3)
-    path = tmp_path / "a.arrow"
-    for case in range(90):
-        data = bytearray(good)
-        if case % 3 == 0:
-            del data[draw.randrange(len(data)) :]
-        else:  # descriptions are at the front of each message, offsets after them
-            for _ in range(draw.randrange(1, 4)):
-                data[draw.randrange(min(len(data), 3000))] = draw.choice((0, 1, 127, 255, draw.randrange(256)))
-        path.write_bytes(bytes(data))
-        index = build_index([str(path)], Recipe())
-        for row in np.setdiff1d(np.arange(index.num_samples), index.bad_rows())[:3].tolist():
-            stored(index, row, Recipe()).read(Recipe())

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
-from orchdata.loaders.index.build import build_index
+from orchdata.loaders.errors import ShardError, StaleIndexError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import open_indexed, open_shard
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
@@ -138,13 +136,6 @@ def test_a_bomb_is_stopped_while_it_unfolds(tmp_path: Path, suffix: str, limits:
     assert list((cache.root / "shards").iterdir()) == []
 
 
-def test_the_cap_of_the_cache_holds_while_decompressing(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(archive(3_000_000)))
-    with pytest.raises(StorageError, match="cache folder may contain, 1000000 bytes"):
-        open_shard(str(path), limits=Limits(), cache=CacheFolder(tmp_path / "cache", max_bytes=1_000_000))
-
-
 @pytest.mark.parametrize(("suffix", "compress"), [(".tar.gz", gzip.compress), (".tar.zst", streamed_zstd)])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_damage_is_an_error_that_names_the_shard(
@@ -175,20 +166,3 @@ def test_golden_zstd_files_decompress_or_fail_cleanly(fixtures_dir: Path, tmp_pa
         assert sound, source
         assert len(shard.facts().table) == 1
         shard.close()
-
-
-def test_lack_of_memory_for_a_large_window_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short:
-        def decompressobj(self) -> Short:
-            return self
-
-        def decompress(self, _: bytes) -> bytes:
-            raise zstandard.ZstdError("zstd decompressor error: Allocation error : not enough memory")
-
-    path = tmp_path / "a.tar.zst"
-    path.write_bytes(zstd(archive(1_000)))
-    with monkeypatch.context() as patch:
-        patch.setattr(zstandard, "ZstdDecompressor", lambda **_: Short())
-        with pytest.raises(MemoryError, match="a.tar.zst: not enough memory.*Allocation error"):
-            build_index([str(path)], Recipe())
-    assert len(build_index([str(path)], Recipe()).bad_rows()) == 0

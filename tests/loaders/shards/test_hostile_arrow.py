@@ -81,14 +81,6 @@ def test_damaged_files_end_no_process(tmp_path: Path) -> None:
     assert try_cases(tmp_path, cases) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("schema", good_files())
-def test_many_damaged_files_end_no_process(tmp_path: Path, schema: str) -> None:
-    cases = mutations(schema, good_files()[schema], 1)
-    assert try_cases(tmp_path, list(itertools.islice(cases, 2500))) == ""
-
-
 def test_a_child_that_ends_is_reported(tmp_path: Path) -> None:
     report = try_cases(tmp_path, [Case("no such schema", "fine", b""), Case("media", "ends", b"")], end_at=1)
     assert report.startswith("media: ends (1.arrow): SIGABRT")
@@ -98,12 +90,6 @@ def test_a_child_that_ends_is_reported(tmp_path: Path) -> None:
 def test_good_files_of_every_schema_have_no_failure(tmp_path: Path, schema: str) -> None:
     table = facts(tmp_path, good_files()[schema])
     assert table.errors == {} and len(set(table.sample)) == 6
-
-
-def test_version_4_of_the_format_is_read(tmp_path: Path) -> None:
-    table = pa.ipc.open_stream(good_files()["ignored"]).read_all().drop_columns(["runs"])
-    old = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)
-    assert facts(tmp_path, written(table, options=old)).errors == {}
 
 
 @pytest.mark.parametrize(
@@ -125,20 +111,6 @@ def test_values_that_take_no_bytes_are_counted(tmp_path: Path, values: Any, fiel
     with closing(opened(tmp_path, bad)) as shard, pytest.raises(FieldError, match="above|more than") as raised:
         shard.read(good.offset[0], good.size[0], good.encoding[0], good.field[0])
     assert wanted in raised.value.reason
-
-
-def test_days_beyond_the_calendar_fail_their_sample_alone(tmp_path: Path) -> None:
-    turn = {"role": "user", "content": "a"}
-    days = pa.array([1, 2**31 - 1, 3], pa.int32()).cast(pa.date32())
-    turns = pa.StructArray.from_arrays([pa.array(["user"] * 3), pa.array(["a"] * 3), days], [*turn, "day"])
-    table = pa.table({"messages": pa.ListArray.from_arrays([0, 1, 2, 3], turns)})
-    assert facts(tmp_path, written(table)).errors.keys() == {1}
-
-
-def test_rows_that_are_large_together_are_read_in_fewer_at_a_time(tmp_path: Path) -> None:
-    texts = [str(number) * 1000 * (1 + number % 9) for number in range(40)]
-    table = facts(tmp_path, written(pa.table({"text": texts}), rows=40), Limits(column_bytes=20_000))
-    assert table.errors == {} and list(table.size) == list(map(len, texts))
 
 
 def test_a_file_without_its_end_is_cut(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, stem, uses_of
 from orchdata.loaders.shards.fields import _split_long, classify, printable, split_name
@@ -65,15 +64,3 @@ def test_numbers_of_any_length_order_by_value() -> None:
         "010.jpg",
     ]  # ties: as they come
     assert images("\u0663.jpg", "2.jpg", "\u00b2.jpg") == ["\u00b2.jpg", "2.jpg", "\u0663.jpg"]  # Arabic 3; no number
-
-
-@pytest.mark.parametrize("name", ["en2.txt", "v1.5.txt", "img2.json", "x10.txt.gz"])
-def test_a_number_inside_a_name_is_part_of_it(name: str) -> None:
-    uses = uses_of([Member(name, TEXT)], Recipe())
-    assert uses.json + uses.plain == (0,)
-
-
-@given(st.text(st.characters(codec=None)))
-def test_any_name_can_be_shown(name: str) -> None:
-    printable(name).encode()
-    uses_of([Member(name, kind) for kind in (TEXT, IMAGE)], Recipe())

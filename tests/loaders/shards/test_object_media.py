@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 from global_digest import global_batch
 from servers.fixtures import Proxied
-from servers.gcs_server import GcsServer
 from servers.http_server import HttpServer
 from servers.s3_server import S3Server
 from shard_factory import jpeg
 
 import orchdata as od
-from orchdata.loaders.errors import StorageError
 
 COUNT = 40
 RECIPE = od.Recipe(image=od.ImagePreprocessor(dtype="float32"))
@@ -159,56 +157,7 @@ def test_a_name_below_an_http_root_is_no_url(tmp_path: Path, http_server: HttpSe
     assert epoch(dataset)[0] == epoch(local)[0]
 
 
-def test_a_path_with_dots_and_empty_parts_is_that_of_a_file_system(pictures: Pictures, s3_server: S3Server) -> None:
-    names = [f"./{pictures.names[0]}", pictures.names[1].replace("/", "//"), pictures.names[2].replace("/", "/./")]
-    (pictures.folder / "records.jsonl").write_text("\n".join(record(number, name) for number, name in enumerate(names)))
-    far = od.ShardDataset(
-        pictures.folder / "records.jsonl", RECIPE, media_root=pictures.root, storage_options=s3_server.options
-    )
-    assert samples(far) == samples(pictures.local())
-
-
-def test_sources_of_a_mixture_read_media_with_their_own_options(pictures: Pictures, s3_server: S3Server) -> None:
-    far = od.ShardDataset(
-        pictures.folder / "records.jsonl", RECIPE, media_root=pictures.root, storage_options=s3_server.options
-    )
-    text = pictures.folder / "text.jsonl"
-    text.write_text('{"text": "a word and more words"}\n' * 80)
-    near = od.ShardDataset(text, RECIPE)
-    mixture = od.Mixture({"far": od.Source(far, weight=1.0), "near": od.Source(near, weight=1.0)})
-    loader = od.DataLoader(mixture, batch_size=4, shuffle=True, num_threads=2)
-    assert "records.jsonl" in "".join(str(batch.sample_ids) for batch in loader)
-
-
-def test_a_root_without_objects_is_trouble(pictures: Pictures, s3_server: S3Server) -> None:
-    root = f"s3://{pictures.bucket}/elsewhere"
-    dataset = od.ShardDataset(pictures.url, RECIPE, media_root=root, storage_options=s3_server.options)
-    with pytest.raises(StorageError, match="media_root is an empty folder"):
-        dataset.index()
-
-
-def test_few_names_in_a_large_folder_are_looked_at_one_by_one(tmp_path: Path, gcs_server: GcsServer) -> None:
-    bucket = gcs_server.make_bucket("large")
-    data = jpeg(28, 28)
-    for number in range(3000):
-        gcs_server.put(bucket, f"images/{number:04d}.jpg", data)
-    wanted = ["2900.jpg", "2950.jpg"]
-    (tmp_path / "records.jsonl").write_text("\n".join(record(number, name) for number, name in enumerate(wanted)))
-    dataset = od.ShardDataset(
-        tmp_path / "records.jsonl", media_root=f"gs://{bucket}/images", storage_options=gcs_server.options
-    )
-    assert not len(dataset.index().bad_rows())
-    requests = gcs_server.requests("GET")
-    assert sum("prefix" in request.query for request in requests) <= len(wanted)
-
-
 def test_a_bucket_that_may_not_be_listed(pictures: Pictures, s3_server: S3Server) -> None:
     options = s3_server.options_of("reader")
     dataset = od.ShardDataset(pictures.url, RECIPE, media_root=pictures.root, storage_options=options)
     assert not len(dataset.index().bad_rows())
-
-
-def test_queries_and_passwords_of_the_root_are_refused() -> None:
-    with pytest.raises(ValueError, match="query or a password") as raised:
-        od.ShardDataset("https://host/a.jsonl", media_root="https://user:word@host/images")
-    assert "word@" not in str(raised.value)

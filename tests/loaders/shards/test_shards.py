@@ -9,14 +9,13 @@ import os
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
+from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.open import OpenShards, open_shard
@@ -24,7 +23,6 @@ from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.counted import ByteCount, CountedFile
 from orchdata.loaders.storage.local import LocalFile
 
 
@@ -60,22 +58,6 @@ def test_each_suffix_opens_its_reader(tmp_path: Path) -> None:
         shard.close()
 
 
-def test_unknown_suffix_and_absent_file(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path)
-    with pytest.raises(ValueError, match="unknown kind of shard"):
-        open_shard("a.zip", limits=Limits(), cache=cache)
-    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened: No such file"):
-        open_shard(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
-
-
-def test_pipes_and_folders_are_no_shards(tmp_path: Path) -> None:
-    (tmp_path / "folder.tar").mkdir()
-    os.mkfifo(tmp_path / "pipe.tar")
-    for name in ("folder.tar", "pipe.tar"):
-        with pytest.raises(ShardError, match=r"\.tar: cannot be opened: not a regular file"):
-            open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path))
-
-
 def test_no_descriptor_is_left(tmp_path: Path, shards: OpenShards) -> None:
     paths = []
     for i in range(12):
@@ -100,17 +82,6 @@ def test_a_shard_let_go_stays_readable_for_who_has_it(tmp_path: Path, shards: Op
     assert shards.get(str(tmp_path / "0.tar")) is not first
 
 
-def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"x"))
-    size = path.stat().st_size
-    indexed = indexed_as(path)
-    assert shards.get(str(path), indexed).size == size
-    shards.close()
-    with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
-        shards.get(str(path), replace(indexed, size=7))
-
-
 def indexed_as(path: Path) -> ShardInfo:
     def opened() -> Shard:
         return open_shard(str(path), limits=Limits(), cache=CacheFolder())
@@ -128,14 +99,6 @@ def test_other_members_in_the_same_size_are_stale(tmp_path: Path, shards: OpenSh
     assert path.stat().st_size == indexed.size
     with pytest.raises(StaleIndexError, match="rewritten since it was indexed"):
         shards.get(str(path), indexed)
-
-
-def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"one"))
-    indexed = indexed_as(path)
-    os.utime(path, ns=(1, 1))
-    assert shards.get(str(path), indexed).checksum() == indexed.checksum
 
 
 def test_threads_open_a_shard_once(tmp_path: Path, shards: OpenShards) -> None:
@@ -166,33 +129,6 @@ def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
     file.close()
 
 
-def test_reads_past_the_end_are_short(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"content")
-    file = LocalFile(path)
-    assert file.read(5, 10) == b"nt"
-    assert file.read(100, 10) == b""
-    buffer = bytearray(10)
-    assert file.read_into(4, memoryview(buffer)) == 3
-    assert bytes(buffer[:3]) == b"ent"
-    file.close()
-
-
-def test_bytes_are_counted_where_they_are_read(tmp_path: Path, shards: OpenShards) -> None:
-    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x" * 100))
-    shards.get(str(tmp_path / "a.tar")).read(512, 100, 0, "txt")
-    shards.get(str(tmp_path / "a.tar")).read(512, 50, 0, "txt")
-    assert shards.reads.as_dict() == {"storage_bytes": 4 + 100 + 50, "cache_bytes": 0, "used_bytes": 0}  # 4: its magic
-    assert shards.reads.amplification is None
-
-
-def test_shards_let_go_stay_counted(tmp_path: Path, shards: OpenShards) -> None:
-    for i in range(6):
-        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(b"x"))
-        shards.get(str(tmp_path / f"{i}.tar")).read(512, 1, 0, "txt")
-    assert shards.reads.storage.value == 6 * (4 + 1)
-
-
 def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_path: Path, shards: OpenShards) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(tar_bytes(b"x")))
@@ -203,28 +139,3 @@ def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_pa
     shards.close()
     shards.get(str(path))
     assert shards.reads.storage.value == 12 + path.stat().st_size
-
-
-def test_what_fills_a_buffer_counts_as_it_came(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"content")
-    count = ByteCount()
-    file = CountedFile(LocalFile(tmp_path / "a"), count)
-    assert file.read_into(4, memoryview(bytearray(10))) == 3
-    assert file.read(5, 10) == b"nt"
-    assert count.value == 3 + 2
-    file.close()
-    with pytest.raises(ValueError, match="read after close"):
-        file.read(0, 1)
-
-
-def test_threads_lose_no_byte() -> None:
-    count = ByteCount()
-
-    def add() -> None:
-        for _ in range(10_000):
-            count.add(3)
-
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(add) for _ in range(8)]:
-            future.result()
-    assert count.value == 8 * 10_000 * 3

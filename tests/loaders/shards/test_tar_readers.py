@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tars import rows, shard, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from orchdata.loaders.errors import FieldError
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.shards.fields import SPARSE
 from orchdata.loaders.shards.tar_walk import UnusualTar, walk_any, walk_plain
@@ -148,20 +147,3 @@ def test_odd_tars_read_as_tarfile_reads_them(fixtures_dir: Path) -> None:
         assert members == expected, path
         assert damaged or not fails, path
     assert plain >= 8
-
-
-def test_a_sparse_member_of_60_gb_meets_the_limit(fixtures_dir: Path, tmp_path: Path) -> None:
-    source = next(path for path in odd_tars(fixtures_dir) if path.name == "gnu-sparse-big.tar")
-    data = bytearray(source.read_bytes())
-    at = data.index(b"gnu-sparse\0")
-    data[at : at + 10] = b"a-spar.txt"
-    header = data[at : at + 512]
-    header[148:156] = b" " * 8
-    data[at + 148 : at + 156] = b"%06o\0 " % sum(header)
-    path = tmp_path / "big.tar"
-    path.write_bytes(data)
-    (row,) = rows(path)
-    assert row["size"] == 60_000_000_000
-    assert "above Limits.text_bytes" in row["error"] or "above Limits.member_bytes" in row["error"]
-    with pytest.raises(FieldError, match=r"60000000000 bytes, above Limits\.member_bytes"):
-        shard(path).read(row["offset"], row["size"], row["encoding"], "txt")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import new_file, replaced, write_at, write_once, write_whole
 
 
@@ -18,31 +17,6 @@ def test_what_fails_in_the_block_leaves_the_older_file(tmp_path: Path) -> None:
         write_at(fd, b"newer", 0)
         raise RuntimeError("in the block")
     assert [other.name for other in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"older"
-
-
-def test_a_path_without_a_folder_is_in_the_working_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_once("x", b"content")
-    assert Path("x").read_bytes() == b"content"
-
-
-def test_a_small_file_is_written_again_where_the_system_refused_once(
-    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, real, refused = tmp_path / "x", os.pwrite, []
-
-    def refuse_once(*arguments: object) -> int:
-        if not refused:
-            refused.append(1)
-            raise OSError(28, "No space left on device")
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "pwrite", refuse_once)
-    write_whole(path, b"content")
-    assert path.read_bytes() == b"content" and refused
-    refused.clear()
-    with pytest.raises(OSError, match="No space left"):
-        write_once(path, b"other")
 
 
 def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,50 +38,6 @@ def test_a_large_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     assert synced == [(len(b"newer"), False)] and path.exists()
 
 
-@pytest.mark.parametrize("step", ["pwrite", "replace", "close"])
-def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
-    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    path = tmp_path / "x"
-    write_whole(path, b"older")
-    real = getattr(os, step)
-
-    def full(*arguments: object) -> None:
-        if step == "close":
-            real(*arguments)  # the descriptor goes either way
-        raise OSError(28, "No space left on device")
-
-    for write in (lambda: write_whole(path, b"newer"), lambda: _replace(path)):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, step, full)
-            with pytest.raises(StorageError, match=r"x: cannot be written: No space left on device") as raised:
-                write()
-        assert raised.value.errno == 28
-        assert [other.name for other in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"older"
-
-
 def _replace(path: Path) -> None:
     with replaced(path) as fd:
         write_at(fd, b"newer", 0)
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_whole(tmp_path / "x", b"")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
-
-
-def test_an_interrupted_rename_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, interrupted = os.replace, [InterruptedError(), InterruptedError()]
-
-    def once_more(source: str, target: str) -> None:
-        if interrupted:
-            raise interrupted.pop()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", once_more)
-    write_once(tmp_path / "file", b"content")
-    assert (tmp_path / "file").read_bytes() == b"content" and not interrupted

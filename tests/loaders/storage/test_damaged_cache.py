@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import sys
 from collections.abc import Iterator
@@ -15,15 +14,14 @@ from children import in_a_child
 from fresh_index import whole
 from shard_factory import omni_samples, write_shard
 
-import orchdata as od
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
+from orchdata.loaders.errors import DamagedIndexError, StorageError
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.index.table import LAYOUT, OFFSETS, TableSize, _positions
+from orchdata.loaders.index.table import LAYOUT, OFFSETS, _positions
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import verified
@@ -165,20 +163,6 @@ def test_altered_bytes_of_a_noted_index_never_crash(shards: list[str]) -> None:
     in_a_child(try_all)
 
 
-def test_rows_outside_are_refused(shards: list[str]) -> None:
-    index = build_index(shards, RECIPE)
-    for row in (-1, len(index)):
-        for ask in (index.key, index.members, index.read_spec, index.shard_of, index.part_range):
-            with pytest.raises(ValueError, match=f"row {row} of an index of 12 rows"):
-                ask(row)
-        with pytest.raises(ValueError, match="of an index of 12 rows"):
-            index.parts_of(np.array([0, row]), IMAGE)
-        with pytest.raises(ValueError, match="of an index of 12 rows"):
-            IndexCosts(index).positions("image", np.array([0, row]))
-    with pytest.raises(ValueError, match="row 0 is not a bad sample"):
-        index.failure(0)
-
-
 def test_one_process_makes_a_damaged_index_again_and_says_so(shards: list[str]) -> None:
     expected = build_index(shards, RECIPE)
     before = whole(expected)
@@ -188,21 +172,6 @@ def test_one_process_makes_a_damaged_index_again_and_says_so(shards: list[str]) 
     assert whole(made) == before
     again = open_index(shards, RECIPE)
     assert again is not None and whole(again) == before
-
-
-def test_an_error_of_several_ranks_explains_how_to_build_a_damaged_index_again(shards: list[str]) -> None:
-    path = build_index(shards, RECIPE).path
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    message = (
-        rf"the index of these 2 shards is damaged \({path}: .*\), and 4 ranks need one; .*: orchdata index {shards[0]}"
-    )
-    with pytest.raises(MissingIndexError, match=message):
-        ShardDataset(shards, RECIPE).index(num_ranks=4)
-    assert path.read_bytes() == data  # for one process to make again
-    with pytest.raises(od.MissingIndexError, match="is damaged"):
-        od.DataLoader(od.ShardDataset(shards, RECIPE), batch_size=1, dp=(0, 2))
 
 
 def test_an_index_is_verified_once_a_machine(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,34 +206,6 @@ def test_an_index_is_verified_once_a_machine(shards: list[str], monkeypatch: pyt
     assert len(full) == 7
 
 
-def test_a_folder_that_takes_no_note_is_no_reason(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = build_index(shards, RECIPE).path
-    verified.forget(path)
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(verified, "write_once", read_only)
-    assert whole(Index(path)) == whole(Index(path))
-    assert not verified.is_noted(path, path.stat())
-
-
-@pytest.mark.parametrize("data", [b"", b"not one at all", b"\x89orchdat" + bytes(64)])
-def test_a_file_that_is_no_index_is_refused(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "x.index"
-    path.write_bytes(data)
-    with pytest.raises(DamagedIndexError, match=r"x\.index is damaged: it .*; run `orchdata index` again"):
-        Index(path)
-    with pytest.raises(FileNotFoundError):
-        Index(tmp_path / "absent.index")
-
-
-def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
-    build_index(shards, RECIPE)
-    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 1, not of b'indx'"):
-        Index(kept_files()[0])
-
-
 @pytest.mark.usefixtures("no_pauses")
 def test_an_index_that_cannot_be_read_now_is_no_damage(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = build_index(shards, RECIPE).path
@@ -276,17 +217,3 @@ def test_an_index_that_cannot_be_read_now_is_no_damage(shards: list[str], monkey
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(StorageError, match="cannot be read: Input/output error"):
         open_index(shards, RECIPE)
-
-
-def test_damage_to_the_index_is_never_a_failed_sample() -> None:
-    error = DamagedIndexError("x.index", "cut")
-    assert isinstance(error, NOT_DATA) and isinstance(error, MissingIndexError)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def test_sizes_add_up() -> None:
-    lengths = {"rows": 1, "parts": 2, "members": 3, "bad": 4}
-    lengths |= {"key_bytes": 5, "error_field_bytes": 6, "error_reason_bytes": 7}
-    widths = {"extent_width": 2, "header_width": 3}  # of all tables of an index alike
-    one = TableSize(**lengths, **widths)
-    assert TableSize.sum([one, one]).as_dict() == {name: 2 * value for name, value in lengths.items()} | widths

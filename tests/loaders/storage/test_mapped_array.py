@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,17 +51,3 @@ def test_a_damaged_file_is_refused_and_made_again(private_cache: Path, damage: s
     with pytest.raises(StorageError, match="create the loader again"):
         pickle.loads(data)
     assert np.array_equal(pickle.loads(pickle.dumps(MappedArray(VALUES))).array, VALUES)
-
-
-def test_a_file_that_cannot_be_mapped_now_is_tried_again(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, refused = pickle.dumps(MappedArray(VALUES)), []
-
-    def refuse(*args: Any, mapped: Any = mmap.mmap, **kwargs: Any) -> Any:
-        if len(refused) < 2:
-            refused.append(args)
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return mapped(*args, **kwargs)
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    assert np.array_equal(pickle.loads(data).array, VALUES)
-    assert len(refused) == 2

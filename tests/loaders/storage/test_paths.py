@@ -35,36 +35,11 @@ def test_globs_are_sorted_and_lists_keep_their_order(folder: Path) -> None:
         assert expand_paths(f"{scheme}{folder}/b.parquet") == [f"{folder}/b.parquet"]
 
 
-def test_paths_with_colons_between_them_are_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = f"{folder}/a-{{000..001}}.tar::file:{folder}/b.parquet"
-    assert expand_paths(given) == [f"{folder}/a-000.tar", f"{folder}/a-001.tar", f"{folder}/b.parquet"]
-    odd = folder / "a::b.tar"
-    odd.write_bytes(b"x")
-    assert expand_paths(str(odd)) == expand_paths(odd) == [str(odd)]
-
-
-def test_a_path_with_glob_characters_that_exists_is_itself(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].tar"
-    path.write_bytes(b"x")
-    assert expand_paths(str(path)) == [str(path)]
-    assert expand_paths(path) == [str(path)]
-
-
-def test_a_path_with_braces_that_exists_is_itself(tmp_path: Path) -> None:
-    path = tmp_path / "a{1..2}.tar"
-    path.write_bytes(b"x")
-    assert expand_paths(str(path)) == [str(path)]
-
-
 @pytest.mark.parametrize("name", ["absent.tar", "a-{000..009}.tar", "c*.tar"])
 def test_what_does_not_exist_is_named(folder: Path, name: str) -> None:
     expected = {"absent.tar": "absent.tar", "a-{000..009}.tar": "a-002.tar", "c*.tar": r"c\*.tar"}[name]
     with pytest.raises(FileNotFoundError, match=expected):
         expand_paths(str(folder / name))
-
-
-def test_check_false_leaves_the_files_alone() -> None:
-    assert expand_paths("nowhere/{0..1}.tar", check=False) == ["nowhere/0.tar", "nowhere/1.tar"]
 
 
 @pytest.mark.parametrize(
@@ -120,17 +95,6 @@ def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
         assert count == len(expanded)
 
 
-def test_the_state_of_a_data_set_on_disk_is_a_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "state.json")
-    with pytest.raises(ValueError, match=r"state\.json is not a regular file"):
-        expand_paths(str(tmp_path))
-
-
-def test_a_wrong_type_is_named() -> None:
-    with pytest.raises(TypeError, match="int"):
-        expand_paths([3])  # type: ignore[list-item]
-
-
 def test_a_folder_that_cannot_be_listed_is_an_error(
     folder: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +117,3 @@ def test_globs_match_as_the_standard_library_matches(tmp_path: Path, pattern: st
     path = str(tmp_path / pattern)
     matching = {os.path.realpath(name) for name in glob.glob(path, recursive=True) if name.endswith(".tar")}
     assert {os.path.realpath(name) for name in _matches(Path(path)) if name.endswith(".tar")} == matching
-
-
-def test_a_link_to_a_folder_above_ends_no_search(folder: Path) -> None:
-    (folder / "loop").symlink_to(folder)
-    assert expand_paths(str(folder / "**" / "b.parquet")) == [str(folder / "b.parquet")]

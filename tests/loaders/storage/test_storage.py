@@ -14,7 +14,7 @@ import pytest
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.loaders.errors import StaleIndexError, StorageError
+from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.storage.local import LocalFile
 
 KINDS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
@@ -51,19 +51,6 @@ def test_what_the_system_refuses_three_times_is_tried_a_fourth(
     buffer = bytearray(4)
     assert file.read_into(20, memoryview(buffer)) == 4
     assert buffer == bytes(range(20, 24))
-
-
-@pytest.mark.parametrize("name", ["open", "pread", "preadv"])
-def test_what_it_goes_on_refusing_is_a_storage_error_with_file_and_reason(
-    path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    opened = None if name == "open" else LocalFile(path)
-    monkeypatch.setattr(os, name, refusing(getattr(os, name), 4, errno.EIO))
-    with pytest.raises(StorageError, match=r"/data: cannot be (opened|read at 0): Input/output error") as caught:
-        file = opened or LocalFile(path)
-        file.read_into(0, memoryview(bytearray(4))) if name == "preadv" else file.read(0, 4)
-    assert caught.value.errno == errno.EIO
-    assert not isinstance(caught.value, OSError)  # no reader of data catches it as damage
 
 
 def test_a_forgotten_file_is_opened_again(path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +105,6 @@ def test_a_change_while_open_is_seen(path: Path, change: str) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(StaleIndexError, match="/data: was changed while it was open"):
         file.check_unchanged()
-
-
-def test_a_file_that_is_removed_is_still_what_was_opened(path: Path) -> None:
-    file = LocalFile(path)
-    path.unlink()
-    assert file.read(0, 2) == b"\0\1"
-    file.check_unchanged()
 
 
 def samples(word: str, count: int = 30) -> list[dict[str, Any]]:

@@ -76,18 +76,6 @@ def test_a_tokenizer_of_transformers_is_taken_as_it_is():
     assert isinstance(failed, DecodeError) and "not valid Unicode" in str(failed)
 
 
-def test_a_tokenizer_that_tells_no_offsets_is_refused_with_the_way_out():
-    class Slow:
-        special_tokens_map: dict[str, str] = {}
-
-        def apply_chat_template(self) -> None: ...
-        def __call__(self, text: str) -> list[int]:
-            return []
-
-    with pytest.raises(ValueError, match=r"Slow has no offsets.*wrap it, as in TextPreprocessor\(lambda text"):
-        od.TextPreprocessor(Slow())
-
-
 def test_a_tokenizer_that_differs_from_its_backend_is_an_error():
     pytest.importorskip("transformers")
     tokenizer = hf_tokenizer()
@@ -99,37 +87,6 @@ def test_a_tokenizer_that_differs_from_its_backend_is_an_error():
     tokenizer.__class__ = Other
     with pytest.raises(ValueError, match="gives other ids than its backend tokenizer"):
         od.TextPreprocessor(tokenizer)
-
-
-def test_a_tokenizer_that_splits_special_tokens_is_refused():
-    bare = tokenizers.Tokenizer.from_str(trained().to_str())
-    bare.encode_special_tokens = True
-    whole = hf_tokenizer()
-    whole.split_special_tokens = True
-    for given in (bare, whole):
-        with pytest.raises(ValueError, match="splits special tokens"):
-            od.TextPreprocessor(given)
-    whole.split_special_tokens = False
-    assert od.TextPreprocessor(whole).encode("<|im_end|>").tolist() == whole("<|im_end|>")["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"source": "{% for %}"}, ValueError, "no chat template"),
-        ({"source": object()}, ValueError, "no chat template in object: it has none"),
-        ({"source": {"rag": "a"}}, ValueError, "none is called 'default' of"),
-        ({"source": "a", "bos_token": object()}, TypeError, "must be JSON values"),
-        ({"source": "a", "bos_token": (1,)}, TypeError, "must be JSON values"),
-        ({"source": "a", "ignore_keys": "channel"}, ValueError, "must be a tuple, got the string 'channel'"),
-        ({"source": "a", "roles": "critic"}, ValueError, "must be a tuple, got the string 'critic'"),
-        ({"source": "a", "tools": []}, ValueError, "has 'tools' from each sample"),
-        ({"source": "{{ strftime_now('%Y') }}", "date": "yesterday"}, ValueError, "Invalid isoformat"),
-    ],
-)
-def test_what_is_no_template(given, error, message):
-    with pytest.raises(error, match=message):
-        od.ChatTemplate.from_jinja(**given)
 
 
 def _tokenizers_of_many_kinds():
@@ -219,22 +176,3 @@ def test_a_text_that_fails_in_a_batch_fails_alone(monkeypatch):
         else:
             assert _pairs(encoded) == _expected(trained(), text, added)
     assert fast.encode_batch([], add_special_tokens=[]) == []
-
-
-def test_the_interpreter_is_not_held_while_a_text_is_tokenized():
-    class Encoding:
-        """Without `offsets`, one call that is as long as the text."""
-
-        def __init__(self, encoding):
-            self.ids, self.token_to_chars = encoding.ids, encoding.token_to_chars
-
-    class Running:
-        """Without `encode`, which holds the lock of the interpreter."""
-
-        def encode_batch(self, texts, add_special_tokens):
-            return [Encoding(each) for each in trained().encode_batch(texts, add_special_tokens=add_special_tokens)]
-
-    fast = FastTokenizer(trained().to_str())
-    fast.__dict__["_running"] = Running()
-    expected = trained().encode("a cat", add_special_tokens=True)
-    assert fast("a cat") == fast.encode("a cat", add_special_tokens=True).ids.tolist() == expected.ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -162,19 +161,6 @@ def test_a_template_of_strings_alone_gets_its_mark(template):
     assert ids == hf_tokenizer()(text)["input_ids"]
 
 
-def test_a_template_of_items_alone_gets_items():
-    recipe = recipe_of(NAMED["vicuna"], mark="<image>")
-    chat = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
-    items = [{"type": "image"}, {"type": "text", "text": "What?"}]
-    expected = reference(
-        hf_tokenizer(),
-        NAMED["vicuna"],
-        [{"role": "user", "content": items}, *typed(chat[1:])],
-        marks={"<image>": "<image>" * 4},
-    )
-    assert composed(recipe, chat, 1) == expected
-
-
 def test_the_end_mark_is_learned_and_the_blank_after_it_is_not():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert decoded(recipe_of(untagged(CHATML)), chat)[1] == "b<|im_end|>"
@@ -225,15 +211,6 @@ def test_sharegpt_with_tools_is_openai_with_tools():
     assert composed(recipe, record, **columns) == expected  # columns of a row
     tagged = TAGGED["qwen3"]
     assert expected == reference(hf_tokenizer(), tagged, openai()["messages"], tools=[TOOL])
-
-
-def test_tools_may_each_be_json_in_a_string():
-    recipe, chat = recipe_of(QWEN3), openai()["messages"]
-    whole = composed(recipe, {"messages": chat, "tools": [TOOL, TOOL]})
-    for tools in ([json.dumps(TOOL)] * 2, [TOOL, json.dumps(TOOL)]):
-        assert composed(recipe, {"messages": chat, "tools": tools}) == whole
-    with pytest.raises(FieldError, match="no JSON"):
-        composed(recipe, {"messages": chat, "tools": ["get_weather(city)"]})
 
 
 def test_the_header_of_an_answer_is_not_learned_where_the_template_has_no_prompt_for_an_answer():
@@ -293,13 +270,6 @@ def test_an_eos_after_the_chat_belongs_to_no_answer(end):
     assert decoded(recipe, [ASK, answers[1]])[1] == expected[1]
 
 
-def test_a_chat_whose_answers_are_all_masked_has_no_loss():
-    masked = [ASK, {**ANSWER, "train": False}]
-    for template in (CHATML, untagged(CHATML)):
-        assert not any(composed(recipe_of(template), masked).loss)
-        assert any(composed(recipe_of(template), [ASK, ANSWER]).loss)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -313,13 +283,6 @@ def test_an_answer_that_cannot_be_located_is_an_error(template, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
     assert message in caught.value.reason
-
-
-def test_turns_keep_the_order_of_their_keys():
-    shows_all = recipe_of("{% for message in messages %}{{ message }}{% generation %} {% endgeneration %}{% endfor %}")
-    assert decoded(shows_all, [{"value": "a", "name": "b", "from": "human"}])[0].startswith(
-        "{'content': 'a', 'name': 'b', 'role': 'user'}"
-    )
 
 
 def test_templates_are_rendered_as_by_transformers():
@@ -356,14 +319,6 @@ def test_templates_are_rendered_as_by_transformers():
     ):
         with pytest.raises(DecodeError, match="the chat template refuses it"):
             od.ChatTemplate.from_jinja(refused).render(messages, Inputs())
-
-
-def test_a_template_renders_in_several_threads_at_once():
-    recipe = recipe_of(CHATML)
-    chats = [plain_chat(random.Random(seed)) for seed in range(40)]
-    expected = [composed(recipe, chat) for chat in chats]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda chat: composed(recipe, chat), chats * 3)) == expected * 3
 
 
 def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,38 +23,11 @@ def test_a_constant_rate_is_seen_through_rounded_times() -> None:
     assert line.pictures(10) == list(range(0, 100, 10))  # not 9, 19, ...: 10 / 30 s is written as 333 ms
 
 
-@pytest.mark.parametrize("tick", [MILLI, Fraction(1, 600), Fraction(1, 90_000), Fraction(1, 48_000)])
-@pytest.mark.parametrize(
-    "rate", [Fraction(30_000, 1001), Fraction(24_000, 1001), Fraction(60_000, 1001), Fraction(15, 2), 24, 25]
-)
-@pytest.mark.parametrize("rounding", [round, math.floor])
-def test_a_usual_rate_is_found_with_every_clock(tick: Fraction, rate: Fraction, rounding: Any) -> None:
-    for count in (2, 7, 90, 901):
-        times = [rounding(at / Fraction(rate) / tick) for at in range(count)]
-        seconds = Timeline.of(times, tick).seconds
-        # The times of few pictures may be those of a whole rate as well.
-        assert seconds == count / Fraction(rate) or (count < 901 and abs(seconds - count / Fraction(rate)) <= 2 * tick)
-
-
-def test_what_is_not_rounded_is_as_measured() -> None:
-    assert Timeline.of([0, 70, 140, 210], MILLI).seconds == Fraction(280, 1000)
-    jittered = [at * 3000 + (at * 7919 % 19) - 9 for at in range(90)]
-    line = Timeline.of(jittered, Fraction(1, 90_000))
-    assert line.is_constant and line.seconds == Fraction((jittered[-1] - jittered[0]) * 90, 89 * 90_000)
-    assert Timeline.of([0, 5, 25], Fraction(1, 100), last=40).seconds == Fraction(65, 100)
-    assert Timeline.of([3], Fraction(1, 100), last=40).seconds == Fraction(40, 100)
-
-
 def test_a_variable_rate_goes_by_times() -> None:
     line = Timeline.of([0, 100, 1000, 1100, 3200], MILLI)
     assert not line.is_constant and line.seconds == 4  # the last one is taken to last as long as one in the mean, 0.8 s
     # 0, 0.5, 1, ... 3.5 s: the picture at 0.1 s is shown until the one at 1 s.
     assert line.pictures(8) == [0, 1, 2, 3, 3, 3, 3, 4]
-
-
-def test_one_picture() -> None:
-    assert Timeline.of([7], MILLI).seconds == Fraction(1, 25)
-    assert Timeline.of([7], MILLI).pictures(1) == [0]
 
 
 @pytest.mark.parametrize(

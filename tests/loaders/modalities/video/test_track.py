@@ -90,19 +90,6 @@ def test_sound_that_begins_later_stays_in_time() -> None:
     assert not wave[:7_990].any() and np.abs(wave[8_000:] - tone(rate)[: len(wave) - 8_000]).max() < 1e-4
 
 
-def test_channels_are_averaged() -> None:
-    out = io.BytesIO()
-    with av.open(out, "w", format="matroska") as made:
-        stream = made.add_stream("pcm_s16le", rate=8_000, layout="stereo")
-        both = np.stack([tone(8_000), np.zeros(8_000)]).astype(np.float32)
-        frame = av.AudioFrame.from_ndarray(both, format="fltp", layout="stereo")
-        frame.sample_rate, frame.pts, frame.time_base = 8_000, 0, Fraction(1, 8_000)
-        made.mux(stream.encode(frame))
-        made.mux(stream.encode(None))
-    wave, rate = read_mono(out.getvalue(), LIMITS)
-    assert rate == 8_000 and np.abs(wave - tone(8_000) / 2).max() < 1e-4
-
-
 def test_what_has_no_sound_says_so() -> None:
     assert header_of(clip("h264")) == (0, 0)
     with pytest.raises(DecodeError, match="no track of sound"):
@@ -157,38 +144,6 @@ def test_tracks_are_parts_of_their_own(shard: str) -> None:
     assert torch.equal(again.media["audio"].features, clips.features)
     assert torch.equal(again.media["video"].patches, batch.media["video"].patches)
     assert torch.equal(again.llm.input_ids, batch.llm.input_ids)
-
-
-def test_bytes_of_a_clip_are_read_once(shard: str) -> None:
-    reads = []
-    for recipe in (RECIPE, od.Recipe(image=None, audio=None, video=VIDEO)):
-        loader = od.DataLoader(
-            od.ShardDataset(shard, recipe=recipe).filter("key in ('none', 'silent')"),
-            global_batch_size=2,
-            num_threads=0,
-            on_error=od.ErrorPolicy("skip", max_failures=None),
-        )
-        list(loader)
-        reads.append(loader.stats()["reads"]["used_bytes"])
-    assert reads[0] == reads[1] > 0
-
-
-def test_without_being_asked_for_nothing_changes(shard: str) -> None:
-    plain = od.AudioPreprocessor(num_mels=16)
-    assert "tracks" not in plain.parameters() and SOUND.parameters()["tracks"] is True
-    assert od.Recipe(audio=plain).fingerprint() != od.Recipe(audio=SOUND).fingerprint()
-    batch = batch_of(
-        od.ShardDataset(shard, recipe=od.Recipe(image=None, audio=plain)).filter("key == 'none'"), global_batch_size=1
-    )
-    assert "audio" not in batch.media
-    with pytest.raises(ValueError, match=r"AudioPreprocessor.tracks"):
-        od.AudioPreprocessor(tracks="yes")  # type: ignore[arg-type]
-
-
-def test_sound_alone_may_be_read_of_clips(shard: str) -> None:
-    dataset = od.ShardDataset(shard, recipe=od.Recipe(image=None, audio=SOUND)).filter("key == 'none' and not bad")
-    batch = batch_of(dataset, global_batch_size=1)
-    assert batch.media["audio"].num_tokens >= 25 and "video" not in batch.media
 
 
 def test_tracks_of_records_and_columns(tmp_path: Path) -> None:

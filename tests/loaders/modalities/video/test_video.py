@@ -28,7 +28,7 @@ from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.modalities.video import mp4, opened
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.files import VideoFiles
-from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
+from orchdata.native.scan.status import FOUND
 
 LIMITS = od.Limits()
 # Patches of 8 pixels that keep the size of small clips, so that pictures can be read from them.
@@ -48,23 +48,17 @@ CLIPS: dict[str, Any] = {
     "h264 mp4, sound": lambda: clip("h264", audio="aac"),
     "h264 mp4, tables first": lambda: clip("h264", options=(("movflags", "faststart"),)),
     "h264 mp4, fragments": lambda: clip("h264", options=(("movflags", "frag_keyframe+empty_moov"),)),
-    "h264 mov": lambda: clip("h264", "mov"),
     "h264 mkv": lambda: clip("h264", "mkv"),
     "h264 mkv, streamed out": lambda: clip("h264", "mkv", options=(("live", "1"),)),
     "h264 mkv, variable": lambda: clip("h264", "mkv", times=VARIABLE),
     "h264 mp4, variable": lambda: clip("h264", "mp4", times=VARIABLE),
     "h264 mp4, odd": lambda: clip("h264", size=(67, 45)),
     "h265 mp4": lambda: clip("h265"),
-    "h265 mkv": lambda: clip("h265", "mkv"),
     "mpeg4 mp4": lambda: clip("mpeg4"),
     "vp8 webm": lambda: clip("vp8", "webm"),
     "vp9 webm": lambda: clip("vp9", "webm"),
-    "vp9 webm, sound": lambda: clip("vp9", "webm", audio="libopus"),
     "vp9 webm, variable": lambda: clip("vp9", "webm", times=VARIABLE),
-    "vp9 webm, odd": lambda: clip("vp9", "webm", size=(67, 45)),
-    "vp9 mp4": lambda: clip("vp9"),
     "av1 webm": lambda: clip("av1", "webm", size=(128, 96)),
-    "av1 mp4": lambda: clip("av1", size=(128, 96)),
     "gif": lambda: clip("gif", "gif", rate=10),
     "gif by Pillow": lambda: animation(12),
     "gif by Pillow, variable": lambda: animation(6, milliseconds=[50, 50, 400, 50, 50, 900]),
@@ -74,11 +68,8 @@ CLIPS: dict[str, Any] = {
     "h265 mkv, open groups": lambda: clip("h265", "mkv", frames=40, given=OPEN_H265),
     "h264 mp4, interlaced": lambda: clip("h264", given=(("x264-params", "interlaced=1:bframes=2:threads=1"),)),
     "h264 mp4, late": lambda: clip("h264", start=13),
-    "h264 mkv, early": lambda: clip("h264", "mkv", start=-5),
     "h264 mp4, a fragment a frame": lambda: clip("h264", options=(("movflags", "frag_every_frame+empty_moov"),)),
-    "h264 mp4, no edits": lambda: clip("h264", options=(("use_editlist", "0"),)),
     "h265 mp4, 10 bits": lambda: clip("h265", pix_fmt="yuv420p10le"),
-    "h264 mp4, 4:2:2": lambda: clip("h264", pix_fmt="yuv422p"),
     "vp8 webm, hidden pictures": lambda: clip("vp8", "webm", frames=60, gop=40, given=HIDDEN),
     "vp9 webm, hidden pictures": lambda: clip("vp9", "webm", frames=60, gop=40, given=HIDDEN),
 }
@@ -138,23 +129,6 @@ def test_only_the_pictures_that_are_taken_come_and_in_their_places(name: str) ->
     assert count == min(max(int(Fraction(numerator, denominator) * 6), 2), frames) // 2 * 2 or count == frames == 1
 
 
-def test_pictures_far_apart_are_reached_from_the_last_whole_one() -> None:
-    data = clip("h264", frames=200, gop=10)
-    with open_video(data, LIMITS) as video:
-        read = 0
-        whole = video._all_from_here
-
-        def counting(*given: Any) -> Any:
-            nonlocal read
-            for frame in whole(*given):
-                read += 1
-                yield frame
-
-        video._all_from_here = counting  # type: ignore[method-assign]
-        assert [number_of(pixels) for pixels in video.frames([5, 105, 199])] == [5, 105, 199]
-    assert read < 40
-
-
 @pytest.mark.parametrize("options", [(), (("movflags", "faststart"),)])
 @pytest.mark.parametrize("codec", ["h264", "h265", "mpeg4", "vp9", "av1"])
 def test_tables_of_a_plain_mp4_say_what_its_packets_say(codec: str, options: Any) -> None:
@@ -163,15 +137,6 @@ def test_tables_of_a_plain_mp4_say_what_its_packets_say(codec: str, options: Any
         status, header = mp4.plain_header(memoryview(data), len(data))
         assert status == FOUND
         assert header == VideoFiles.probe(data, LIMITS)
-
-
-def test_an_mp4_is_counted_from_its_first_bytes_where_its_tables_are_there() -> None:
-    data = clip("h264", frames=100, size=(320, 240), options=(("movflags", "faststart"),))
-    head = data[: data.index(b"mdat") + 12]
-    assert mp4.plain_header(memoryview(head), len(data)) == (FOUND, header_of(data))
-    assert mp4.plain_header(memoryview(head[: len(head) // 2]), len(data))[0] == MORE
-    pieces = clip("h264", options=(("movflags", "frag_keyframe+empty_moov"),))
-    assert mp4.plain_header(memoryview(pieces), len(pieces))[0] == UNUSUAL
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])
@@ -204,34 +169,6 @@ def test_mirrored_clips_are_mirrored(way: str, back: Any) -> None:
             assert np.array_equal(back(shown), stored) and not np.array_equal(shown, stored)
 
 
-def test_a_slant_is_refused() -> None:
-    data = turn(clip("h264", size=(96, 64)), 90)
-    at = data.index(b"tkhd") + 4
-    at += 52 if data[at] == 1 else 40
-    with pytest.raises(DecodeError, match="turns by no quarter"):
-        header_of(data[:at] + (1 << 14).to_bytes(4, "big") + data[at + 4 :])
-
-
-@pytest.mark.parametrize("clock", [600, 1_000, 48_000, 90_000])
-@pytest.mark.parametrize("rate", [Fraction(24_000, 1001), Fraction(30_000, 1001), Fraction(60_000, 1001), 30])
-def test_tables_and_packets_agree_with_every_clock(clock: int, rate: Fraction) -> None:
-    data = clip("h264", frames=61, rate=rate, options=(("video_track_timescale", str(clock)),))
-    status, header = mp4.plain_header(memoryview(data), len(data))
-    assert status == FOUND and header == VideoFiles.probe(data, LIMITS)
-    assert abs(float(Fraction(*header[3:])) - 61 / rate) < 2 / clock
-    decoded(data)
-
-
-def test_an_index_of_other_tables_holds_where_it_means_the_same() -> None:
-    # What a file's packets tell may differ by the version of FFmpeg: a little less than its tables do.
-    data = clip("h264")
-    size = PRE.count_header((*header_of(data)[:3], 24_003, 24_000), LIMITS)
-    PRE.decode_into(data, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
-    far = PRE.count_header((*header_of(data)[:3], 24, 20), LIMITS)
-    with pytest.raises(DecodeError, match="the index says otherwise"):
-        PRE.decode_into(data, far, {"patches": np.empty((far.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
-
-
 @pytest.mark.parametrize("codec", ["h264", "h265", "mpeg4"])
 @pytest.mark.parametrize("container", ["mkv", "mp4"])
 def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, container: str) -> None:
@@ -248,36 +185,6 @@ def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, co
     decoded(cut)
 
 
-@pytest.mark.parametrize("container", ["matroska", "mp4"])
-def test_what_led_to_the_first_whole_picture_may_be_lacking(container: str) -> None:
-    whole = clip("h264", "mkv", frames=40, given=OPEN_H264)
-    options = (("use_editlist", "0"),) * (container == "mp4")
-    cut = without_first_group(whole, container, options, leading=False)  # as `ffmpeg -i in.mkv -ss 0.2 -c copy` cuts
-    frames = header_of(cut)[2]
-    assert 20 <= frames < 40
-    with open_video(cut, LIMITS) as video:
-        assert [number_of(pixels) for pixels in video.frames(range(frames))] == list(range(40 - frames, 40))
-
-
-def test_a_picture_made_from_a_damaged_one_after_the_first_is_an_error() -> None:
-    import av
-
-    data, random = without_first_group(noise(40, OPEN_H264), "matroska", leading=False), np.random.default_rng(3)
-    with av.open(io.BytesIO(data)) as container:
-        packet = [packet for packet in container.demux(video=0) if packet.size][1]
-    start, stop = packet.pos + 64, packet.pos + packet.size
-    refused = 0
-    for at in random.integers(start, stop, 20):
-        changed = data[:at] + random.bytes(8) + data[at + 8 :]
-        try:
-            with open_video(changed, LIMITS) as video:
-                assert len(list(video.frames([7]))) == 1
-        except DecodeError as error:
-            assert "damaged video" in error.reason
-            refused += 1
-    assert refused >= 5
-
-
 BFRAMES_H264 = (("x264-params", "bframes=3:b-pyramid=normal:keyint=30:scenecut=0:threads=1"),)
 BFRAMES_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none"),)
 LAYERED_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none:temporal-layers=2"),)
@@ -289,7 +196,6 @@ LAYERED_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none:t
         ("h264", BFRAMES_H264, True),
         ("h265", BFRAMES_H265, True),
         ("h265", LAYERED_H265, False),
-        ("mpeg4", (("bf", "2"),), True),
         ("vp9", (), False),
     ],
 )
@@ -352,14 +258,9 @@ def test_frames_may_come_with_their_times() -> None:
     ("listed", "message"),
     [
         ({"timestamps": [0, 1], "frames": ["aaaa"]}, "1 frames whose timestamps are not as many"),
-        ({"timestamps": [0, "1"], "frames": ["aaaa"] * 2}, "numbers of seconds"),
         ({"timestamps": [1, 0], "frames": ["aaaa"] * 2}, "do not ascend"),
         ({"FPS": 4, "frames": ["aaaa"]}, "'FPS', which is not read"),
-        ({"raw_fps": 4, "frames": ["aaaa"]}, "'raw_fps', which is not read"),
-        ({"fps": "2", "frames": ["aaaa"]}, "fps='2': that is a number"),
-        ({"frames": []}, "without a single frame"),
         ({"fps": 0, "frames": ["aaaa"]}, "fps=0"),
-        ({"fps": 1, "pictures": ["aaaa"]}, "write {"),
         (["frame_0.jpg"], "no file is opened by name"),
         ([frame(0), frame(1, 32)], "frames 0 and 1 are 64 x 48 and 32 x 48"),
         ([frame(0), "AAAA" * 40], "frame 1: not an image"),
@@ -416,26 +317,15 @@ def test_pieces_that_an_index_in_the_file_names_must_be_there() -> None:
     assert header_of(data + bytes(3)) == header_of(data)
 
 
-def test_a_last_sample_without_bytes_is_no_frame() -> None:
-    data = clip("h264", frames=12, options=(("movflags", "faststart"),))
-    table = data.index(b"stsz") + 4
-    last = table + 12 + 4 * 11
-    empty = data[:last] + bytes(4) + data[last + 4 :]
-    assert mp4.plain_header(memoryview(empty), len(empty))[0] == UNUSUAL
-    assert header_of(empty)[2] == 11
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: clip("mpeg4", "avi"), "not a video that is read.*in.avi out.mp4"),
         (lambda: sound_alone(), "only audio"),
-        (lambda: sound_alone("mkv"), "only audio"),
         (lambda: b"\0" * 400, "not a video"),
         (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not a video"),
         (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "not a video"),
         (lambda: b"GIF89a" + bytes(7) + b";", "damaged|readable|single frame|no video"),
-        (lambda: clip("h264")[:3], "not a video"),
     ],
 )
 def test_what_is_no_video_is_refused_with_a_reason(make: Any, message: str) -> None:
@@ -480,21 +370,6 @@ def test_pictures_made_of_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPat
     assert num_refused >= 6 and made_up > len(damaged) - num_refused
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_mutated_files_are_read_or_refused(name: str) -> None:
-    data, random = CLIPS[name](), np.random.default_rng(7)
-    for _ in range(25):
-        changed = bytearray(data)
-        for at in random.integers(0, len(data) if random.random() < 0.5 else min(len(data), 1500), 3):
-            changed[at] = random.integers(256)
-        if random.random() < 0.3:
-            start = int(random.integers(len(data)))
-            del changed[start : start + int(random.integers(200))]
-        with suppress(DecodeError):
-            size, out = decoded(bytes(changed))
-            assert len(out) == size.num_rows
-
-
 def test_ctrl_c_is_heard_wherever_it_comes() -> None:
     """Guards that no function of Python's is called by C, and what is held where PyAV raises."""
     clips = [clip("h264"), clip("vp9", "webm", times=VARIABLE), animation(5)]
@@ -503,8 +378,8 @@ def test_ctrl_c_is_heard_wherever_it_comes() -> None:
     others = gc.callbacks[:]
     gc.callbacks.clear()  # of tools, in which it would be forgotten
     try:
-        for number in range(300):
-            came = threading.Timer(0.001 + 0.00005 * number, signal.raise_signal, (signal.SIGINT,))
+        for number in range(100):
+            came = threading.Timer(0.001 + 0.00015 * number, signal.raise_signal, (signal.SIGINT,))
             with suppress(KeyboardInterrupt):
                 came.start()
                 while came.is_alive():
@@ -518,13 +393,6 @@ def test_ctrl_c_is_heard_wherever_it_comes() -> None:
     assert not forgotten and len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-def test_nothing_of_a_decoder_stays() -> None:
-    tasks = len(os.listdir("/proc/self/task"))
-    with open_video(clip("h264", frames=100, size=(320, 240)), LIMITS) as video:
-        assert sum(1 for _ in video.frames(range(100))) == 100
-        assert len(os.listdir("/proc/self/task")) == tasks  # no threads of libav's
-
-
 def test_threads_decode_at_once() -> None:
     clips = [make() for make in CLIPS.values()]
     expected = [decoded(data)[1] for data in clips]
@@ -534,70 +402,7 @@ def test_threads_decode_at_once() -> None:
             assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pixels, expected, strict=True))
 
 
-def test_limits_hold() -> None:
-    data = clip("h264")
-    with pytest.raises(DecodeError, match=r"video of 64x48 = 3072 pixels, above Limits.image_pixels=3000"):
-        PRE.count_header(header_of(data), od.Limits(image_pixels=3000))
-    with pytest.raises(DecodeError, match=r"video of 1 s, above Limits.audio_seconds=0.5"):
-        PRE.count_header(header_of(data), od.Limits(audio_seconds=0.5))
-    for container in ("mkv", "mp4"):
-        with pytest.raises(DecodeError, match="image_pixels=3000"):
-            VideoFiles.probe(clip("h264", container), od.Limits(image_pixels=3000))
-    large = PRE.decoding_bytes([((1920, 1080, 9, 1, 1), PartSize(1, 1))])
-    assert large > 10 * 1920 * 1080
-
-
 # Counts
-
-
-def test_counts_and_positions_are_those_of_the_docs() -> None:
-    pre = od.VideoPreprocessor(fps=2, max_tokens=64, total_tokens=256, positions_per_second=25)
-    size = pre.count_header((1280, 720, 300, 10, 1), LIMITS)  # 10 s at 30 a second
-    grid_t, grid_h, grid_w, count = size.extent[:4]
-    assert (count, grid_t) == (20, 10)
-    assert (grid_h, grid_w) == (6, 12)  # 256 // 10 = 25 tokens, at 16:9
-    assert size.tokens == 10 * 3 * 6 and size.positions == size.num_rows == 4 * size.tokens
-    extras = pre.extras([size, size])
-    assert extras["grid_thw"].tolist() == [[10, 6, 12]] * 2
-    assert extras["seconds_per_grid"].tolist() == [1.0, 1.0]
-    assert extras["timestamps"].tolist() == [each + 0.25 for each in range(10)] * 2
-    rope = pre.rope(size)
-    assert rope.shape == (3, size.tokens)
-    assert rope[0].reshape(10, 18)[:, 0].tolist() == [25 * each for each in range(10)]
-    assert rope[1].reshape(10, 3, 6)[4].tolist() == [[row] * 6 for row in range(3)]
-    assert rope[2].reshape(10, 3, 6)[4].tolist() == [list(range(6))] * 3
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 7, 100, 10_000])
-@pytest.mark.parametrize("budget", [(4, 16, 64), (1, 1, 1), (4, 768, 16_384), (16, 64, 40)])
-def test_budgets_hold_for_every_clip(frames: int, budget: tuple[int, int, int]) -> None:
-    low, high, total = budget
-    pre = od.VideoPreprocessor(min_tokens=low, max_tokens=high, total_tokens=total, max_frames=64)
-    for width, height in ((640, 360), (20, 3000), (14, 14)):
-        size = pre.count_header((width, height, frames, frames, 25), LIMITS)
-        grid_t, count = size.extent[0], size.extent[3]
-        assert size.tokens <= total and low <= size.tokens // grid_t <= high and grid_t == -(-count // 2)
-        assert count <= min(frames, 64)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"fps": 0}, "VideoPreprocessor.fps"),
-        ({"fps": "2"}, "VideoPreprocessor.fps"),
-        ({"fps": True}, "VideoPreprocessor.fps"),
-        ({"positions_per_second": "2"}, "positions_per_second"),
-        ({"min_frames": 9, "max_frames": 8}, "max_frames=8 is below min_frames=9"),
-        ({"total_tokens": 3}, "total_tokens must be an int of at least min_tokens=4"),
-        ({"max_tokens": 3}, "VideoPreprocessor.max_tokens"),
-        ({"dtype": "float64"}, "VideoPreprocessor.dtype"),
-        ({"temporal_patch_size": 0}, "VideoPreprocessor.temporal_patch_size"),
-        ({"positions_per_second": -1}, "positions_per_second"),
-    ],
-)
-def test_parameters_are_checked(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        od.VideoPreprocessor(**given)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
@@ -617,9 +422,3 @@ def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
     assert len(pictures) == size.extent[3]
     assert pictures == sorted(set(pictures))
     assert pictures[0] == 0
-
-
-def test_encoders_of_the_tests_leave_the_scheduler_alone() -> None:
-    clip.cache_clear()
-    clip("av1", "webm", size=(128, 96))
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # a real-time thread would starve, or starve others

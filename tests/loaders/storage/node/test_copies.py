@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from typer.testing import CliRunner
 
 import orchdata as od
-from orchdata.cli import app
 from orchdata.loaders.kept import kept_files, prune
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.node.copies import FOLDER, Copies, name_of
@@ -53,11 +51,6 @@ def test_a_copy_is_found_by_url_size_and_version(copies: Copies) -> None:
     assert content_of(copies, FILE._replace(version='"xyz"')) is None
     assert content_of(copies, FILE._replace(size=FILE.size - 1)) is None
     assert content_of(copies, url="s3://bucket/train-1.tar") is None
-
-
-def test_a_signature_is_no_part_of_the_name() -> None:
-    signed = "https://user:word@host/a.tar?signature=x"
-    assert name_of(signed, FILE) == name_of("https://host/a.tar", FILE)
 
 
 def test_an_object_without_a_version_has_no_copy(copies: Copies) -> None:
@@ -109,20 +102,6 @@ def test_room_is_made_of_other_data_alone_the_least_recently_used_first(cache: o
     assert copies.add(urls[1], FILE, never, everything) == "full"
 
 
-def test_one_that_is_read_stays(cache: od.Cache) -> None:
-    copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
-    copies.add(URL, FILE, writing())
-    read = copies.find(URL, FILE)
-    assert read is not None
-    assert copies.add("s3://bucket/other.tar", FILE, never) == "full"
-    read.close()
-    assert copies.add("s3://bucket/other.tar", FILE, writing()) == "added"
-
-
-def test_one_above_the_cap_is_not_made(cache: od.Cache) -> None:
-    assert Copies(od.Cache(cache.path, max_bytes=len(CONTENT))).add(URL, FILE, never) == "too large"
-
-
 def test_what_a_killed_process_left_takes_no_room(cache: od.Cache) -> None:
     copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
     folder = Path(cache.path) / FOLDER
@@ -141,12 +120,3 @@ def test_copies_are_listed_and_pruned_and_files_of_others_stay(copies: Copies, c
     pruned = prune(CacheFolder(cache.path), older_than_seconds=0)
     assert pruned.removed[FOLDER].files == 1
     assert sorted(os.listdir(folder)) == ["mine.copy", "notes.txt"]
-
-
-def test_the_commands_take_the_folder_of_a_cache(copies: Copies, cache: od.Cache) -> None:
-    copies.add(URL, FILE, writing())
-    shown = CliRunner().invoke(app, ["cache", "--folder", str(cache.path)])
-    assert shown.exit_code == 0 and "copies of shards of object storage" in shown.stdout
-    shown = CliRunner().invoke(app, ["cache", "prune", "--older-than", "0s", "--folder", str(cache.path)])
-    assert shown.exit_code == 0, shown.output
-    assert content_of(copies) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import threading
 import weakref
@@ -18,7 +17,6 @@ from orchdata.loaders.storage.remote import objects as objects_module
 from orchdata.loaders.storage.remote import requests as requests_module
 from orchdata.loaders.storage.remote.clients.client import Answer
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
-from orchdata.loaders.storage.remote.file import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
 from orchdata.loaders.storage.remote.requests import Request, Requests
 from orchdata.loaders.storage.storage import FileVersion
@@ -136,15 +134,6 @@ class TestReadingAhead:
         assert read(objects, client, 500, 4700) == client.content[500:4700]
         assert sorted(client.asked) == [(500, 1500), (1500, 2500), (2500, 3500), (3500, 4500), (4500, 4700)]
 
-    def test_a_range_over_two_fetches_is_read_from_both(
-        self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(objects_module, "PIECE_BYTES", 1000)
-        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 3000)])
-        assert read(objects, client, 900, 2100) == client.content[900:2100]
-        assert len(client.asked) == 3
-        ahead.close()
-
     def test_ranges_of_several_steps_overlap(self, objects: Objects, client: FakeClient) -> None:
         aheads = [objects.expect([ObjectRange(URL, whole(client), start, stop)]) for start, stop in STEPS]
         for start, stop in STEPS:
@@ -155,12 +144,6 @@ class TestReadingAhead:
                 assert read(objects, client, start, stop) == client.content[start:stop]
         for ahead in aheads:
             ahead.close()
-
-    def test_what_was_not_expected_is_read(self, objects: Objects, client: FakeClient) -> None:
-        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
-        assert read(objects, client, 50, 200) == client.content[50:200]
-        assert sorted(client.asked) == [(0, 100), (50, 200)]
-        ahead.close()
 
     def test_what_no_one_reads_is_not_asked_for(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
         gate = client.before = Gate()
@@ -246,36 +229,6 @@ class TestMemory:
         assert len(data) == 100
         assert not any(each() for known in objects._ahead.values() for each in known)
 
-    def test_a_range_that_arrives_late_is_freed(self, objects: Objects, client: FakeClient) -> None:
-        gate = client.before = Gate()
-        ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
-        gate.wait_for(1)
-        del ahead  # as the end of a step does
-        gate.opened.set()
-        while requests_module.HERE._running:
-            threading.Event().wait(0.01)
-        assert len(client.given) == 1
-        assert client.alive == 0
-
-    def test_what_is_gone_is_forgotten(self, objects: Objects, client: FakeClient) -> None:
-        kept = objects.expect([ObjectRange(URL, whole(client), 0, 10)])
-        for start in range(0, 900_000, 1000):
-            objects.expect([ObjectRange(URL, whole(client), start, start + 10)]).close()
-        assert sum(map(len, objects._ahead.values())) <= 2  # each read looks at all of them
-        kept.close()
-
-    def test_blocks_are_freed(self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        client.content = bytes(20 * BLOCK_BYTES)
-        file = Blocks(RemoteFile(objects, URL, whole(client)))
-        for offset in range(0, 20 * BLOCK_BYTES, BLOCK_BYTES):
-            assert len(file.read(offset, 10)) == 10
-        assert client.alive <= 13
-        file.close()
-        while requests_module.HERE._running:
-            threading.Event().wait(0.01)
-        assert client.alive == 0
-        assert len(client.asked) == 20
-
 
 class TestThePool:
     def test_no_more_are_in_flight_than_are_allowed(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
@@ -289,11 +242,6 @@ class TestThePool:
             objects.read(each)
         assert gate.most == 8
         ahead.close()
-
-    @pytest.mark.parametrize(("processes", "most"), [(1, 64), (4, 16), (64, 4)])
-    def test_the_share_of_a_process(self, pool: Requests, processes: int, most: int) -> None:
-        pool.share(processes)
-        assert pool.most == most
 
     def test_urgent_calls_come_first(self, pool: Requests) -> None:
         gate, order = Gate(), []
@@ -309,45 +257,6 @@ class TestThePool:
             pool.wait(each)
         assert order == ["now", "later"]
 
-    def test_requests_for_later_leave_room_for_urgent_ones(self, pool: Requests) -> None:
-        gate = Gate()
-        pool.most = 8
-        late = [pool.begin(made(lambda: gate(0, 0)), later=True) for _ in range(32)]
-        gate.wait_for(4)
-        urgent = pool.begin(made(lambda: "now"))
-        assert pool.wait(urgent) == "now"
-        gate.opened.set()
-        for each in late:
-            pool.wait(each)
-        assert gate.most <= 4
-
-    def test_without_a_thread_a_read_fails(
-        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refused(thread: Any) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refused)
-            for _ in range(100):
-                with pytest.raises(StorageError, match="no thread can be started"):
-                    read(objects, client, 0, 10)
-        assert read(objects, client, 0, 10) == client.content[:10]
-
-    def test_with_some_threads_the_others_are_not_needed(
-        self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        read(objects, client, 0, 10)
-
-        def refused(thread: Any) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 900_000, 90_000)]
-        ahead = objects.expect(wanted)
-        assert [bytes(objects.read(each)) for each in wanted] == [client.content[a : a + 10] for _, _, a, _ in wanted]
-        ahead.close()
-
     def test_a_forked_process_waits_for_no_lock_of_its_parent(
         self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -355,25 +264,6 @@ class TestThePool:
         monkeypatch.setattr(requests_module, "HERE", Requests(pool))  # as in a child
         with objects._lock, pytest.raises(StorageError, match="forked"):
             read(objects, client, 0, 10)
-
-    def test_threads_go_on_where_the_room_is_not_known(self, pool: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unknown() -> None:
-            raise OSError(errno.EMFILE, "too many open files")
-
-        gate, other = Gate(), Gate()
-        pool.most = 4
-        with monkeypatch.context() as patch:
-            patch.setattr(requests_module, "room", unknown)
-            first = [pool.begin(made(lambda: gate(0, 0))) for _ in range(8)]
-            gate.wait_for(1)
-            gate.opened.set()
-            for each in first:
-                pool.wait(each)
-        second = [pool.begin(made(lambda: other(0, 0))) for _ in range(4)]
-        other.wait_for(4)  # at the same time
-        other.opened.set()
-        for each in second:
-            pool.wait(each)
 
     def test_many_threads_read_and_drop_at_the_same_time(self, objects: Objects, client: FakeClient) -> None:
         wrong: list[int] = []

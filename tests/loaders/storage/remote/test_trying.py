@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from orchdata.loaders.errors import StaleIndexError, StorageError
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import RequestCounts
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.clients.trouble import Trouble
@@ -82,12 +81,6 @@ def test_an_outage_ends_after_its_time(clock: Clock) -> None:
     assert 300 <= clock.now - 1000 <= 301
 
 
-def test_without_time_there_is_one_attempt(clock: Clock) -> None:
-    with pytest.raises(StorageError, match="HTTP 500.$"):
-        tried(always(PASSING), retry_seconds=0.0)
-    assert not clock.pauses
-
-
 def test_a_request_that_hangs_is_made_once_more_at_most(clock: Clock) -> None:
     with pytest.raises(StorageError):
         tried(always(PASSING, seconds=30.0, clock=clock))
@@ -114,24 +107,3 @@ def test_credentials_are_read_again_once(clock: Clock) -> None:
     with pytest.raises(StorageError, match=r"expired \(2 attempts\)"):
         tried(always(expired), refresh=refresh)
     assert len(refreshed) == 2
-
-
-def test_another_object_is_stale(clock: Clock) -> None:
-    with pytest.raises(StaleIndexError, match="was replaced: run `orchdata index` again"):
-        tried(always(Trouble("changed", "was replaced")))
-
-
-def test_what_is_no_longer_wanted_is_not_tried_again(clock: Clock) -> None:
-    with pytest.raises(StorageError):
-        tried(always(PASSING), is_wanted=lambda: False)
-    assert not clock.pauses
-
-
-def test_an_outage_is_said_after_some_seconds_and_then_each_minute(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(StorageError):
-        tried(always(PASSING))
-    assert [each.getMessage() for each in caplog.records] == [
-        f"{URL}: the server failed (HTTP 500); trying again for up to 300 s"
-    ] * 5
