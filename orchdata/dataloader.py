@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count, checked_epoch
+from orchdata.balancers.costs.model import CostModel
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, loader_view, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared

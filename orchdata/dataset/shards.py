@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows

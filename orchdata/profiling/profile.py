@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
