@@ -32,8 +32,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES
 from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
