@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Generic
@@ -15,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count, checked_epoch
+from orchdata.balancers.costs.model import CostModel
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, loader_view, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared
@@ -30,7 +31,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Position, Progress
-from orchdata.notices import calling_line, calling_trainer
+from orchdata.notices import calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import make_plan
@@ -253,7 +254,7 @@ class DataLoader(Generic[T_co]):
         # list(loader) also calls len(), as a hint, from the line of code that has called iter().
         self._follow_sampler()
         num_steps = self._runtime.count(self._progress.start.position)
-        if self._runtime.has_microbatches and self._iterated_at != calling_line():
+        if self._runtime.has_microbatches and self._iterated_at != _calling_line():
             check_counted_by_len(num_steps)
         return num_steps
 
@@ -263,8 +264,9 @@ class DataLoader(Generic[T_co]):
         The next `iter()` starts the next epoch, also after `break`, once a batch was delivered. After an error of the
         loader itself it continues with the step that failed.
         """
-        check_not_prepared()
-        self._iterated_at = calling_line()
+        if _has_trainer():
+            check_not_prepared()
+        self._iterated_at = _calling_line()
         return self._iterate(whole_steps=False)
 
     def steps(self) -> OptimizerSteps:
@@ -379,24 +381,45 @@ class DataLoader(Generic[T_co]):
         if self._given.get("dp") is None:
             check_still_alone(runtime.rank)
         self._follow_sampler()
-        ends = check_accumulation(runtime, lambda: runtime.known_count(progress.start.position) is not None)
-        watcher: Any = None
-        start = progress.start.position
-        if (fit := lightnings_loop()) is not None:
-            watcher = LightningFit(fit, runtime)
-            watcher.check_accumulation()
-            if runtime.known_count(start) is not None:
-                watcher.check_epochs(start, lambda epoch: runtime.count(Position(epoch)))
-            else:
-                watcher.is_ahead = progress.start.by_trainer and start.step > 0
+        ends, watcher = self._asked_by_trainers() if _has_trainer() else (False, None)
         loop = runtime.begin(progress)
         if ends or runtime.prepared.spec.plan.evens_tail:
             watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
         return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
+    def _asked_by_trainers(self) -> tuple[bool, Any]:
+        """Return whether Accelerate must know the last batch of an epoch, and what watches an iteration for Lightning.
+        Raises ValueError for trainers that would take steps apart.
+        """
+        runtime, start = self._runtime, self._progress.start
+        position = start.position
+        ends = check_accumulation(runtime, lambda: runtime.known_count(position) is not None)
+        fit = lightnings_loop()
+        if fit is None:
+            return ends, None
+        watcher = LightningFit(fit, runtime)
+        watcher.check_accumulation()
+        if runtime.known_count(position) is not None:
+            watcher.check_epochs(position, lambda epoch: runtime.count(Position(epoch)))
+        else:
+            watcher.is_ahead = start.by_trainer and position.step > 0
+        return ends, watcher
+
     def _follow_sampler(self) -> None:
         """Use the current sampler: trainers replace the user's by `object.__setattr__`."""
-        self._runtime.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
+        if self._runtime.follows:
+            self._runtime.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
+
+
+def _has_trainer() -> bool:
+    """Return whether this process has loaded a package that may iterate a loader in its own way."""
+    return any(name in sys.modules for name in ("accelerate", "lightning", "pytorch_lightning", "ray"))
+
+
+def _calling_line() -> object:
+    """Return the instruction from which this function's caller was called: equal for two calls from one instruction."""
+    frame = sys._getframe(2)
+    return frame.f_code, frame.f_lasti
 
 
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)

@@ -1,4 +1,4 @@
-"""Warnings that a process issues once, for any number of loaders, and which line or trainer called this package."""
+"""Warnings that a process issues once, for any number of loaders, and which trainer called this package."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def warn_once(subject: str, message: str) -> None:
 def warn_user(message: str) -> None:
     """Warn at the line outside of this package that led here."""
     warnings.warn(message, stacklevel=_outside()[1])
-
-
-def calling_line() -> object:
-    """Return the instruction from which this function's caller was called: equal for two calls from one instruction."""
-    frame = sys._getframe(2)
-    return frame.f_code, frame.f_lasti
 
 
 def calling_trainer() -> str | None:

@@ -16,7 +16,6 @@ from orchdata.building.step import Builder
 from orchdata.caching.start import checked_cache, filler_of, place_of
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.indexed.whole_shards import WholeShards
 from orchdata.dataset.options import (
     LoaderOptions,
     PreparedDataset,
@@ -134,7 +133,7 @@ class Runtime:
             is_single_rank=self.is_single_rank,
             in_order=arguments.in_order or not (arguments.num_workers and self.is_single_rank),
             num_workers=max(1, arguments.num_workers),
-            before_step=WholeShards([(rows.dataset, rows.index) for rows in self.prepared.rows], rank).check,
+            before_step=self.prepared.before_step,
         )
         self._engines = Engines(
             choice,
@@ -207,8 +206,8 @@ class Runtime:
 
     def follow(self, sampler: Any) -> None:
         """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
-        if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):
-            self.prepared.steps.follow(sampler)
+        assert isinstance(self.prepared.steps, SamplerSteps)
+        self.prepared.steps.follow(sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell an IterableDataset, if it has epochs."""
@@ -323,7 +322,7 @@ class Runtime:
     def _open_stream(self, loop: EpochLoop) -> Stream:
         """Open the steps of one iteration: from torch's own loader if nothing is planned, else from an engine."""
         wait_for_finalizers()  # what an iteration before has left
-        steps, spec = self.prepared.steps, self.prepared.spec
+        steps, spec = self.context.steps, self.prepared.spec
         if self._iterable is not None and isinstance(steps, StreamSteps):
             return IterableStream(self._iterable, steps, loop, self.stats.torch)
         # Torch's loader cannot build steps that others overtook, or continue planned steps after an error.

@@ -20,9 +20,9 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
 from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"fact"

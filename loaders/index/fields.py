@@ -55,8 +55,8 @@ from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.storage.sealed import body_start, finish
+from orchdata.loaders.storage.suffixes import RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.versions import TABLE_FORMAT

@@ -29,6 +29,13 @@ def check_pixels(width: int, height: int, limits: Limits, kind: str = "image") -
         raise DecodeError(f"{kind} of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized")
 
 
+def check_size(width: int, height: int, limits: Limits) -> None:
+    """Raise DecodeError for the size of an image that cannot be decoded."""
+    check_pixels(width, height, limits)
+    if width < 1 or height < 1:
+        raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
+
+
 def check_seconds(frames: int, rate: int, limits: Limits) -> None:
     """Raise DecodeError for a clip that is too long."""
     if rate and frames > limits.audio_seconds * rate:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_choice
-from orchdata.loaders.modalities.image_header import ImageFiles, check_size
+from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_size
+from orchdata.loaders.modalities.image_header import ImageFiles
 from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, takes_rng
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)

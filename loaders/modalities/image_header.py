@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_pixels, starts_with
+from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 
 if TYPE_CHECKING:
@@ -91,13 +91,6 @@ class ImageFiles(Modality):
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Pixels of the largest image: they are decoded one after the other."""
         return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
-
-
-def check_size(width: int, height: int, limits: Limits) -> None:
-    """Raise DecodeError for a size that cannot be decoded."""
-    check_pixels(width, height, limits)
-    if width < 1 or height < 1:
-        raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
 
 
 def load_formats() -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.paths import (
+from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.suffixes import (
     ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
     RECORD_SUFFIXES,
@@ -28,7 +29,6 @@ from orchdata.loaders.storage.paths import (
     media_root_of,
     suffix_of,
 )
-from orchdata.loaders.storage.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.shards.container import Container, identity_of
 from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 
 
 class FieldRules(NamedTuple):

@@ -1,4 +1,6 @@
-"""How files of the cache folder, and small files that a user names, are opened; and when a kept file was last used.
+"""How files of the cache folder, and small files that a user names, are opened; when a kept file was last used.
+
+`status_at` looks at any path.
 
 Files of the cache folder are written by renaming (`storage.atomic`): a reader sees a whole file or none. A job whose
 file is removed still has it open, and lends it to its workers.
@@ -14,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from orchdata.loaders.errors import OF_THE_FILE
 from orchdata.loaders.storage.retries import tried
 
 USE_SECONDS: Final = 3600.0
@@ -132,3 +135,28 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{os.fspath(path)} is not a regular file, but a folder, pipe or device: name a file")
+
+
+def is_there(path: str) -> bool:
+    """Return whether a path exists. Raises StorageError if the system cannot tell."""
+    return status_at(path) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder. Raises StorageError if the system cannot tell."""
+    status = status_at(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def status_at(path: str) -> os.stat_result | None:
+    """Return the status of a path, or None if it does not exist. Raises StorageError if the system cannot tell."""
+
+    def status() -> os.stat_result | None:
+        try:
+            return os.stat(path)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return None
+            raise
+
+    return tried(path, "cannot be looked at", status)

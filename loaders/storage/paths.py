@@ -8,14 +8,13 @@ import glob
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
-from orchdata.loaders.storage.opening import read_small
+from orchdata.loaders.storage.opening import is_folder, is_there, read_small
 from orchdata.loaders.storage.remote.urls import (
     HTTP,
     check_key,
@@ -28,16 +27,7 @@ from orchdata.loaders.storage.remote.urls import (
     without_secrets,
 )
 from orchdata.loaders.storage.retries import tried
-
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
-PARQUET_SUFFIXES = (".parquet",)
-ARROW_SUFFIXES = (".arrow",)
-_RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-RECORD_SUFFIXES = tuple(suffix + packed for packed in ("", ".gz", ".zst") for suffix in _RECORDS)
-SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + RECORD_SUFFIXES
-
-MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
-"""Tables that name the media files in their own folder."""
+from orchdata.loaders.storage.suffixes import MEDIA_TABLES, suffix_of
 
 _STATE_BYTES = 16 << 20
 _MOST_PATHS = 1_000_000
@@ -106,37 +96,6 @@ def pieces_of(paths: Iterable[object]) -> list[str]:
 def names_and_patterns(pieces: Iterable[str]) -> list[str]:
     """Return the names that braces stand for, in order, and patterns as they are. No file is looked at."""
     return [name for piece in pieces for name in (_in_braces(piece) if "{" in piece else [piece])]
-
-
-def suffix_of(path: str, *, own_too: bool = False) -> str:
-    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix.
-
-    Args:
-        own_too: whether containers of the user's were asked too, for the error.
-    """
-    name = path.lower()
-    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
-    if suffix is None:
-        others = ", and no container of containers= claims it" if own_too else "; a container of yours may read others"
-        raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}{others}")
-    return suffix
-
-
-def is_compressed(path: str) -> bool:
-    """Return whether a path ends in the suffix of a compression."""
-    return path.lower().endswith((".gz", ".tgz", ".zst", ".tzst"))
-
-
-def is_media_table(path: str) -> bool:
-    """Return whether a file is the table of the media in its folder."""
-    return os.path.basename(path) in MEDIA_TABLES
-
-
-def media_root_of(path: str, media_root: str | None) -> str | None:
-    """Return the folder for names in a file of records: `media_root`, or by default a media table's own folder."""
-    if media_root is None and is_media_table(path):
-        return os.path.dirname(identity(path))
-    return media_root if path.lower().endswith(RECORD_SUFFIXES) else None
 
 
 def _texts(entry: object) -> list[str]:
@@ -331,31 +290,6 @@ def _read_json(path: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     return value if isinstance(value, dict) else {}
-
-
-def is_there(path: str) -> bool:
-    """Return whether a path exists. Raises StorageError if the system cannot tell."""
-    return status_at(path) is not None
-
-
-def is_folder(path: str) -> bool:
-    """Return whether a path is a folder. Raises StorageError if the system cannot tell."""
-    status = status_at(path)
-    return status is not None and stat.S_ISDIR(status.st_mode)
-
-
-def status_at(path: str) -> os.stat_result | None:
-    """Return the status of a path, or None if it does not exist. Raises StorageError if the system cannot tell."""
-
-    def status() -> os.stat_result | None:
-        try:
-            return os.stat(path)
-        except OSError as error:
-            if error.errno in OF_THE_FILE:
-                return None
-            raise
-
-    return tried(path, "cannot be looked at", status)
 
 
 def _matches(pattern: Path) -> set[str]:

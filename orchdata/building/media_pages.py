@@ -59,7 +59,7 @@ class PageSource:
     def check_rows(self, name: str, sizes: Sequence[PartSize]) -> None:
         """Raise DamagedIndexError for a part that takes more memory than the limits of indexing allow."""
         most = max(recipe.limits.sample_decoded_bytes for recipe in self.of_sources or (self.recipe,))
-        row_bytes = self.recipe.row_bytes[name]
+        row_bytes = self.recipe.modalities[name].row_bytes()
         if sizes and (largest := max(size.num_rows for size in sizes)) * row_bytes > most:
             raise self.index.damaged(f"a part of {name} is said to have {largest} rows of {row_bytes} bytes")
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
 from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import orchdata
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.sharded import is_sharded

@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.building.collate import takes_step
 from orchdata.building.map_items import MapContent
 from orchdata.dataset.item_costs.kept import costs_of_items

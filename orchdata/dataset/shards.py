@@ -12,12 +12,13 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
+from orchdata.dataset.indexed.whole_shards import WholeShards
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
 from orchdata.dataset.resume.rows import rows_of
@@ -31,8 +32,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.paths import ARROW_SUFFIXES
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES
 from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
@@ -156,16 +157,18 @@ def prepare_shards(
     _check_arrow(index, files)
     content = _content(recipes, dataset, options, index, costs.phases[:-1])
     warn_of_unended(content.shards, options.rank.rank)
+    rows = rows_of(dataset, index, order, batches, excluded)
     num_indexed = index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0))
     return PreparedDataset(
         spec=options.build_spec(costs, order, batches, content),
-        rows=rows_of(dataset, index, order, batches, excluded),
+        rows=rows,
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=num_indexed,
         num_lost=int(lost.sum()),
         none_chosen=_choice(sources, num_indexed),
-        on_first_step=NewShards(sources, options.rank).begin,
+        before_step=WholeShards([(each.dataset, each.index) for each in rows], options.rank).check_if_any,
+        on_first_step=NewShards(sources, options.rank).begin_if_any,
     )
 
 

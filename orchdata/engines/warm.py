@@ -234,7 +234,7 @@ class _SyntheticCosts:
 
 
 def _phases() -> None:
-    from orchdata.balancers import balance_phases
+    from orchdata.balancers.phases import balance_phases
 
     costs = {"encoder": _COSTS, "llm": _COSTS[::-1].copy()}
     balance_phases(costs, _RANKS)
@@ -242,7 +242,8 @@ def _phases() -> None:
 
 
 def _moves() -> None:
-    from orchdata.balancers import balance_from, balance_grid, balance_grouped
+    from orchdata.balancers.grid import balance_grid, balance_grouped
+    from orchdata.balancers.moves import balance_from
 
     owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     costs = {"encoder": _COSTS, "llm": _COSTS[::-1].copy()}
@@ -254,7 +255,7 @@ def _moves() -> None:
 
 
 def _renumber() -> None:
-    from orchdata.balancers import place_on_nodes
+    from orchdata.balancers.placement import place_on_nodes
     from orchdata.native.move.minimal_move import relabel
 
     place_on_nodes(np.eye(_RANKS, dtype=np.int64), 2)
@@ -263,15 +264,15 @@ def _renumber() -> None:
 
 
 def _packed() -> None:
-    from orchdata.balancers import balance
+    from orchdata.balancers.packed import balance
 
     balance(_COSTS, _RANKS)
     balance(_COSTS, _RANKS, equal_count=True)
 
 
 def _microbatches() -> None:
-    from orchdata.balancers import split_microbatches
     from orchdata.balancers.bins.micro_steps import LOOK_PAIRS, candidate_packings
+    from orchdata.balancers.microbatches import split_microbatches
     from orchdata.native.microbatches.within_caps import looked_peaks
 
     rank = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
@@ -292,8 +293,7 @@ def _swaps() -> None:
 
 
 def _bins() -> None:
-    from orchdata.balancers import pack_bins
-    from orchdata.balancers.bins.pack import _items
+    from orchdata.balancers.bins.pack import _items, pack_bins
     from orchdata.native.bins.pack import first_fit_bins
 
     first_fit_bins(_items(_COSTS, 12, None))
@@ -301,13 +301,14 @@ def _bins() -> None:
 
 
 def _padded() -> None:
-    from orchdata.balancers import PhaseCost, balance_padded
+    from orchdata.balancers.costs.phase import PhaseCost
+    from orchdata.balancers.padded import balance_padded
 
     balance_padded(_COSTS, _RANKS, PhaseCost(1.0))
 
 
 def _pipeline() -> None:
-    from orchdata.balancers import order_microbatches
+    from orchdata.balancers.pipeline import order_microbatches
 
     order_microbatches(np.ones((2, 4)), np.ones((2, 4)))
 

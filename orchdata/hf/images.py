@@ -29,9 +29,10 @@ from orchdata.hf.image.sizes import Outputs
 from orchdata.hf.processor_parts import as_array, placeholder_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import check_size
 from orchdata.loaders.modalities.image import grid_positions
 from orchdata.loaders.modalities.image_decode import load_rgb, png_of
-from orchdata.loaders.modalities.image_header import ImageFiles, check_size
+from orchdata.loaders.modalities.image_header import ImageFiles
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, as_tensor, stored
 
 _SHARING: Final = "batch_num_images"

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.balancers import CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.costs.families import PARTS, model_keys, phase_keys, phases_of
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.costs.transformer import TransformerCost
 
 if TYPE_CHECKING:
     from torch import nn

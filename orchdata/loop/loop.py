@@ -74,7 +74,7 @@ class EpochLoop:
         open_stream: (loop) -> its steps; called when the first one is requested.
         keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
         stores_seed: whether a state stores the base seed: ranks do not share the loader.
-        on_first_step: called once a step was yielded.
+        on_first_step: called, if any, once a step was yielded.
 
     Attributes:
         base_seed: of the workers' random states, as torch draws it.
@@ -87,7 +87,7 @@ class EpochLoop:
         *,
         keep_dataset_state: bool,
         stores_seed: bool,
-        on_first_step: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] | None = None,
     ) -> None:
         self.progress = progress
         self.start = self._own = progress.start
@@ -134,7 +134,8 @@ class EpochLoop:
     def advance(self) -> None:
         """A step was yielded for the first time: the next iteration starts the next epoch."""
         self._own = self.progress.lead(self._own, Start(Position(self.start.position.epoch + 1)))
-        self._on_first_step()
+        if self._on_first_step is not None:
+            self._on_first_step()
 
     def fail(self, stream: Stream) -> None:
         """A step could not be built: the next iteration tries it again."""

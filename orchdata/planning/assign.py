@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance_from, balance_grid, balance_grouped
+from orchdata.balancers.grid import balance_grid, balance_grouped
+from orchdata.balancers.moves import balance_from
 from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_peaks

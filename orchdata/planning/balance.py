@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import lower_bound
+from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import MAX_TOTAL, checked_count, checked_effort
 from orchdata.native.microbatches.pipeline import slowest
 

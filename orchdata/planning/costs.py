@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel, PhaseCost
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs

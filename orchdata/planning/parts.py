@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance as balance_packed
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.balancers.packed import balance as balance_packed
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance

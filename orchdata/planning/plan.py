@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import lower_bound, order_microbatches
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
+from orchdata.balancers.pipeline import order_microbatches
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice

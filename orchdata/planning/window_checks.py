@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.notices import warn_once

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.shards import layout_costs
 from orchdata.loaders.index.index import Index
 from orchdata.order.mixture import MixtureOrder

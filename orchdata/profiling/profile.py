@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
@@ -44,7 +44,7 @@ from orchdata.loaders.shards.open import by_identity, open_indexed
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.suffixes import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle

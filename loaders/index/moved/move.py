@@ -22,10 +22,10 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.local import read_into_at
 from orchdata.loaders.storage.opening import opened
-from orchdata.loaders.storage.paths import is_compressed, media_root_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import BLOCK_BYTES, body_start, finish, head_of
 from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.suffixes import is_compressed, media_root_of
 from orchdata.loaders.versions import TABLE_FORMAT
 
 _FEW: Final = 3

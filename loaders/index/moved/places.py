@@ -15,8 +15,8 @@ from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.opening import names_in, opened, status_of
-from orchdata.loaders.storage.paths import media_root_of
 from orchdata.loaders.storage.sealed import head_of
+from orchdata.loaders.storage.suffixes import media_root_of
 from orchdata.loaders.versions import TABLE_FORMAT
 
 

@@ -17,8 +17,8 @@ from orchdata.loaders.shards.fields import Met
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia, media_of
 from orchdata.loaders.shards.jsonl.object_media import Folder
 from orchdata.loaders.shards.jsonl.records import Record, records_of
-from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.suffixes import is_media_table, suffix_of
 from orchdata.loaders.text.chat_keys import Repeating
 from orchdata.loaders.text.conversation import parse_json
 

@@ -15,7 +15,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container, checked_containers
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.paths import expand_paths, is_folder
+from orchdata.loaders.storage.opening import is_folder
+from orchdata.loaders.storage.paths import expand_paths
 from orchdata.loaders.storage.remote.clients.of_fsspec import is_filesystem
 from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
 

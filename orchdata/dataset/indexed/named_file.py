@@ -17,8 +17,9 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
+from orchdata.loaders.storage.paths import names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match
+from orchdata.loaders.storage.suffixes import media_root_of
 from orchdata.loaders.versions import rules_digest
 from orchdata.ranks.first_comer import done_by_first
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from orchdata.loaders.amounts import counted
@@ -31,7 +31,12 @@ class NewShards:
     def __init__(self, datasets: Sequence[ShardDataset], rank: Rank) -> None:
         self._datasets = [each for each in datasets if each.index_file is not None] if rank.rank == 0 else []
 
-    def begin(self) -> None:
+    @property
+    def begin_if_any(self) -> Callable[[], None] | None:
+        """`begin`; None if there is nothing to look for."""
+        return self._begin if self._datasets else None
+
+    def _begin(self) -> None:
         """Begin to look, unless that was done."""
         datasets, self._datasets = self._datasets, []
         if datasets:

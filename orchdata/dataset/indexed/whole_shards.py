@@ -59,12 +59,15 @@ class WholeShards:
         self._error: OrchdataError | None = None
         self.thread: threading.Thread | None = None
 
+    @property
+    def check_if_any(self) -> Callable[[], None] | None:
+        """`check`; None if no shard is compared."""
+        return self.check if self._parts else None
+
     def check(self) -> None:
         """Begin to compare, at the first call. Raise StaleIndexError if a shard differs, as far as is known now, and
         StorageError if it cannot be read.
         """
-        if not self._parts:
-            return
         if self.thread is None and self._compares:
             self.thread = threading.Thread(target=self._compare, name="orchdata-compare", daemon=True)
             self.thread.start()

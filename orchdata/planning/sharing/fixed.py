@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import pack_bins
 from orchdata.balancers.assignment import loads_of
+from orchdata.balancers.bins.pack import pack_bins
 from orchdata.native.costs import Coefficients, sequence_costs
 from orchdata.planning.assign import dealt
 from orchdata.planning.sharing.micro_steps import balanced_inside, near_streams

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import PhaseCost, balance_padded, lower_bound
+from orchdata.balancers.assignment import lower_bound
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.padded import balance_padded
 from orchdata.planning.assign import dealt
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
 

@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import lower_bound, split_microbatches
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.microbatches import split_microbatches
 from orchdata.planning.assign import assign, counted_groups
 from orchdata.planning.balance import Balance
 

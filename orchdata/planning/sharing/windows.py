@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import lower_bound
+from orchdata.balancers.assignment import lower_bound
 from orchdata.native.costs import sequence_costs
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.fixed import FixedCost

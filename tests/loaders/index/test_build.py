@@ -33,7 +33,7 @@ from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage import local
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.suffixes import SUFFIXES
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import RULES
 from orchdata.order.order import Order
