@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,8 +35,6 @@ _SAMPLES_AHEAD: Final = 4096
 _STOP_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 1.0
 _MOST_FAILURES: Final = 3
-_SLOW_BYTES_PER_SECOND: Final = 16 << 20
-_JUDGED_BYTES: Final = 256 << 20
 
 _log = logging.getLogger("orchdata")
 _FILLERS: weakref.WeakSet[Filler] = weakref.WeakSet()
@@ -82,7 +79,6 @@ class Filler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._written = _Written()
         _FILLERS.add(self)
 
     def begin(self, where: Callable[[], Place]) -> None:
@@ -171,14 +167,10 @@ class Filler:
                 raise _NotFetched from error
             if piece is None:
                 break
-            began = time.monotonic()
             out.write(piece)
             written += len(piece)
-            self._written.add(len(piece), time.monotonic() - began)
         if written != file.size:
             raise _Stopped
-        if self._written.is_slow:
-            _warn(f"the cache {self.cache.path} is on a slow disk: {self._written}")
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the numbers of shards, each once, from the loader's place on, through this epoch and the next."""
@@ -227,25 +219,6 @@ class _Stay:
 
     def __contains__(self, name: object) -> bool:
         return any(name in names for names in self._names)
-
-
-class _Written:
-    """How fast a disk takes what is written to it."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._seconds = 0.0
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        self._bytes += num_bytes
-        self._seconds += seconds
-
-    @property
-    def is_slow(self) -> bool:
-        return self._bytes >= _JUDGED_BYTES and self._bytes < _SLOW_BYTES_PER_SECOND * self._seconds
-
-    def __str__(self) -> str:
-        return f"it took {self._bytes / 1e6:,.0f} MB in {self._seconds:,.0f} s"
 
 
 class _Stopped(Exception):

@@ -22,7 +22,7 @@ from orchdata.building.collate import takes_step
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
 from orchdata.engines.processes.message import packed, unpacked
-from orchdata.engines.work import portable, seed_process
+from orchdata.engines.work import seed_process
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 
@@ -85,7 +85,6 @@ class Taken(NamedTuple):
         steps: batches that the worker has taken.
         is_last: whether the data set has ended.
         state: the data set's own state, pickled; None if it has none, or is in this process.
-        error: raised in place of the batch, where torch would lose it.
     """
 
     batch: Any
@@ -94,7 +93,6 @@ class Taken(NamedTuple):
     steps: int = 0
     is_last: bool = False
     state: bytes | None = None
-    error: Exception | None = None
 
     def progress(self, epoch: int) -> dict[str, Any]:
         """Return the state of the worker's data set after this batch."""
@@ -134,14 +132,8 @@ class Batches:
         if self._waits:
             self._waits = False
             return Taken(None, 0, self._worker)
-        try:
-            samples = self._take()
-            batch = samples if self._content.takes_step else self._collated(samples)
-        except ExceptionGroup as error:
-            if get_worker_info() is None:
-                raise
-            where = f"in DataLoader worker process {self._worker}"
-            return Taken(None, 0, self._worker, error=portable(error, where))
+        samples = self._take()
+        batch = samples if self._content.takes_step else self._collated(samples)
         state = None
         if get_worker_info() is not None and (own := self._own_state()):
             state = packed(own)

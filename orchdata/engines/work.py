@@ -137,9 +137,7 @@ def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
     """
     story = "".join(traceback.format_exception(error)).rstrip()
     wrapped: Any = error
-    if isinstance(error, ExceptionGroup):
-        wrapped = portable(error, where)
-    elif as_torch and not isinstance(error, OrchdataError):
+    if as_torch and not isinstance(error, OrchdataError | ExceptionGroup):  # whose wrapper loses groups
         wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where=where)
     else:
         error.add_note(f"raised {where}:\n{story}")
@@ -149,29 +147,6 @@ def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
     except Exception:  # noqa: BLE001 - pickling a user's error may raise anything
         return describe_value(RuntimeError(f"{type(error).__name__}, raised {where}, does not pickle:\n{story}"))
     return unit
-
-
-def portable(group: ExceptionGroup[Exception], where: str) -> ExceptionGroup[Exception]:
-    """Return a group that pickles, with its message and traceback: torch's wrapper keeps groups as a TypeError."""
-    try:
-        read_value(describe_value(group))
-        sent = group
-    except Exception:  # noqa: BLE001 - pickling a user's error may raise anything
-        inner = [
-            portable(each, where) if isinstance(each, ExceptionGroup) else _plain(each) for each in group.exceptions
-        ]
-        sent = ExceptionGroup(group.message, inner)
-        sent.__notes__ = list(getattr(group, "__notes__", ()))
-    sent.add_note(f"raised {where}:\n{''.join(traceback.format_exception(group)).rstrip()}")
-    return sent
-
-
-def _plain(error: Exception) -> Exception:
-    try:
-        read_value(describe_value(error))
-    except Exception:  # noqa: BLE001 - as above
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def error_of(unit: Unit) -> Exception:

@@ -258,8 +258,6 @@ class IterableStream:
         try:
             taken = next(self._batches)
             while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
-                if taken.error is not None:
-                    raise taken.error
                 taken = next(self._batches)
         except Exception as error:
             if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers

@@ -6,11 +6,6 @@ A test that needs Ray fails if it cannot start; none is skipped.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.processes import free_ports
 
 CPUS_OF_A_NODE = 3
 ACTOR = {"num_cpus": 0.25}
@@ -79,46 +73,6 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluste
     yield TestCluster(cluster.address, tuple(caches), cluster)
     ray.shutdown()
     cluster.shutdown()
-
-
-@dataclass(frozen=True)
-class RefusingCluster:
-    """A running cluster.
-
-    Attributes:
-        folder: RAY_TMPDIR of the machine that it is the cluster of.
-    """
-
-    address: str
-    folder: str
-
-
-@pytest.fixture
-def refusing_cluster() -> Iterator[RefusingCluster]:
-    """What `ray start --head` starts; it asks for a token which no other process has."""
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 40, "RAY_USAGE_STATS_ENABLED": "0"}
-    (port,) = free_ports(1)
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        # Ray's own range for its workers has ports of `free_ports`: then it refuses to start.
-        options = ["--num-cpus=1", "--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0"]
-        log = Path(folder, "start.log")
-        with log.open("w") as out:
-            head = subprocess.Popen(
-                command + options,
-                env=os.environ | token | {"RAY_TMPDIR": folder},
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        try:
-            while "Ray runtime started" not in log.read_text():
-                assert head.poll() is None, log.read_text()
-                time.sleep(0.1)
-            yield RefusingCluster(f"127.0.0.1:{port}", folder)
-        finally:
-            os.killpg(head.pid, signal.SIGKILL)
-            head.wait()
 
 
 _QUIET = {"include_dashboard": False}

@@ -6,7 +6,6 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
 from orchdata.engines.on_ray import node_files
-from orchdata.engines.on_ray.node_files import NodeFile, copied, open_index
+from orchdata.engines.on_ray.node_files import NodeFile, copied
 from orchdata.loaders import waits
-from orchdata.loaders.index.index import Index, Place
 from orchdata.loaders.storage.cache import CacheFolder
 
 
@@ -107,50 +105,11 @@ class WithState(Dataset[int]):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
-def note_start(number: int) -> None:
-    """A worker_init_fn."""
-    os.environ["STARTED_AS"] = str(number)
-
-
-class StartedAs(Dataset[str]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> str:
-        return os.environ.get("STARTED_AS", "")
-
-
 def copied_on_node(file: NodeFile) -> tuple[str, int]:
     """A task: the path and inode of a node's copy, which it fetches in many pieces."""
     node_files._PIECE_BYTES = 1000  # type: ignore[misc]
     path = copied(file, CacheFolder())
     return str(path), path.stat().st_ino
-
-
-def index_on_node(file: NodeFile, fetch: Callable[[], Index] | None, place: Place | None) -> str:
-    """A task: the path of a node's index."""
-    return str(open_index(file, fetch, place).path)
-
-
-class Large(Dataset[torch.Tensor]):
-    """Items of 60 MiB."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.full((15 << 20,), float(number))
-
-
-class OutOfMemory(Dataset[int]):
-    """Items that are loaded while Ray's memory monitor ends actors."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> int:
-        time.sleep(1000)
-        return number
 
 
 def numbers_over_ray(batch_size: int = 2) -> list[int]:

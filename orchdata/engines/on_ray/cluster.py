@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,6 @@ _CLIENT: Final = "ray://"
 _JOIN: Final = "`ray start --address=HOST:PORT --num-cpus=0`"
 _START: Final = "`ray start --head`"
 _NO_CLUSTER: Final = "Could not find any running Ray instance"
-_CLUSTER_AT: Final = re.compile(r"to Ray cluster at (\S+:\d+)")
 _ANSWER_SECONDS: Final = 10.0
 _CODE: Final = ("working_dir", "py_modules")
 
@@ -83,7 +81,7 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
     try:
         ray.init(address=address or "auto", runtime_env=dict(code or {}))
     except ConnectionError as error:
-        if address is None and _is_gone(error):
+        if address is None and _NO_CLUSTER in str(error):
             _start_local(num_ranks, error, code or {})
             return
         raise RuntimeError(_not_connected(address, error)) from error
@@ -113,18 +111,6 @@ def _check_running(address: str | None) -> None:
             f"address={address!r}: this process uses the Ray at {running} already. Leave the address out, or call "
             "ray.shutdown() first"
         )
-
-
-def _is_gone(error: ConnectionError) -> bool:
-    """Return whether there is no cluster on this machine, or only the address of one that was killed."""
-    if _NO_CLUSTER in str(error):
-        return True
-    found = _CLUSTER_AT.search(str(error))
-    try:
-        _check_answers(found and found[1])
-    except OSError:
-        return True
-    return False
 
 
 def _not_connected(address: str | None, error: ConnectionError) -> str:

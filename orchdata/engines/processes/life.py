@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import weakref
 
@@ -32,18 +31,6 @@ def end_with(life: int) -> None:
     """End this process with the one that has this life; immediately if that has ended already."""
     # Open it again: the process to signal is a property of the open file, which all receivers of a descriptor share.
     die_with_parent(os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-
-
-def end_server_with_trainer() -> None:
-    """In a fork server: end it with the process that started it, through the pipe that multiprocessing gives it for
-    this purpose, and does not read before the preloaded imports are done.
-    """
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.forkserver":
-        frame = frame.f_back  # type: ignore[assignment]
-    life = None if frame is None else frame.f_locals.get("alive_r")
-    if life is not None:
-        end_with(life)
 
 
 def keep_from_children(end: socket.socket) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from children import in_a_child
 from global_digest import global_batch
 from servers.fixtures import Proxied
 from servers.proxy import Proxy, Request
@@ -22,8 +21,6 @@ from shard_factory import RECIPE, omni_samples, write_shard
 import orchdata as od
 from orchdata.caching.filler import Place
 from orchdata.loaders.storage.node.copies import FOLDER, SUFFIX
-from orchdata.loaders.storage.remote.clients.client import Buffer
-from orchdata.loaders.storage.remote.objects import Objects
 from orchdata.ranks.parallel import Rank
 
 SHARDS, SAMPLES = 8, 8
@@ -122,15 +119,6 @@ def test_a_single_node_reads_nothing_in_the_second_epoch(remote: Remote, tmp_pat
     assert before["storage_bytes"] >= remote.num_bytes
     assert not remote.proxy.requests()
     assert reads["storage_bytes"] == 0 < reads["used_bytes"] <= reads["cache_bytes"]
-
-
-def test_without_a_cache_the_second_epoch_reads_as_much_as_the_first(remote: Remote) -> None:
-    loader = remote.loader()
-    epoch(loader)
-    first = remote.proxy.body_bytes()
-    remote.proxy.clear()
-    epoch(loader)
-    assert remote.proxy.body_bytes() > 0.8 * first > 0
 
 
 def test_workers_read_the_copies_that_the_training_process_makes(remote: Remote, tmp_path: Path) -> None:
@@ -250,20 +238,6 @@ def test_copies_of_other_data_give_way(remote: Remote, tmp_path: Path, s3_server
     assert _bytes_in(cache) <= cache.max_bytes
 
 
-def test_a_read_only_folder_costs_one_warning(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pauses: None
-) -> None:
-    expected = epoch(remote.loader())
-    folder = tmp_path / "nvme"
-    folder.write_bytes(b"a file is no folder, for root too")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader = remote.loader(od.Cache(folder, max_bytes=1 << 30))
-        assert epoch(loader) == expected
-        epoch(loader)
-    assert len([each for each in said if "cannot be filled" in str(each.message)]) == 1
-
-
 def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pauses: None
 ) -> None:
@@ -317,13 +291,6 @@ def test_a_copy_damaged_in_the_middle_is_not_read(remote: Remote, tmp_path: Path
     assert found == expected[1]
 
 
-def test_the_environment_turns_it_on(remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_SHARD_CACHE", str(tmp_path / "nvme"))
-    monkeypatch.setenv("ORCHDATA_SHARD_CACHE_BYTES", "1GiB")
-    epoch(remote.loader())
-    assert len(copies(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == SHARDS
-
-
 def test_what_fills_the_cache_ends_with_the_loader(remote: Remote, tmp_path: Path) -> None:
     loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))
     remote.proxy.delay = 0.05
@@ -342,18 +309,6 @@ def test_workers_that_are_forked_fetch_nothing_and_a_warning_says_so(remote: Rem
     assert loader._runtime._filler is None
 
 
-def test_a_forked_child_fills_nothing(remote: Remote, tmp_path: Path) -> None:
-    loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))
-    filler = loader._runtime._filler
-    assert filler is not None
-
-    def work() -> None:
-        filler.begin(lambda: Place(0, 0.0))
-        assert filler._thread is None
-
-    in_a_child(work)
-
-
 def test_a_server_that_gives_no_whole_shard_costs_one_warning(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,24 +322,6 @@ def test_a_server_that_gives_no_whole_shard_costs_one_warning(
         warnings.simplefilter("always")
         assert epoch(remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == expected
     assert len([each for each in said if "cannot be read: no" in str(each.message)]) == 1
-
-
-def test_a_shard_for_which_there_is_no_memory_now_is_fetched_later(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch, short = Objects.pieces, [True]
-
-    def pieces(*arguments: Any) -> Iterator[Buffer]:
-        if short:
-            short.pop()
-            raise MemoryError("no room")
-        yield from fetch(*arguments)
-
-    monkeypatch.setattr("orchdata.caching.filler._PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(Objects, "pieces", pieces)
-    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
-    epoch(remote.loader(cache))
-    assert len(copies(cache)) == SHARDS
 
 
 def test_a_shard_that_was_replaced_is_not_copied(

@@ -9,7 +9,6 @@ import pytest
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.caching.filler import _Written
 from orchdata.caching.own import own_streams
 from orchdata.loaders.storage.node.cache import cache_of_environment
 from orchdata.ranks.parallel import Rank
@@ -53,15 +52,6 @@ def test_a_bad_cache_is_refused(path: Any, max_bytes: Any) -> None:
         od.Cache(path, max_bytes=max_bytes)
 
 
-def test_a_cache_is_a_value_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    cache = od.Cache("nvme", max_bytes=1 << 40)
-    assert cache == od.Cache(tmp_path / "nvme", max_bytes=1 << 40)
-    assert hash(cache) == hash(od.Cache(tmp_path / "nvme", max_bytes=1 << 40))
-    with pytest.raises(AttributeError):
-        cache.max_bytes = 3  # type: ignore[misc]
-
-
 def test_the_environment_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_of_environment() is None
     monkeypatch.setenv("ORCHDATA_SHARD_CACHE", "/nvme")
@@ -91,13 +81,3 @@ def test_local_shards_are_not_copied(tmp_path: Path) -> None:
     loader = od.DataLoader(od.ShardDataset(shards), batch_size=2, num_threads=0, cache=cache, dp=(0, 1))
     assert sum(len(batch.sample_ids) for batch in loader) == 10
     assert not (tmp_path / "nvme").exists()
-
-
-def test_a_disk_is_slow_by_what_it_took() -> None:
-    for seconds, slow in ((1.0, False), (60.0, True)):
-        written = _Written()
-        written.add(100 << 20, seconds)
-        assert not written.is_slow  # too little to say
-        written.add(200 << 20, seconds)
-        assert written.is_slow == slow
-    assert str(written) == "it took 315 MB in 120 s"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import pickle
-import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from engine_specs import Specs, make_specs
-from forked_program import ForkedProgram
 from spec_job import digest
 
 from orchdata.building.collate import SampleAssembler
@@ -28,7 +24,7 @@ from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
 from orchdata.engines.pickling import pickle_spec
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.threads import ThreadEngine, ThreadPool
+from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
@@ -143,19 +139,6 @@ def test_a_fresh_process_builds_the_same_batches_of_every_spec(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_builds_the_same_steps(engine: str) -> None:
-    running = ENGINES[engine](builder())
-    futures = [running.submit(StepTask(0, step)) for step in range(5)]
-    for step, future in enumerate(futures):
-        built, expected = future.result(120), builder().build(StepTask(0, step))
-        assert built.batches == expected.batches
-        assert built.failures == expected.failures
-        assert built.plan.hash == expected.plan.hash
-    running.close()
-    running.close()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_passes_exceptions_on(engine: str) -> None:
     def explode(row: int) -> int:
         raise ZeroDivisionError(f"row {row}")
@@ -168,61 +151,16 @@ def test_every_engine_passes_exceptions_on(engine: str) -> None:
     running.close()
 
 
-def test_close_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    running = ThreadEngine(builder(), num_threads=3, depth=2)
-    for step in range(4):
-        running.submit(StepTask(0, step))
-    running.close()
-    assert not set(threading.enumerate()) - before
-
-
-@pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_an_exception_that_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) -> None:
+def test_an_exception_that_would_end_a_thread_is_an_error_of_the_step() -> None:
     def leave(row: int) -> int:
-        raise ending
+        raise SystemExit(3)
 
     running = ThreadEngine(builder(leave), num_threads=2, depth=2)
-    with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
         running.submit(StepTask(0, 0)).result(120)
-    with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
         running.submit(StepTask(0, 1)).result(120)  # the threads are still there
     running.close()
-
-
-def test_threads_of_an_unreferenced_engine_end() -> None:
-    before = set(threading.enumerate())
-    running = ThreadEngine(builder(), num_threads=3, depth=2)
-    [future.result(120) for future in [running.submit(StepTask(0, step)) for step in range(5)]]
-    started = set(threading.enumerate()) - before
-    assert started
-    del running
-    gc.collect()
-    for thread in started:
-        thread.join(120)
-        assert not thread.is_alive()
-
-
-def test_a_closed_pool_starts_no_thread() -> None:
-    pool = ThreadPool(2, prepare=lambda: None)
-    before = set(threading.enumerate())
-    pool.close()
-    pool.submit(lambda: None)
-    assert not set(threading.enumerate()) - before
-
-
-def test_a_forked_child_ends_without_the_threads_of_its_parent(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, warnings, orchdata as od\n"
-        "warnings.simplefilter('ignore')\n"
-        "batches = iter(od.DataLoader(list(range(1000)), batch_size=2, num_threads=3))\n"
-        "next(batches)\n"
-        "child = os.fork()\n"
-        "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        "sys.exit(7)\n"
-    )
-    ended = ForkedProgram(program, folder=tmp_path, to_the_end=True).finish()
-    assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def test_one_step_at_a_time_calls_a_collate_fn() -> None:
@@ -263,40 +201,3 @@ def test_torch_keeps_its_threads_in_the_training_thread_and_has_one_in_decoding_
         assert (here in seen) == (engine == "inline") and set(seen.values()) == {3 if engine == "inline" else 1}
     finally:
         torch.set_num_threads(threads)
-
-
-class Recording:
-    """Records plans, memory and tasks of steps, in the order in which an engine requests them."""
-
-    def __init__(self) -> None:
-        self.requests: list[str] = []
-        self.may_begin = threading.Event()
-
-    def start(self, task: StepTask) -> Any:
-        self.may_begin.wait()
-        self.requests.append(f"plan {task.step}")
-        return RecordedStep(self.requests, task.step)
-
-
-class RecordedStep:
-    def __init__(self, requests: list[str], step: int) -> None:
-        self._requests, self._step = requests, step
-
-    @cached_property
-    def tasks(self) -> list[Callable[[], None]]:
-        self._requests.append(f"memory {self._step}")
-        return [lambda: self._requests.append(f"task {self._step}")] * 2
-
-    def finish(self) -> Any:
-        return self._step
-
-
-def test_steps_ahead_are_planned_early_and_allocate_memory_in_order() -> None:
-    steps = Recording()
-    engine = ThreadEngine(steps, num_threads=1, depth=3)  # type: ignore[arg-type]
-    futures = [engine.submit(StepTask(0, step)) for step in range(3)]
-    steps.may_begin.set()
-    assert [future.result() for future in futures] == [0, 1, 2]
-    engine.close()
-    filled = [f"{request} {step}" for step in range(3) for request in ("memory", "task", "task")]
-    assert steps.requests == ["plan 0", "plan 1", "plan 2", *filled]

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import os
 import random
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +22,14 @@ import pytest
 import ray
 import torch
 from engine_specs import Specs, make_specs
-from ray_clusters import ACTOR, RefusingCluster, TestCluster
+from ray_clusters import ACTOR, TestCluster
 from ray_data import (
     Deadly,
     Drawn,
     FromFarStorage,
     Raising,
-    Slow,
-    StartedAs,
     WithState,
     copied_on_node,
-    index_on_node,
-    note_start,
     numbers_over_ray,
 )
 from shard_factory import RECIPE, omni_shards
@@ -47,15 +38,14 @@ from spec_job import digest
 import orchdata as od
 from orchdata.engines.engine import EngineRun, WorkerOptions
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import compare, node_files
+from orchdata.engines.on_ray import node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
-from orchdata.engines.on_ray.node_files import NodeFile, copied, file_of_index, found, open_index
+from orchdata.engines.on_ray.node_files import file_of_index, found, open_index
 from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.storage.cache import CacheFolder
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -134,12 +124,6 @@ def members(batches: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_worker_init_fn_is_called_with_the_number_of_the_worker() -> None:
-    batches = list(loader(StartedAs(), batch_size=2, worker_init_fn=note_start))
-    assert batches == [["0", "0"], ["1", "1"], ["0", "0"], ["1", "1"]]
-
-
-@pytest.mark.slow
 def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
     with pytest.raises(ZeroDivisionError, match=r"(?s)DataLoader worker process 0 on .*__getitem__.*item 0"):
         next(iter(loader(Raising(), num_workers=1)))
@@ -171,15 +155,6 @@ def test_what_an_engine_cannot_do_is_an_error(data: Any, options: dict[str, Any]
         loader(data, **options)
 
 
-def test_an_iterable_dataset_is_an_error() -> None:
-    class Counts(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    with pytest.raises(ValueError, match="IterableDataset is read by torch's own workers"):
-        loader(Counts())
-
-
 def test_engines_that_are_none_are_an_error() -> None:
     with pytest.raises(TypeError, match="engine is a value with a method open"):
         loader(Drawn(), engine="ray")
@@ -187,17 +162,11 @@ def test_engines_that_are_none_are_an_error() -> None:
         loader(Drawn(), engine=RayEngine)
 
 
-def test_worker_memory_is_an_error() -> None:
-    with pytest.raises(ValueError, match="worker_memory limits processes of this machine"):
-        next(iter(loader(Drawn(), worker_memory=1 << 30)))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"address": "ray://host:10001"}, r"ray start --address=HOST:PORT --num-cpus=0"),
         ({"start_timeout": 0}, "start_timeout is a number of seconds above 0"),
-        ({"max_restarts": 3}, "sets max_restarts itself"),
         ({"lifetime": "detached"}, "sets lifetime itself"),
     ],
 )
@@ -206,22 +175,8 @@ def test_options_of_the_value_are_checked(options: dict[str, Any], message: str)
         RayEngine(**options)
 
 
-def test_an_option_that_ray_does_not_know_is_an_error() -> None:
-    with pytest.raises(ValueError, match="num_cpu"):
-        next(iter(loader(Drawn(), engine=RayEngine(num_cpu=1))))
-
-
-def test_the_value_is_frozen_equal_and_shown() -> None:
-    assert RayEngine(num_cpus=1) == RayEngine(num_cpus=1) != RayEngine(num_cpus=2)
-    assert repr(RayEngine("10.0.0.1:6379", resources={"loader": 1})) == (
-        "RayEngine(address='10.0.0.1:6379', resources={'loader': 1})"
-    )
-    with pytest.raises(AttributeError):
-        RayEngine().address = "other"  # type: ignore[misc]
-
-
 def test_missing_cpus_are_a_warning_at_once_and_an_error_with_the_sum() -> None:
-    crowded = loader(Drawn(), num_workers=8, num_threads=4, engine=RayEngine(start_timeout=1))
+    crowded = loader(Drawn(), num_workers=8, num_threads=4, engine=RayEngine(start_timeout=5))
     with (
         pytest.warns(UserWarning, match=r"8 actors x 4 threads = 32 CPUs, the cluster has 6"),
         pytest.raises(RuntimeError, match=r"8 actors x 4 threads = 32 CPUs.*num_threads=.*num_cpus=.*start_timeout="),
@@ -275,18 +230,6 @@ def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
         next(iter(loader(Drawn(), collate_fn=only_here.collate)))
 
 
-def test_what_does_not_pickle_is_named() -> None:
-    import threading
-
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"collate_fn.*which cannot be sent to another process"):
-        next(iter(loader(Drawn(), collate_fn=partial(_with_lock, lock=lock))))
-
-
-def _with_lock(items: Any, lock: Any) -> Any:
-    return items
-
-
 def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     options = replace(OPTIONS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
     worker = WorkerSpec(spec=None, number=0, options=options, base_seed=0, environ={})  # type: ignore[arg-type]
@@ -313,19 +256,6 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
 
 
 @pytest.mark.slow
-def test_an_index_file_is_fetched_by_the_node(tmp_path: Path, ray_cluster: TestCluster) -> None:
-    paths = omni_shards(tmp_path, shards=1, samples=4)
-    od.ShardDataset(paths, RECIPE).named_file(str(tmp_path / "one.index")).write(od.ShardDataset(paths, RECIPE).index())
-    index = od.ShardDataset(paths, RECIPE, index_file=tmp_path / "one.index").index()
-    # The trainer's node has lost its own: only the file is left.
-    lost = replace(file_of_index(index, ray.get_runtime_context().get_node_id()), path=str(tmp_path / "lost.index"))
-    opened = ray.remote(index_on_node).options(num_cpus=0, resources={"node1": 0.1})
-    path = Path(ray.get(opened.remote(lost, index.fetch, index.place)))
-    assert path.parent == ray_cluster.caches[1] / "index" and path.read_bytes() == index.path.read_bytes()
-    assert ray.get(opened.remote(lost, None, None)) == str(path), "the node's copy is found by its digest"
-
-
-@pytest.mark.slow
 def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,14 +271,6 @@ def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
 
 def no_store() -> Index:
     raise od.StorageError("s3://bucket/index", "no answer")
-
-
-def test_a_file_that_the_trainers_node_lost_is_an_error(tmp_path: Path) -> None:
-    here = ray.get_runtime_context().get_node_id()
-    gone = NodeFile(path=str(tmp_path / "gone.index"), kind="index", size=10, digest="0", node=here)
-    with pytest.raises(od.StorageError, match=r"cannot be read on the trainer's node.*No such file"):
-        copied(gone, CacheFolder(tmp_path))
-    assert not list(tmp_path.glob("index/*"))
 
 
 def test_a_node_that_would_build_other_batches_is_an_error(specs: Specs, same_cache: None) -> None:
@@ -368,18 +290,6 @@ def test_a_node_that_would_build_other_batches_is_an_error(specs: Specs, same_ca
     assert modalities == {"text", "image", "audio"}
 
 
-@pytest.mark.slow
-def test_a_difference_is_an_error_before_the_first_step(
-    specs: Specs, same_cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, tasks = specs["shards, packed, joint"]
-    monkeypatch.setattr(compare, "version", lambda name: "0.0")
-    engine = ENGINE.open(spec, EngineRun(options=OPTIONS))
-    with pytest.raises(RuntimeError, match=r"(?s)would build other batches.*numpy is .* here and 0.0 in the training"):
-        engine.submit(tasks[0]).result(120)
-    engine.close()
-
-
 def test_an_address_is_that_of_the_running_ray() -> None:
     running = ray.get_runtime_context().gcs_address
     for same in (None, "auto", running, f"localhost:{running.rpartition(':')[2]}", "local"):
@@ -389,74 +299,12 @@ def test_an_address_is_that_of_the_running_ray() -> None:
             cluster_module.connect(other, num_ranks=1)
 
 
-def test_where_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    asked: list[dict[str, Any]] = []
-    answer = "Could not find any running Ray instance. Please specify the one to connect to"
-
-    def init(**options: Any) -> None:
-        asked.append(options)
-        if options["address"] != "local":
-            raise ConnectionError(answer)
-
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RuntimeError, match=r"each of the 4 ranks would start one.*`ray start --head`"):
-        cluster_module.connect(None, num_ranks=4)
-    before = len(asked)
-    with pytest.raises(RuntimeError, match=r"no Ray cluster answers at 127.0.0.1:1: .*refused.*`ray start --head`"):
-        cluster_module.connect("127.0.0.1:1", num_ranks=1)
-    assert len(asked) == before  # Ray would wait for minutes
-    with pytest.raises(RuntimeError, match=r"cannot connect to auto: Could not find.*`ray start --head`") as raised:
-        cluster_module.connect("auto", num_ranks=1)
-    assert "RAY_AUTH" not in str(raised.value)
-    monkeypatch.setattr(cluster_module, "warn_once", lambda subject, message: warnings.warn(message, stacklevel=1))
-    with pytest.warns(UserWarning, match="starts a Ray of its own"):
-        cluster_module.connect(None, num_ranks=1, code={"working_dir": "."})
-    assert asked[-1]["address"] == "local" and asked[-1]["runtime_env"] == {"working_dir": "."}
-    # A cluster that was killed leaves its address; one that answers is not replaced.
-    answer = "Failed to connect to Ray cluster at 127.0.0.1:1"
-    with pytest.warns(UserWarning, match="starts a Ray of its own"):
-        cluster_module.connect(None, num_ranks=1)
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        answer = f"Failed to connect to Ray cluster at 127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(RuntimeError, match="cannot connect to the cluster of this machine.*has not joined.*TOKEN"):
-            cluster_module.connect(None, num_ranks=1)
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(ValueError, match="RAY_ADDRESS"):
-        cluster_module.connect(None, num_ranks=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("token", [None, "b" * 40], ids=["none", "another"])
-def test_a_refused_token_is_an_error_that_says_so(token: str | None, refusing_cluster: RefusingCluster) -> None:
-    """Also where the cluster is that of this machine: no local Ray takes its place."""
-    tokens = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    program = "import sys, orchdata.engines.on_ray.cluster as c; c.connect(sys.argv[1] or None, num_ranks=1)"
-    environ = {"RAY_TMPDIR": refusing_cluster.folder, "RAY_ADDRESS": ""} | tokens
-    for address in (refusing_cluster.address, ""):
-        command = [sys.executable, "-c", program, address]
-        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        where = address or "the cluster of this machine"
-        error = f"RuntimeError: Ray cannot connect to {where}.*refuses the token of this process: RAY_AUTH_MODE"
-        assert re.search(error, done.stderr), done.stderr
-
-
 def test_folders_of_code_are_for_a_whole_job() -> None:
     engine = RayEngine(runtime_env={"working_dir": ".", "env_vars": {"A": "b"}})
     options, code = cluster_module.split_code(engine.ray_options)
     assert (options, code) == ({"runtime_env": {"env_vars": {"A": "b"}}}, {"working_dir": "."})
     with pytest.raises(ValueError, match=r"Ray is initialized already, without runtime_env={'working_dir'"):
         next(iter(loader(Drawn(), engine=engine)))
-
-
-@pytest.mark.slow
-def test_nothing_is_left_after_break(tmp_path: Path) -> None:
-    batches = iter(loader(Slow(tmp_path, wait=False), batch_size=2))
-    next(batches)
-    del batches
-    wait_until(lambda: not living(tmp_path))
 
 
 def test_the_collector_may_end_an_iteration_in_the_thread_that_ray_answers_in() -> None:
@@ -507,8 +355,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
-def test_nothing_is_left_once_the_trainer_has_ended(how: str, tmp_path: Path, ray_cluster: TestCluster) -> None:
+def test_nothing_is_left_once_the_trainer_has_ended(tmp_path: Path, ray_cluster: TestCluster) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     (tmp_path / "pids").mkdir()
@@ -516,7 +363,7 @@ def test_nothing_is_left_once_the_trainer_has_ended(how: str, tmp_path: Path, ra
     command = [sys.executable, script, ray_cluster.address, tmp_path / "pids"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"begun\n"
-        trainer.send_signal(getattr(signal, how))
+        trainer.kill()
         trainer.wait(60)
     wait_until(lambda: not living(tmp_path / "pids"))
 
@@ -569,49 +416,6 @@ def kill_process(actor: Any) -> None:
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-SHORT_OF_ROOM = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import ray, ray_data, orchdata as od
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, **json.loads(sys.argv[2]))
-engine = od.RayEngine(num_cpus=0.5, start_timeout=20)
-data = getattr(ray_data, sys.argv[1])()
-try:
-    next(iter(od.DataLoader(data, batch_size=2, num_workers=1, engine=engine, cost=[1] * 8, timeout=15)))
-except RuntimeError as error:
-    print(error)
-"""
-NO_MEMORY = {"memory_usage_threshold": 0.001, "min_memory_free_bytes": -1, "memory_monitor_refresh_ms": 500}
-NO_DISK = {
-    "local_fs_capacity_threshold": 0.001,
-    "local_fs_monitor_interval_ms": 10,
-    "automatic_object_spilling_enabled": False,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "options", "error"),
-    [
-        ("OutOfMemory", {"_system_config": NO_MEMORY}, r"short of memory \(Ray's memory monitor ends actors"),
-        (
-            "Large",
-            {"_system_config": NO_DISK, "object_store_memory": 80 << 20},
-            r"step 0 of epoch 0 did not come back from Ray actor 0 on node \d.*disk is full.*--object-store-memory",
-        ),
-    ],
-)
-def test_a_node_without_memory_or_disk_is_an_error_that_says_so(
-    data: str, options: dict[str, Any], error: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "short_of_room.py"
-    script.write_text(SHORT_OF_ROOM)
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support"), "RAY_ADDRESS": ""}
-    command = [sys.executable, script, data, json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
-    assert re.search(error, done.stdout), done.stdout + done.stderr[-2000:]
 
 
 def test_what_counts_against_a_sample() -> None:

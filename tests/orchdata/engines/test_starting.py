@@ -67,35 +67,15 @@ def _fail_second(number: int) -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_data_set_that_does_not_unpickle_is_an_immediate_error(method: str) -> None:
-    loader = od.DataLoader(NotUnpicklable(), 4, num_workers=2, multiprocessing_context=method)
+def test_a_data_set_that_does_not_unpickle_is_an_immediate_error() -> None:
+    loader = od.DataLoader(NotUnpicklable(), 4, num_workers=2, multiprocessing_context="forkserver")
     with pytest.raises(RuntimeError, match=r"LookupError: it is of another world\).*multiprocessing_context='fork'"):
         list(loader)
 
 
 def test_a_file_that_a_starting_worker_cannot_read_is_a_storage_error() -> None:
-    loader = od.DataLoader(NotReadNow(), 4, num_workers=1, multiprocessing_context="spawn")
+    loader = od.DataLoader(NotReadNow(), 4, num_workers=1, multiprocessing_context="forkserver")
     with pytest.raises(od.StorageError, match=r"/mnt/arrays/1\.int64: cannot be mapped: Stale file handle"):
-        list(loader)
-
-
-def test_the_error_names_the_argument_that_does_not_pickle() -> None:
-    loader = od.DataLoader(
-        Plain(), num_workers=1, worker_init_fn=lambda number: None, multiprocessing_context="forkserver"
-    )
-    with pytest.raises(TypeError, match=r"^worker_init_fn is a lambda in line \d+ of .*test_starting.py"):
-        next(iter(loader))
-
-
-@pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_a_script_that_cannot_be_run_again_is_an_error_after_few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
-    loader = od.DataLoader(Plain(), 4, num_workers=1, multiprocessing_context="spawn")
-    with pytest.raises(
-        RuntimeError, match=r"do not start: .* ended with status 1; it has written the reason to stderr"
-    ):
         list(loader)
 
 
@@ -113,19 +93,12 @@ def test_the_batches_of_workers_that_start_still_come() -> None:
     assert outcomes == [[0, 1], None, [4, 5], None, [8, 9], None]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"worker_init_fn": _fail, "multiprocessing_context": "fork"},
-        {"collate_fn": lambda batch: batch, "multiprocessing_context": "spawn"},
-    ],
-)
-def test_failed_starts_leave_no_descriptor(options: dict[str, Any]) -> None:
+def test_failed_starts_leave_no_descriptor() -> None:
     """Counted in a process of its own: no loader of another test ends there meanwhile."""
 
     def after() -> list[str]:
-        with pytest.raises((ZeroDivisionError, TypeError)):
-            list(od.DataLoader(Plain(), 2, num_workers=2, **options))
+        with pytest.raises(ZeroDivisionError):
+            list(od.DataLoader(Plain(), 2, num_workers=2, worker_init_fn=_fail, multiprocessing_context="fork"))
         for process in multiprocessing.active_children():
             process.join()  # on a busy machine a process may end after its loader has stopped waiting for it
         gc.collect()
@@ -139,23 +112,20 @@ def test_failed_starts_leave_no_descriptor(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("num_workers", "lost"), [(1, (0,)), (1, tuple(range(7))), (2, (0, 2, 3))])
-def test_starts_that_fail_with_their_server_are_tried_again(
-    num_workers: int, lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_that_fail_with_their_server_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a fork server ended during the start."""
     starts = itertools.count()
 
     class Lost(supervisor.Process):
         def __init__(self, *arguments: Any) -> None:
-            if next(starts) in lost:
+            if next(starts) in (0, 2, 3):
                 raise EOFError("unexpected EOF")
             super().__init__(*arguments)
 
     monkeypatch.setattr(supervisor, "Process", Lost)
-    loader = od.DataLoader(Plain(), 2, num_workers=num_workers, multiprocessing_context="fork")
+    loader = od.DataLoader(Plain(), 2, num_workers=2, multiprocessing_context="fork")
     assert [batch.tolist() for batch in loader] == [[first, first + 1] for first in range(0, 12, 2)]
-    assert next(starts) == len(lost) + num_workers
+    assert next(starts) == 3 + 2
 
 
 @pytest.mark.parametrize(("fails", "verdict"), [(2, None), (100, "")])
@@ -205,37 +175,6 @@ def test_interrupts_are_deferred() -> None:
     where_ctrl_c_is_heard(interrupted)
 
 
-class Batches:
-    """Returns a batch for rows, not a list of samples."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitems__(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        return {"row": torch.tensor(rows)}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_collate_fn_gets_the_result_of_getitems_unchanged(num_workers: int) -> None:
-    loader = od.DataLoader(Batches(), 2, collate_fn=_same, num_workers=num_workers)
-    assert [batch["row"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
-
-
-def _same(batch: Any) -> Any:
-    return batch
-
-
-class Named(Plain):
-    def __getitem__(self, number: int) -> Any:
-        return str(number)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_may_give_integers_of_any_size(num_workers: int) -> None:
-    loader = od.DataLoader(Named(), 2, sampler=[2**65, -(2**70), 3], collate_fn=list, num_workers=num_workers)
-    assert list(loader) == [[str(2**65), str(-(2**70))], ["3"]]
-
-
 def _broken_sampler() -> Iterator[int]:
     yield from (0, 1, 2)
     raise LookupError("sampler")
@@ -279,25 +218,3 @@ def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> Non
         "processes": {"samples": 6, "numba": False},
         "threads": {"samples": 6, "numba": True},
     }
-
-
-def test_an_interrupt_during_the_imports_for_workers_is_the_training_process_alone() -> None:
-    def load() -> None:
-        import importlib
-
-        from orchdata.engines.processes import life
-
-        def import_interrupted(name: str) -> Any:
-            interrupt()
-            return imported(name)
-
-        imported = importlib.import_module
-        life.end_server_with_trainer = lambda: None  # type: ignore[assignment]
-        importlib.import_module = import_interrupted  # type: ignore[assignment]
-        try:
-            imported("orchdata.engines.processes.preload")
-        finally:
-            importlib.import_module = imported
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # workers get it, and choose themselves
-
-    where_ctrl_c_is_heard(load)

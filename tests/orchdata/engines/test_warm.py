@@ -18,7 +18,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.engines import warm
-from orchdata.engines.warm import Warming, kernel_families
+from orchdata.engines.warm import Warming
 from orchdata.finalizers import wait_for_finalizers
 from orchdata.planning.costs import IndexCosts
 
@@ -94,25 +94,6 @@ def test_the_folder_of_kernels_is_numbas(tmp_path: Path, monkeypatch: pytest.Mon
     assert warm._usual_folder(Path(function.__code__.co_filename)) == numbas
 
 
-def test_families_are_those_that_a_loader_needs() -> None:
-    def families(balance: od.Balance, num_ranks: int = 8, *phases: str, fixed: bool = False) -> list[str]:
-        named = phases or ("image", "llm")
-        return kernel_families(balance, num_ranks, phases=named, padded=False, fixed=fixed, in_shards=True)
-
-    assert families(od.Balance()) == ["phases", "packed", "patches"]
-    assert families(od.Balance(), 8, "llm") == ["packed"]
-    assert families(od.Balance(), 1, "llm") == []
-    assert families(od.Balance(), 8, "llm", fixed=True) == ["packed", "bins", "microbatches"]
-    assert families(od.Balance(scope="none"), 8, "llm", fixed=True) == ["microbatches"]
-    assert families(od.Balance(assignment="per_phase", max_tokens=9)) == [
-        "phases",
-        "moves",
-        "packed",
-        "microbatches",
-        "patches",
-    ]
-
-
 def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     counted = IndexCosts.loss_tokens
@@ -121,18 +102,6 @@ def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     dataset.index()
     loader = od.DataLoader(dataset, batch_size=2, dp=(0, 2))
     assert sum(1 for _ in loader) == len(planned) == len(loader) == 3
-
-
-@pytest.mark.usefixtures("absent")
-def test_a_loader_says_at_once_that_kernels_are_compiled(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warming = Warming(["padded"])
-    assert capsys.readouterr().err.startswith("compiling kernels, once on this machine: about 30 s (`orchdata warm`")
-    warming.wait()
-    monkeypatch.undo()
-    Warming(["padded"])
-    assert not capsys.readouterr().err
 
 
 @pytest.mark.slow
