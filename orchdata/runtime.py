@@ -133,7 +133,6 @@ class Runtime:
             is_single_rank=self.is_single_rank,
             in_order=arguments.in_order or not (arguments.num_workers and self.is_single_rank),
             num_workers=max(1, arguments.num_workers),
-            before_step=self.prepared.before_step,
         )
         self._engines = Engines(
             choice,

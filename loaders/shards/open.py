@@ -242,9 +242,7 @@ def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
     # Of a shard whose beginning alone was indexed, nothing else is compared.
     if indexed.reach:
         return None if shard.version == indexed.version else "has another modification time than when it was indexed"
-    # The same is done for a decompressed copy of a shard that was indexed in another place. Of other shards that were,
-    # each sample is compared when it is read (tars), or all of it in the background.
-    is_unsure = shard.version != indexed.version or shard.is_new or (indexed.unproven and shard.packed)
+    is_unsure = shard.version != indexed.version or shard.is_new
     if is_unsure and shard.checksum() != indexed.checksum:
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"

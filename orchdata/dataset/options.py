@@ -137,7 +137,6 @@ class PreparedDataset:
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
         none_chosen: the `filter`, `split` and others that choose no sample; empty if they choose any.
-        before_step: called before each step is delivered, and may raise; None: nothing is to be done.
         on_first_step: called when the first step was delivered; None: nothing is to be done.
         torch_steps: the steps of an epoch, if they are not those of the plan.
         is_torchs: whether torch's own loader reads the data set, and no step is planned.
@@ -152,7 +151,6 @@ class PreparedDataset:
     rows: tuple[SourceRows, ...] = ()
     num_lost: int = 0
     none_chosen: str = ""
-    before_step: Callable[[], None] | None = None
     on_first_step: Callable[[], None] | None = None
     is_torchs: bool = False
     sampler: Any = None

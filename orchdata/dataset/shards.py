@@ -18,7 +18,6 @@ from orchdata.building.contents import IndexedShards, SampleContent, ShardConten
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
-from orchdata.dataset.indexed.whole_shards import WholeShards
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
 from orchdata.dataset.resume.rows import rows_of
@@ -167,7 +166,6 @@ def prepare_shards(
         num_indexed=num_indexed,
         num_lost=int(lost.sum()),
         none_chosen=_choice(sources, num_indexed),
-        before_step=WholeShards([(each.dataset, each.index) for each in rows], options.rank).check_if_any,
         on_first_step=NewShards(sources, options.rank).begin_if_any,
     )
 

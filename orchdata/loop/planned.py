@@ -48,8 +48,6 @@ class LoopContext:
         is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
         in_order: whether steps come in order; else as they are ready.
         num_workers: number of workers that build steps; 1 if this process builds them.
-        before_step: called, if given, before a step is delivered; what it raises ends the iteration as a failed step
-            does.
     """
 
     steps: Steps
@@ -59,7 +57,6 @@ class LoopContext:
     is_single_rank: bool
     in_order: bool
     num_workers: int
-    before_step: Callable[[], None] | None = None
 
 
 class PlannedStream:
@@ -106,8 +103,6 @@ class PlannedStream:
             raise StopIteration
         self._bring_forward()
         try:
-            if self._context.before_step is not None:
-                self._context.before_step()
             batches = self._deliver()
         except Exception as error:
             if is_checked:
