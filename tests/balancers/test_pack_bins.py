@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER
 from orchdata.balancers import bin_bound, deal_bins, pack_bins
@@ -141,46 +140,3 @@ def test_huge_numbers_are_packed() -> None:
 def test_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_bins(*arguments)  # type: ignore[arg-type]
-
-
-def configuration_bound(sizes: Ints, cap: int) -> int:
-    """Bins that no packing does without, by the linear program over all fillings of a bin (Gilmore and Gomory 1961)."""
-    kinds, counts = np.unique(sizes, return_counts=True)
-    fillings = [np.where(np.arange(len(kinds)) == k, cap // kinds[k], 0) for k in range(len(kinds))]
-    while True:
-        table = -np.array(fillings).T
-        solved = linprog(np.ones(len(fillings)), A_ub=table, b_ub=-counts)
-        worth = -solved.ineqlin.marginals
-        best, last = np.zeros(cap + 1), np.zeros(cap + 1, int)  # of an unbounded knapsack, and what it took last
-        for room in range(cap + 1):
-            fits = np.flatnonzero(kinds <= room)
-            if len(fits):
-                values = best[room - kinds[fits]] + worth[fits]
-                best[room], last[room] = values.max(), fits[values.argmax()]
-        if best[cap] <= 1 + 1e-7:
-            return int(np.ceil(solved.fun - 1e-6))
-        filling, room = np.zeros(len(kinds), int), cap
-        while room >= kinds.min():
-            filling[last[room]] += 1
-            room -= kinds[last[room]]
-        fillings.append(filling)
-
-
-def first_fit_decreasing(sizes: Ints, cap: int) -> int:
-    rooms: list[int] = []
-    for size in sorted(sizes.tolist(), reverse=True):
-        number = next((number for number, room in enumerate(rooms) if size <= room), len(rooms))
-        rooms[number:] = [rooms[number] - size, *rooms[number + 1 :]] if number < len(rooms) else [cap - size]
-    return len(rooms)
-
-
-@pytest.mark.parametrize("seed", [17, 19, 21, 33, 36, 38])
-def test_few_distinct_sizes_take_few_more_bins_than_any_packing(seed: int) -> None:
-    """Of such lists `bin_bound` says too little: sizes that fill a bin together are few."""
-    random = np.random.default_rng(seed)
-    kinds = random.integers(12, 120, random.integers(3, 7))
-    sizes = random.choice(kinds, 1500, p=random.dirichlet(np.ones(len(kinds))))
-    opened = int(pack_bins(sizes, 256, None, sizes).max()) + 1
-    fewest = configuration_bound(sizes, 256)
-    assert bin_bound(sizes, 256) <= fewest <= opened <= 1.04 * fewest
-    assert 1.5 * (opened / fewest - 1) < first_fit_decreasing(sizes, 256) / fewest - 1

@@ -61,14 +61,6 @@ def test_peers_deliver_every_sample(job: PeersJob, lane: str) -> None:
     assert figures.samples_per_second > 0
 
 
-def test_forked_workers_of_ours_deliver_every_sample(job: PeersJob) -> None:
-    (lane,) = FORKED.values()
-    figures, memory = run_in_child(measure, (lane, job, "none", 0, 4), job.folder, 120, watch=True)
-    assert figures.samples_per_second > 0
-    assert len(figures.spent) == 2  # this process and its worker, and no server
-    assert memory.own > 0
-
-
 def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "ENVIRONMENTS", tmp_path)
     monkeypatch.setitem(PEERS, "Ray Data", Lane("other", len, "no_such_module"))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.launch import LaunchError, torchrun
 from benchmarks.train.job import LANES, predicted_seconds
 from benchmarks.train.records import compare_curves
 from benchmarks.train.report import make_results
@@ -85,10 +84,3 @@ def test_bench_train_made_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_curves_are_compared_by_their_largest_relative_difference() -> None:
     assert compare_curves(np.array([2.0, 4.0]), np.array([2.0, 3.0])) == 0.25
-
-
-def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise RuntimeError('no more tea')")
-    with pytest.raises(LaunchError, match="no more tea"), (tmp_path / "log").open("w+b") as log:
-        torchrun([str(script)], num_ranks=2, environment={}, log=log)

@@ -9,14 +9,10 @@ import sys
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
 from orchdata.native.jit import Kernel, inlined, kernel
 from orchdata.native.permutation import shuffled_rows
-
-NUMPY_HAS_MA = int(np.__version__.split(".")[0]) < 2
-"""NumPy imports numpy.ma itself."""
 
 FIRST_CALL = """
 import sys
@@ -143,16 +139,9 @@ def test_a_process_that_is_forked_while_a_thread_compiles_can_compile() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "imported",
-    [
-        "numba.core.types",
-        "numba.core.compiler_lock",
-        pytest.param("numpy.ma", marks=pytest.mark.skipif(NUMPY_HAS_MA, reason="this NumPy imports it itself")),
-    ],
-)
-def test_a_process_that_is_forked_while_a_thread_imports_numba_can_compile(imported: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED_EARLY, imported], capture_output=True, text=True)
+def test_a_process_that_is_forked_while_a_thread_imports_numba_can_compile() -> None:
+    command = [sys.executable, "-c", FORKED_EARLY, "numba.core.compiler_lock"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
