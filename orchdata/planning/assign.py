@@ -2,9 +2,9 @@
 
          nothing is loaded yet                  ranks have the items already: little moves
 none     dealt out in turn                      nothing moves
-grouped  from scratch in each group of ranks    in each group; from scratch where counts are limited
+grouped  from scratch in each group of ranks    in each group
 grid     in each group, then among the ranks with the same number in all groups
-global   from scratch over all ranks            over all ranks; from scratch where counts are limited
+global   from scratch over all ranks            over all ranks
 
 Every scope lowers `Balance.price`: the sum over phases of the largest load, or the largest sum.
 """
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from orchdata.balancers.grid import balance_grid, balance_grouped
 from orchdata.balancers.moves import balance_from
 from orchdata.balancers.phases import assign_jointly, search_pairs
-from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.rough_peaks import fits_alone
@@ -85,7 +84,8 @@ def assign(
         balance: scope, objective and limits on counts; a group size where the scope needs one.
         num_ranks: at least 1.
         owner: int32 (num_items,), the rank that has each item, or the rank of its stream where nothing is loaded yet.
-        sizes: int64 (num_items,), what it takes to move each loaded item; None where nothing is loaded yet.
+        sizes: int64 (num_items,), what it takes to move each loaded item, without limits on counts; None where nothing
+            is loaded yet.
         ranks_per_node: consecutive ranks of a node, inside which loaded items move if possible.
         limits: caps that are kept, for items that are not loaded, under scope "grouped" or "global". Each phase is
             then levelled, also where ranks do not wait after each phase.
@@ -103,9 +103,8 @@ def assign(
         costs = {"llm": np.sum(list(costs.values()), axis=0)}
     if limits is not None and balance.scope == "global":
         return _within(costs, balance, num_ranks, owner, limits)
-    counted = balance.equal_count or balance.max_samples is not None
-    if balance.scope != "grid" and (counted or not loaded):
-        return rebalance_from_scratch(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
+    if balance.scope != "grid" and not loaded:
+        return _from_scratch(costs, balance, num_ranks, owner, limits)
     shared = costs if len(costs) > 1 else next(iter(costs.values()))
     if balance.scope == "grid":
         return balance_grid(shared, owner, num_ranks, group_size).rank
@@ -120,22 +119,16 @@ def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
     return [range(first, min(first + size, num_ranks)) for first in range(0, num_ranks, size)]
 
 
-def rebalance_from_scratch(
-    costs: Mapping[str, Ints],
-    balance: Balance,
-    num_ranks: int,
-    owner: Ranks,
-    sizes: Ints | None,
-    ranks_per_node: int,
-    limits: Limits | None,
+def _from_scratch(
+    costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, limits: Limits | None
 ) -> Ranks:
-    """Balance each group without regard to where its items are; then name its ranks so that much stays."""
+    """Balance each group without regard to where its items are."""
     groups = counted_groups(balance, num_ranks)
     group = None if len(groups) == 1 else owner.astype(np.int64) // len(groups[0])
     columns, caps, within = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None
     if limits is not None:
         columns, caps, within = limits
-    rank = assign_jointly(
+    return assign_jointly(
         np.stack(list(costs.values())),
         np.array([len(ranks) for ranks in groups]),
         group=group,
@@ -147,27 +140,20 @@ def rebalance_from_scratch(
         within=within,
         effort=balance.effort,
     )
-    if sizes is None:
-        return rank
-    for ranks in groups:
-        mine = slice(None) if group is None else np.flatnonzero((owner >= ranks.start) & (owner < ranks.stop))
-        own = rank[mine] - np.int32(ranks.start)
-        rank[mine] = ranks.start + renamed(own, owner[mine] - ranks.start, sizes[mine], len(ranks), ranks_per_node)
-    return rank
 
 
 def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, limits: Limits) -> Ranks:
     """Balance over all ranks within the limits. Samples that fill a rank alone keep it; others share the ranks left."""
     alone = fits_alone(limits.sizes, limits.caps)
     if balance.equal_count or balance.max_samples is not None or not alone.any():
-        return rebalance_from_scratch(costs, balance, num_ranks, owner, None, 1, limits)
+        return _from_scratch(costs, balance, num_ranks, owner, limits)
     rank, others = limits.within.copy(), np.flatnonzero(~alone)
     if not len(others):
         return rank
     remaining = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
     inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(remaining, rank[others]).astype(np.int32))
     few = {phase: column[others] for phase, column in costs.items()}
-    rank[others] = remaining[rebalance_from_scratch(few, balance, len(remaining), owner[others], None, 1, inside)]
+    rank[others] = remaining[_from_scratch(few, balance, len(remaining), owner[others], inside)]
     return rank
 
 

@@ -67,36 +67,6 @@ def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[
     assert found == best == TOKENS.lower_bound(positions, positions, num_ranks, 1)
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 5),
-    image_cap=st.one_of(st.none(), st.integers(300, 900)),
-    equal_count=st.booleans(),
-    objective=st.sampled_from(["barrier", "sum"]),
-)
-def test_caps_hold_and_every_sample_is_shared_out(
-    lengths: list[int], num_ranks: int, image_cap: int | None, equal_count: bool, objective: str
-) -> None:
-    positions = np.array(lengths, np.int64)
-    image = np.where(positions % 3 == 0, np.minimum(positions, 300), 0)
-    caps = {"llm": 700} | ({"image": image_cap} if image_cap else {})
-    balance = Balance(max_tokens=caps, equal_count=equal_count, objective=objective)  # type: ignore[arg-type]
-    sizes = {"llm": positions, "image": image}
-    costs = {"image": image, "llm": positions}
-    shares = shared_out(costs, num_ranks, balance, {phase: sizes[phase] for phase in caps})
-    assert shares.rank.dtype == shares.microbatch.dtype == np.int32
-    assert set(shares.rank) <= set(range(num_ranks))
-    assert set(shares.microbatch) == set(range(shares.num_microbatches))
-    for rank, microbatch in product(range(num_ranks), range(shares.num_microbatches)):
-        mine = (shares.rank == rank) & (shares.microbatch == microbatch)
-        assert mine.sum() * positions[mine].max(initial=0) <= 700
-        assert image[mine].sum() <= (image_cap or 1 << 40)
-    if equal_count:
-        counts = np.bincount(shares.rank, minlength=num_ranks)
-        assert counts.max() - counts.min() <= 1
-
-
 def test_where_ranks_are_given_only_microbatches_are_chosen() -> None:
     positions = np.array([10, 2, 10, 2, 2, 2])
     for balance in (Balance(scope="none"), Balance(scope="none", max_tokens=20)):

@@ -212,8 +212,7 @@ class PairsIterator:
         self.place = len(state)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [2, 4])  # the last batch of six items is whole, or a short one
+@pytest.mark.parametrize(("size", "workers"), [(2, 0), (4, 0), (4, 2)])  # the last batch of six is whole, or short
 @pytest.mark.parametrize(
     "options",
     [
