@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -111,13 +112,3 @@ def test_an_import_that_the_package_itself_reports_names_it() -> None:
     assert failed_import(ImportError("X needs the Y library", name="y.z")) == ("y", ANY)
     error = raised(lambda: pass_trouble(ImportError("this function needs more")))
     assert isinstance(error, PackageError) and "orchdata doctor" in str(error)
-
-
-class _Any:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-ANY = _Any()
