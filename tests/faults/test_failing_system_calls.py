@@ -187,7 +187,8 @@ def walks() -> dict[str, tuple[str, dict[str, Any]]]:
             found[f"{name}, recounted"] = ("recounted", {"container": name})
             continue
         found[f"{name}, load"] = ("start_and_epoch", {"container": name})
-        found[f"{name}, take"] = ("take", {"container": name})
+        if name in ("tar", "jsonl", "parquet"):
+            found[f"{name}, take"] = ("take", {"container": name})
         if name in ("tar.gz", "tar.zst"):
             found[f"{name}, cache fill"] = ("start_and_epoch", {"container": name, "evicted": True})
     for scenario, name in (

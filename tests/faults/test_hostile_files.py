@@ -303,15 +303,15 @@ def product(files: Sequence[Path], ways: Sequence[str]) -> list[tuple[Path, str]
 
 def test_hostile_files_as_shards(hunt: Hunt, hostile: list[Path]) -> None:
     own = [(path, suffix) for suffix in SHARD_SUFFIXES for path in hostile if path.name.endswith(suffix)]
-    in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 60), as_shards, 100)
+    in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 30), as_shards, 100)
 
 
 def test_hostile_files_as_members(hunt: Hunt, hostile: list[Path]) -> None:
-    in_batches(hunt, sampled(product(hostile, FIELDS), 600), as_members, 300)
+    in_batches(hunt, sampled(product(hostile, FIELDS), 300), as_members, 150)
 
 
 def test_hostile_files_as_cells(hunt: Hunt, hostile: list[Path]) -> None:
-    in_batches(hunt, sampled(product(hostile, COLUMNS), 300), as_cells, 150)
+    in_batches(hunt, sampled(product(hostile, COLUMNS), 150), as_cells, 75)
 
 
 def test_made_samples_fail_alone(hunt: Hunt) -> None:

@@ -251,7 +251,7 @@ def test_an_index_is_right_after_prunes_at_any_moment_of_its_build(shards: list[
     del expected
     with process(BUILDS, *shards) as child:
         assert child.stdin is not None and child.stdout is not None
-        for _ in range(40):
+        for _ in range(15):
             prune_all()
             child.stdin.write("\n")
             child.stdin.flush()

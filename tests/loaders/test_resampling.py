@@ -45,9 +45,9 @@ def test_another_filter_would_be_seen(monkeypatch: pytest.MonkeyPatch, change: s
     assert resampled.shape == expected.shape and not torch.equal(resampled, expected)
 
 
-@pytest.mark.parametrize("num_frames", [2_000_003, 8_388_609])
-def test_lengths_are_torchaudios_where_float32_cannot_tell_them(num_frames: int) -> None:
+def test_lengths_are_torchaudios_where_float32_cannot_tell_them() -> None:
     ours, theirs = both(8_000, 24_000)
+    num_frames = 2_000_003
     assert len(ours(noise(1).expand(num_frames))) == theirs(noise(1).expand(num_frames)).shape[-1]
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -35,18 +35,3 @@ def in_a_child(work: Callable[[], None], seconds: int = 120) -> None:
     with os.fdopen(reader) as said:
         last = said.read()[-4000:]
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, last
-
-
-def as_user(user: int, work: Callable[[], None], *, groups: Sequence[int] = ()) -> None:
-    """`in_a_child` of another user, which only root can: of the group of its number, and of further groups.
-
-    Files of the interpreter may be for root alone: what the work imports must have been imported before.
-    """
-
-    def run() -> None:
-        os.setgroups(groups)
-        os.setgid(user)
-        os.setuid(user)
-        work()
-
-    in_a_child(run)

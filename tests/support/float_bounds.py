@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 UNIT = 2.0**-24
 """Largest relative error of one rounding to float32."""
 
-MAGNITUDE = 8 * UNIT
-"""Relative, of |z| of a complex number: two functions, each within 4 units of the true value."""
-
 LOG_MEL_SUM = 5e-6
 """Absolute, of log-mel features: all roundings but those of the Fourier transform.
 
@@ -65,11 +62,6 @@ def log_mel_bound(expected: NDArray[Any], band_axis: int) -> NDArray[np.float64]
 def assert_log_mel_close(found: NDArray[Any], expected: NDArray[Any], band_axis: int = -1) -> None:
     """Raise AssertionError where a feature differs by more than its bound."""
     _assert_within(found, expected, log_mel_bound(expected, band_axis))
-
-
-def assert_magnitudes_close(found: NDArray[Any], expected: NDArray[Any]) -> None:
-    """Raise AssertionError where a magnitude differs by more than `MAGNITUDE`."""
-    _assert_within(found, expected, MAGNITUDE * np.abs(np.asarray(expected, np.float64)))
 
 
 def assert_standard_scores_close(found: NDArray[Any], expected: NDArray[Any]) -> None:

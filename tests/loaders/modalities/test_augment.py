@@ -9,8 +9,8 @@ from typing import Any
 import augmentations
 import numpy as np
 import pytest
-from augmentations import Dropped, Halved, Hidden, Jittered, Placed, cropped, inverted, noisy
-from own_modalities import Cropped, Points, Tracks
+from augmentations import Dropped, Halved, cropped, inverted, noisy
+from own_modalities import Points
 from shard_factory import jpeg, png
 
 import orchdata as od
@@ -54,15 +54,6 @@ def test_generator_depends_on_each_of_its_identity_and_on_nothing_else() -> None
     assert len({draws(), *others}) == 8
     assert draws() == draws()
     assert draws() == 298085707625059540  # on every machine, in every release
-
-
-def test_who_asks_for_a_generator() -> None:
-    asks = [Jittered(), Placed(), Dropped(), replace(SMALL, augment=noisy)]
-    assert all(modality.draws() for modality in asks)
-    plain = [Points(), Tracks(), SMALL, od.AudioPreprocessor(), Halved(), Cropped(), *od.Recipe().modalities.values()]
-    assert not any(modality.draws() for modality in plain)
-    with pytest.raises(TypeError, match=r"Hidden.decode has a parameter rng, but its decode_into has none"):
-        Hidden().draws()
 
 
 @pytest.mark.parametrize("data", [jpeg(60, 40), png(60, 40), png(64, 32)])

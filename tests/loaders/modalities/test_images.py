@@ -253,18 +253,6 @@ def test_the_rule_of_qwen_is_hugging_faces(patch: int, least: int, most: int):
     assert refused and differing  # the sizes tell the rules apart
 
 
-def test_patches_by_the_rule_of_qwen_are_hugging_faces_but_for_rounding():
-    theirs = pytest.importorskip("transformers").Qwen2VLImageProcessorPil()
-    pre = ImagePreprocessor(
-        rule="qwen2_vl", min_tokens=4, max_tokens=1280, temporal_patch_size=2, resizer="pillow", dtype="float32"
-    )
-    image = Image.fromarray(noise(400, 600, 3))
-    grid = image_grid(*image.size, pre)
-    out = np.empty((grid[0] * grid[1], pre.patch_dim), np.float32)
-    decode_image(encoded(image, "PNG"), pre, LIMITS, out, grid)
-    np.testing.assert_allclose(out, theirs([image], return_tensors="np")["pixel_values"], rtol=0, atol=2.4e-7)
-
-
 def test_another_size_than_indexed_is_an_error():
     with pytest.raises(
         DecodeError, match=r"decoded to 30 x 20 pixels, 20 x 30 patches; the index says 30 x 20 patches"

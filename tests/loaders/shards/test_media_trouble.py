@@ -19,8 +19,6 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import Reading
 
-FOUND_BY_CHANCE = (errno.ENOTCONN, errno.EUCLEAN, errno.EIO)
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -61,19 +59,6 @@ def loader(url: str, root: Path, **options: Any) -> od.DataLoader:
 
 def keys(loader: od.DataLoader) -> list[Any]:
     return sorted(key for batch in loader for key in batch.sample_ids)
-
-
-@pytest.mark.parametrize("number", FOUND_BY_CHANCE)
-@pytest.mark.parametrize("call", ["fstat", "readlink", "open", "pread"])
-def test_one_call_that_fails_costs_a_build_a_retry(
-    url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str, number: int
-) -> None:
-    failing = Failing(getattr(os, call), number, {5, 9})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, failing)
-        index = build_index([url], Recipe(), reading=Reading(media_root=str(root)), num_threads=1)
-    assert failing.refused == 2
-    assert (len(index), len(index.bad_rows())) == (12, 0)
 
 
 @pytest.mark.parametrize("call", ["fstat", "readlink", "open", "pread"])

@@ -210,43 +210,6 @@ class FailingAt(Hooked):
         super().__init__(path, hook)
 
 
-def outcomes(act: Callable[[int], object], error: Exception) -> int:
-    """Count how often `act(n)` raises exactly this error, for n = 0, 1, ..., before it succeeds."""
-    for n in range(100):
-        try:
-            act(n)
-        except type(error) as raised:
-            assert raised is error
-        else:
-            return n
-    raise AssertionError("it never succeeds")
-
-
-def test_what_a_storage_raises_while_a_child_measures_is_raised(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", ["x" * 700_000] * 5, use_dictionary=False, compression="none")
-    error = StorageError(str(path), "gone for a moment")
-
-    def measured(n: int) -> None:
-        table = ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).facts().table
-        assert not table.errors and len(table) == 5
-
-    with measuring():
-        assert outcomes(measured, error) == 4  # 3.5 MB by blocks of a MiB
-
-
-@pytest.mark.parametrize(
-    "error", [StorageError("a", "gone"), StaleIndexError("a", "changed"), MemoryError("none left")]
-)
-def test_what_a_storage_raises_while_a_cell_is_decoded_is_raised(tmp_path: Path, error: Exception) -> None:
-    size = 700_000
-    path = write(tmp_path / "a.parquet", ["x" * size] * 5, use_dictionary=False, compression="none")
-
-    def read(n: int) -> None:
-        assert ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).read(4, size, 3, "text")[:1] == b"x"
-
-    assert outcomes(read, error) >= 3  # the footer, and the column chunk
-
-
 def test_what_a_storage_raised_is_raised_though_pyarrow_goes_on(tmp_path: Path) -> None:
     error = StorageError("a", "gone for a moment")
     stream = _Stream(FailingAt(write(tmp_path / "a.parquet"), 0, error))

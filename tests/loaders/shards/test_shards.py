@@ -11,17 +11,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.open import OpenShards, open_shard
-from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
-from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
 
@@ -43,19 +39,6 @@ def shards(tmp_path: Path) -> OpenShards:
 def open_descriptors() -> int:
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_each_suffix_opens_its_reader(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x"))
-    (tmp_path / "a.TAR.GZ").write_bytes(gzip.compress(tar_bytes(b"x")))
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
-    for name, kind in (("a.tar", TarShard), ("a.TAR.GZ", TarShard), ("a.parquet", ParquetShard)):
-        shard = open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path / "cache"))
-        assert isinstance(shard, kind)
-        (row,) = shard.facts().table.arrow().to_pylist()
-        assert bytes(shard.read(row["offset"], row["size"], row["encoding"], row["field"])) == b"x"
-        assert shard.size == (tmp_path / name).stat().st_size
-        shard.close()
 
 
 def test_no_descriptor_is_left(tmp_path: Path, shards: OpenShards) -> None:

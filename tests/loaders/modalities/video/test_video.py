@@ -185,44 +185,6 @@ def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, co
     decoded(cut)
 
 
-BFRAMES_H264 = (("x264-params", "bframes=3:b-pyramid=normal:keyint=30:scenecut=0:threads=1"),)
-BFRAMES_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none"),)
-LAYERED_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none:temporal-layers=2"),)
-
-
-@pytest.mark.parametrize(
-    ("codec", "given", "spares"),
-    [
-        ("h264", BFRAMES_H264, True),
-        ("h265", BFRAMES_H265, True),
-        ("h265", LAYERED_H265, False),
-        ("vp9", (), False),
-    ],
-)
-@pytest.mark.parametrize("container", ["mp4", "mkv"])
-def test_pictures_that_nothing_is_made_from_are_not_decoded(
-    codec: str, given: Any, spares: bool, container: str
-) -> None:
-    data = clip(codec, container, frames=60, gop=30, given=given)
-    whole, came = every_frame(data), 0
-    for numbers in ([0, 7, 8, 31, 59], [1], [58], list(range(0, 60, 7)), list(range(60))):
-        with open_video(data, LIMITS) as video:
-            plain = video._next_frames
-
-            def counted(*arguments: Any, plain: Any = plain) -> Any:
-                nonlocal came
-                frames = plain(*arguments)
-                came += len(frames or ())
-                return frames
-
-            video._next_frames = counted  # type: ignore[method-assign]
-            shown = list(video.frames(numbers))
-        assert all(np.array_equal(ours, whole[at]) for ours, at in zip(shown, numbers, strict=True))
-        if numbers == [58]:
-            assert (came < 26) == spares  # of 30 since the last that stands alone
-        came = 0
-
-
 # Lists of frames
 
 
