@@ -46,10 +46,14 @@ _ADVICE = f"all make the same ones in the same order; {_ALONE}"
 
 
 class Agreement:
-    """Makes a loader, and compares it with those of the other ranks."""
+    """Makes a loader, and compares it with those of the other ranks.
+
+    Attributes:
+        compared: what ranks send each other; None if they cannot.
+    """
 
     def __init__(self, rank: Rank) -> None:
-        self._compared = _comparison(rank)
+        self.compared = _comparison(rank)
         self._at_once = bool(rank.groups)
 
     def make(self, make: Callable[[], T], describe: Callable[[T], Value]) -> T:
@@ -58,13 +62,13 @@ class Agreement:
         Args:
             describe: returns a JSON-safe description of it; nested mappings are compared entry by entry.
 
-        Raises as `Beginning.agree`.
+        Raises as `Beginning.agree` (loop/planned.py).
         """
         made = make()
-        if self._compared is not None:
-            self._compared.made = self._compared.post(account(describe(made)))
+        if self.compared is not None:
+            self.compared.made = self.compared.post(account(describe(made)))
             if self._at_once:
-                self._compared.made.wait(_LATER_SECONDS)
+                self.compared.made.wait(_LATER_SECONDS)
         return made
 
     @contextlib.contextmanager
@@ -75,70 +79,15 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if self._compared is not None and self._compared.made is None:
+            if self.compared is not None and self.compared.made is None:
                 with contextlib.suppress(RuntimeError):  # of the store: this rank raises `error`
-                    self._compared.post(failure_account(error))
+                    self.compared.post(failure_account(error))
             raise
 
     @property
     def reaches_all(self) -> bool:
         """Whether ranks can send each other anything."""
-        return self._compared is not None
-
-    def begin(self, epoch: int, step: int, failed: Beginning | None = None) -> Beginning:
-        """Begin an iteration at a step.
-
-        Args:
-            failed: of the iteration that this one continues: for the other ranks, which had no error, both are one.
-        """
-        if failed is not None and not failed.refused:
-            return failed
-        return Beginning(self._compared, epoch, step)
-
-
-class Beginning:
-    """The step at which an iteration of a loader begins, which must be the same on all ranks: they must iterate equally
-    often, or one rank's epoch would be another's next.
-
-    Attributes:
-        step: at which it began on all ranks; a rank that continues a failed iteration begins at a later one.
-        refused: whether ranks differ; the next try then is a new iteration.
-    """
-
-    def __init__(self, compared: Comparison | None, epoch: int, step: int) -> None:
-        self.step = step
-        self.refused = False
-        self._compared = compared
-        self._start = {"epoch": epoch, "step": step}
-        self._post: Post | None = None
-        self._is_agreed = False
-        self._shared: Value | None = None
-
-    def agree(self, draw: Callable[[], Value | None]) -> Value | None:
-        """Return what `draw` returned on the first rank, once all are known to be equal; once in an iteration.
-
-        Raises:
-            ValueError: ranks differ in the loader, or in where they begin; names them, and both values.
-            RuntimeError: a rank could not make the loader; or ranks are missing at the process group's timeout.
-        """
-        if self._is_agreed:
-            return self._shared
-        compared = self._compared
-        if compared is None:
-            self._shared = draw()
-        else:
-            if self._post is None:
-                self._post = compared.post(self._start, draw())
-            try:
-                if compared.made is not None:
-                    compared.made.wait(LATE_SECONDS)
-                self._post.wait(LATE_SECONDS if self._post.number == 2 else _LATER_SECONDS)
-            except ValueError:
-                self.refused = True
-                raise
-            self._shared = self._post.shared
-        self._is_agreed = True
-        return self._shared
+        return self.compared is not None
 
 
 @dataclass
@@ -165,6 +114,12 @@ class Comparison:
         """Post the loader's next value, and on the first rank what it shares with the others."""
         self.num_posts += 1
         return Post(self, self.num_posts, value, shared)
+
+    def wait(self, begun: Post) -> None:
+        """Wait until all ranks have made equal loaders, and begun an iteration as this one. Raises as `Post.wait`."""
+        if self.made is not None:
+            self.made.wait(LATE_SECONDS)
+        begun.wait(LATE_SECONDS if begun.number == 2 else _LATER_SECONDS)
 
 
 def _comparison(rank: Rank) -> Comparison | None:

@@ -16,7 +16,8 @@ import pytest
 
 from orchdata.loaders import environment
 from orchdata.loaders.environment import failed_import, requirements, way_out
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, PackageError, as_field_error, pass_trouble
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, PackageError, pass_trouble
+from orchdata.loaders.failures import as_field_error
 
 RAISES = {
     "ImportError": ("raise ImportError('planted')", "ImportError: planted"),

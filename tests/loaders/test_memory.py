@@ -22,7 +22,8 @@ from video_clips import clip
 
 import orchdata as od
 from orchdata.loaders import memory
-from orchdata.loaders.errors import DecodeError, StorageError, as_field_error, pass_trouble
+from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.memory import Room, pass_shortage
 from orchdata.loaders.modalities import image_header

@@ -22,7 +22,6 @@ from orchdata.loaders.index.moved.places import indexes_elsewhere
 from orchdata.loaders.index.stored import StoredSample, read_ahead
 from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.compressed import compression
 from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
@@ -30,6 +29,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LOCAL
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.suffixes import compression
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 

@@ -21,7 +21,8 @@ import zstandard
 from PIL import Image
 
 import orchdata as od
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
+from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.index import Index

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from orchdata.loop.planned import Beginning
 from orchdata.ranks import agreement
 from orchdata.ranks.agreement import Agreement, Comparison, Post
 from orchdata.ranks.parallel import Rank
@@ -38,7 +39,7 @@ class Job:
         self.numbers[rank] += 1
         made = Agreement(Rank())
         made._at_once = self.at_once
-        made._compared = Comparison(
+        made.compared = Comparison(
             JobStore(self.store, self.timeout), rank, range(self.size), "world/1", self.numbers[rank]
         )
         return made
@@ -71,7 +72,7 @@ def errors_of(acts: list[Callable[[], Any]]) -> list[str | None]:
 
 
 def first_steps(made: list[Agreement], starts: list[tuple[int, int]] | None = None) -> list[str | None]:
-    begun = [one.begin(*start) for one, start in zip(made, starts or [(0, 0)] * len(made), strict=True)]
+    begun = [Beginning(one.compared, *start) for one, start in zip(made, starts or [(0, 0)] * len(made), strict=True)]
     return errors_of([lambda one=one: one.agree(nothing) for one in begun])  # type: ignore[misc]
 
 
@@ -157,7 +158,7 @@ def test_loaders_made_in_another_order_are_distinguished() -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group() -> None:
     job = Job(20, timeout=0.3)
-    alone = job.made(3, seed=1).begin(0, 2)  # which waits for no rank
+    alone = Beginning(job.made(3, seed=1).compared, 0, 2)  # which waits for no rank
     expected = (
         r"ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more have made no such loader: this is loader number 1 of rank 3, its "
         r"samples are shared by 20 ranks, and each of them must make it; .* made with dp=\(0, 1\)\. "
@@ -178,14 +179,14 @@ def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group()
 @pytest.mark.usefixtures("hasty")
 def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2)
-    early = job.made(0, seed=1).begin(0, 0)
+    early = Beginning(job.made(0, seed=1).compared, 0, 0)
     warned: Queue[str] = Queue()
     monkeypatch.setattr(agreement.warnings, "warn", lambda text, stacklevel: warned.put(text))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(early.agree, nothing)
         assert "rank 1 has made no such loader" in warned.get(timeout=PATIENCE)
         assert not waiting.done()
-        job.made(1, seed=1).begin(0, 0).agree(nothing)
+        Beginning(job.made(1, seed=1).compared, 0, 0).agree(nothing)
         assert waiting.result(PATIENCE) is None
     assert warned.empty()
 
@@ -207,8 +208,8 @@ def test_all_ranks_raise_an_error_if_one_begins_elsewhere(moved: tuple[int, int]
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
 def test_a_rank_that_took_a_batch_for_itself_is_an_iteration_ahead_and_raises_an_error() -> None:
     made = Job(2, timeout=0.5).all_made({}, {})
-    peeks = [made[0].begin(0, 0), made[0].begin(1, 0)]  # next(iter(loader)) on rank 0, then its epoch
-    late = made[1].begin(0, 0)
+    peeks = [Beginning(made[0].compared, epoch, 0) for epoch in (0, 1)]  # next(iter(loader)) on rank 0, then its epoch
+    late = Beginning(made[1].compared, 0, 0)
     errors = errors_of([lambda: late.agree(nothing), lambda: [one.agree(nothing) for one in peeks]])
     assert errors[0] is None
     assert str(errors[1]).startswith("RuntimeError: rank 1 has not begun iteration 2 of a loader that is shared by 2 ")
@@ -220,7 +221,7 @@ def test_rank_0_which_may_serve_the_store_waits_until_the_others_have_seen_the_r
 ) -> None:
     monkeypatch.setattr(agreement, "_LEAVE_SECONDS", PATIENCE)
     made = Job(2).all_made({}, {})
-    posts = [one._compared.post({}) for one in made if one._compared]
+    posts = [one.compared.post({}) for one in made if one.compared]
     looks: Queue[bool] = Queue()
     look = Post._is_unseen
 
@@ -241,7 +242,7 @@ def test_all_ranks_get_what_rank_0_draws_in_each_iteration() -> None:
     job = Job(3)
     made = job.all_made({}, {}, {})
     for epoch in range(4):
-        begun = [one.begin(epoch, 0) for one in made]
+        begun = [Beginning(one.compared, epoch, 0) for one in made]
         seeds = [{"seed": 10 * epoch + rank} for rank in range(3)]
         with ThreadPoolExecutor(3) as pool:
             shared = list(pool.map(lambda one, seed: one.agree(lambda: seed), begun, seeds))
@@ -262,13 +263,13 @@ def test_a_store_that_ends_after_all_are_known_to_be_equal_fails_no_rank(monkeyp
     assert first_steps(Job(2).all_made({}, {})) == [None, None]
 
 
-def test_after_a_difference_ranks_begin_again_and_after_another_error_they_continue() -> None:
+def test_after_a_difference_ranks_begin_again() -> None:
     made = Job(2).all_made({}, {})
-    begun = [one.begin(rank, 0) for rank, one in enumerate(made)]
+    begun = [Beginning(one.compared, rank, 0) for rank, one in enumerate(made)]
     assert None not in errors_of([lambda one=one: one.agree(nothing) for one in begun])  # type: ignore[misc]
-    again = [one.begin(1, 0, failed) for one, failed in zip(made, begun, strict=True)]
+    assert all(one.refused for one in begun)
+    again = [Beginning(one.compared, 1, 0) for one in made]
     assert errors_of([lambda one=one: one.agree(nothing) for one in again]) == [None, None]  # type: ignore[misc]
-    assert made[0].begin(1, 3, again[0]) is again[0]
 
 
 def test_iterations_of_two_loaders_may_be_interleaved() -> None:
@@ -277,7 +278,7 @@ def test_iterations_of_two_loaders_may_be_interleaved() -> None:
 
     def iterate(rank: int) -> None:
         for epoch in range(2):
-            for begun in [loader[rank].begin(epoch, 0) for loader in both]:
+            for begun in [Beginning(loader[rank].compared, epoch, 0) for loader in both]:
                 begun.agree(nothing)
 
     assert errors_of([lambda: iterate(0), lambda: iterate(1)]) == [None, None]
