@@ -14,28 +14,28 @@ from orchdata.batch.batch import ModelInputs
 from orchdata.building.map_items import MapContent
 from orchdata.building.step import Builder
 from orchdata.caching.start import checked_cache, filler_of, place_of
-from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
+from orchdata.dataset.arguments import (
+    Arguments,
+    check_combination,
+    check_cost_id,
+    check_workers,
+    engine_choice,
+    options_of,
+    warming_of,
+)
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.options import (
-    LoaderOptions,
     PreparedDataset,
-    as_shuffle,
-    batch_sizes,
     check_functions,
-    checked_index,
-    chosen_seed,
     listed_rows,
-    rank_balance,
 )
 from orchdata.dataset.prepare import prepare
 from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
-from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
-from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.iterables import IterableContent
 from orchdata.engines.threads import can_pin
-from orchdata.engines.warm import Warming, kernel_families
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import BLANK, StateError
@@ -45,11 +45,9 @@ from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import check_allowed, dump_state, known_count
 from orchdata.loop.torch_stream import IterableSource, IterableStream, MapStream
 from orchdata.notices import warn_once, warn_user
-from orchdata.order.order import Shuffle
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
-from orchdata.planning.layout import Padded, layout_of
 from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import Rank
 
@@ -85,11 +83,13 @@ class Runtime:
         self.rank = rank
         self.agreement = agreement
         self.is_single_rank = not arguments.in_shards and rank.size == 1
-        choice = _engine_choice(arguments, rank, in_order=arguments.in_order or not self.is_single_rank)
-        self.batch_size, options = _options(arguments, rank, agreement, listed, is_inline=choice.is_inline)
+        choice = engine_choice(arguments, rank, in_order=arguments.in_order or not self.is_single_rank)
+        self.batch_size, options = options_of(
+            arguments, rank, listed, agreement.reaches_all, is_inline=choice.is_inline
+        )
         options = replace(options, cache=cache)
         pin_memory = arguments.pin_memory and can_pin()
-        warming = _warming(arguments, options)
+        warming = warming_of(arguments, options)
 
         # Prepare the data set; ranks that would plan different steps raise an error.
         def build() -> tuple[PreparedDataset, Builder | None]:
@@ -344,72 +344,3 @@ class Runtime:
         if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))
         return stream
-
-
-def _engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> EngineChoice:
-    return choose_engine(
-        arguments.dataset,
-        in_shards=arguments.in_shards,
-        num_workers=arguments.num_workers,
-        num_threads=arguments.num_threads,
-        prefetch_factor=arguments.prefetch_factor,
-        persistent_workers=arguments.persistent_workers,
-        timeout=arguments.timeout,
-        worker_init_fn=arguments.worker_init_fn,
-        multiprocessing_context=arguments.multiprocessing_context,
-        worker_memory=arguments.worker_memory,
-        in_order=in_order,
-        engine=arguments.engine,
-        num_ranks=rank.size,
-    )
-
-
-def _options(
-    arguments: Arguments, rank: Rank, agreement: Agreement, listed: Any, *, is_inline: bool
-) -> tuple[int | None, LoaderOptions]:
-    """Return the samples of a rank in a step, and the options of steps."""
-    in_shards, shuffle = arguments.in_shards, arguments.shuffle
-    sizes = arguments.global_batch_size, arguments.global_batch_tokens
-    has_batch_sampler = arguments.batch_sampler is not None
-    batch_size, batches = batch_sizes(
-        arguments.batch_size,
-        *sizes,
-        num_ranks=rank.size,
-        in_shards=in_shards,
-        has_batch_sampler=has_batch_sampler,
-        drop_last=arguments.drop_last,
-        accumulate=arguments.accumulate,
-    )
-    return batch_size, LoaderOptions(
-        rank=rank,
-        batches=batches,
-        shuffle=as_shuffle(shuffle),
-        listed=listed,
-        seed=chosen_seed(arguments.seed, arguments.generator),
-        drawn=arguments.seed is None and not isinstance(shuffle, Shuffle) and (rank.size == 1 or agreement.reaches_all),
-        generator=arguments.generator,
-        balance=rank_balance(arguments.balance, rank, equal_count=not in_shards),
-        policy=as_policy(arguments.on_error),
-        collate_fn=arguments.collate_fn,
-        index=checked_index(arguments.index),
-        batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
-        cost=arguments.cost,
-        is_inline=is_inline,
-        accumulate=int(arguments.accumulate),
-        timeout=float(arguments.timeout),
-    )
-
-
-def _warming(arguments: Arguments, options: LoaderOptions) -> Warming:
-    layout = layout_of(arguments.collate_fn)
-    return Warming(
-        kernel_families(
-            options.balance,
-            options.rank.size,
-            phases=arguments.phases,
-            padded=isinstance(layout, Padded),
-            fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
-            in_shards=arguments.in_shards,
-            accumulates=options.accumulate > 1,
-        )
-    )

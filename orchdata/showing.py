@@ -23,7 +23,8 @@ from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
-from orchdata.loaders.errors import DataError, FieldError, OrchdataError, as_field_error
+from orchdata.loaders.errors import DataError, FieldError, OrchdataError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises, shown, view
 from orchdata.loaders.index.index import Index, basename

@@ -493,8 +493,16 @@ class Index:
             raise ValueError(f"row {row} of an index of {self.num_rows} rows")
 
     def _text(self, column: str, number: int) -> str:
+        """Return one value of a string column; `number` is a row for `key`, an index in `bad_row` for errors."""
+        offsets: NDArray[np.int64] = getattr(self._columns, f"{column}_offsets")
+        values: NDArray[np.uint8] = getattr(self._columns, f"{column}_bytes")
+        start, stop = offsets[number : number + 2].tolist()
+        if not 0 <= start <= stop <= values.size:
+            raise self.damaged(
+                f"the {column} of row {number} is said to be at {start} to {stop} of {values.size} bytes"
+            )
         try:
-            return self._columns.text(column, number)
+            return values[start:stop].tobytes().decode()
         except ValueError as error:
             raise self.damaged(str(error)) from error
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
 
-from orchdata.loaders.errors import DecodeError, as_field_error
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED

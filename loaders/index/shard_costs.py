@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error
+from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.measuring.chunk import Progress, Result, measure_chunk
 from orchdata.loaders.index.measuring.kept_counts import KeptCounts, NewCounts
 from orchdata.loaders.index.measuring.kept_texts import layout_digest

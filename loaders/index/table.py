@@ -157,19 +157,6 @@ class Columns:
             header_width=self.member_header.shape[1],
         )
 
-    def text(self, column: str, number: int) -> str:
-        """Return one value of a string column; `number` is a row for `key`, an index in `bad_row` for errors.
-
-        Raises:
-            ValueError: its offsets are outside the column, or its bytes are not UTF-8.
-        """
-        offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
-        values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
-        start, stop = offsets[number : number + 2].tolist()
-        if not 0 <= start <= stop <= values.size:
-            raise ValueError(f"the {column} of row {number} is said to be at {start} to {stop} of {values.size} bytes")
-        return values[start:stop].tobytes().decode()
-
     def check_ends(self) -> None:
         """Check the first and last of all offsets, and the order of bad rows, without a full pass.
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, as_failure
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import check_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
-from orchdata.loaders.modalities.video.containers import holds_tracks
 from orchdata.loaders.resampling import resample
 from orchdata.loaders.scratch import Scratch
 from orchdata.native.spectrum import split_complex
@@ -100,7 +100,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """Return the mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
-    from orchdata.loaders.modalities.audio_header import Sound, open_track, refuse_unsupported
+    from orchdata.loaders.modalities.audio_header import Sound, holds_tracks, open_track, refuse_unsupported
 
     if holds_tracks(data):
         with open_track(data, limits) as track:

@@ -14,13 +14,14 @@ import numpy as np
 import soundfile
 
 from orchdata.loaders.environment import way_out
-from orchdata.loaders.errors import DecodeError, PackageError, as_failure, pass_broken_package
+from orchdata.loaders.errors import DecodeError, PackageError, pass_broken_package
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.modalities.video.containers import holds_tracks
+from orchdata.loaders.modalities.video.containers import BOXES, EBML
 from orchdata.native.scan.mp3 import count_mp3, scan_mp3
 
 if TYPE_CHECKING:
@@ -111,6 +112,12 @@ def refuse_unsupported(data: bytes | memoryview) -> None:
     if name is not None and name not in soundfile.available_formats():
         reason = f"its libsndfile {soundfile.__libsndfile_version__} reads no {name}"
         raise PackageError("soundfile", reason, way_out("soundfile"), "an audio clip")
+
+
+def holds_tracks(data: bytes | memoryview) -> bool:
+    """Whether bytes are a file that may contain sound as well as pictures."""
+    head = bytes(data[:12])
+    return head.startswith(EBML) or head[4:8] in BOXES
 
 
 def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:

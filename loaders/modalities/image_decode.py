@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin
 
-from orchdata.loaders.errors import DecodeError, as_failure
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_pixels, starts_with
 from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.environment import way_out
-from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
+from orchdata.loaders.errors import DecodeError, PackageError, one_line, package_error, pass_trouble
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize

@@ -19,18 +19,15 @@ from orchdata.loaders.samples.agreement import (
     OWN_LAYOUT,
     SEVERAL_TEXTS,
     check_context,
-    check_marks,
-    check_media_order,
-    check_named,
     check_named_columns,
     check_one_text,
     check_unfit,
     check_unread,
     has_length,
-    unplaced,
     value_of,
 )
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
+from orchdata.loaders.samples.placing import check_marks, check_media_order, check_named, unplaced
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import (
     MediaSlot,

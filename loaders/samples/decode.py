@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import GeneratorMaker, Pass, ShardIdentity
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
 from orchdata.loaders.modalities.modality import Modality, PartSize, counts_from_header, decode_into, stored_dtype

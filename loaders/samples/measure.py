@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from operator import index as as_int
 from typing import Final, NamedTuple, cast
 
-from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS

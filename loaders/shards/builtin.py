@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypedDict
 
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.shard import ArrowShard
-from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.compressed import open_decompressed
 from orchdata.loaders.shards.field_rules import FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
@@ -25,6 +25,7 @@ from orchdata.loaders.storage.suffixes import (
     PARQUET_SUFFIXES,
     RECORD_SUFFIXES,
     TAR_SUFFIXES,
+    compression,
     is_compressed,
     media_root_of,
     suffix_of,

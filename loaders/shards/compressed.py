@@ -21,9 +21,7 @@ from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.remote.file import in_order
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.storage import Storage
-
-GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+from orchdata.loaders.storage.suffixes import compression
 
 _READ_BYTES = 1 << 20
 _OUT_BYTES = 1 << 20
@@ -34,14 +32,6 @@ _RATIO_FREE_BYTES = 1 << 20
 
 class _Damaged(Exception):
     """The compressed stream is damaged; the message is the reason."""
-
-
-def compression(head: bytes) -> str | None:
-    """Return "gzip", "zstd" or None by the first four bytes. File names are often wrong about it."""
-    if head.startswith(GZIP_MAGIC):
-        return "gzip"
-    skippable = len(head) >= 4 and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50
-    return "zstd" if head.startswith(_ZSTD_MAGIC) or skippable else None
 
 
 def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:

@@ -43,9 +43,15 @@ class LocalFile:
         self.url = os.fspath(path) if url is None else url
         self._path = path
         self._follow = follow
-        self._fd = tried(self.url, "cannot be opened", self._open)
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            self._fd = retry(self.url, "cannot be opened", self._open, error)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
-        status = tried(self.url, "cannot be opened", lambda: os.fstat(self._fd))
+        try:
+            status = os.fstat(self._fd)
+        except OSError as error:
+            status = retry(self.url, "cannot be opened", lambda: os.fstat(self._fd), error)
         if not stat.S_ISREG(status.st_mode):
             self._finalizer()
             raise ShardError(self.url, "cannot be opened: not a regular file")

@@ -1,4 +1,4 @@
-"""Kinds of shards by the suffix of a name, and the folder of the media that a file of records names."""
+"""Kinds of shards by the suffix of a name, their compression, the folder of the media that a file of records names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ ARROW_SUFFIXES = (".arrow",)
 _RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 RECORD_SUFFIXES = tuple(suffix + packed for packed in ("", ".gz", ".zst") for suffix in _RECORDS)
 SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + RECORD_SUFFIXES
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
 """Tables that name the media files in their own folder."""
@@ -34,6 +37,14 @@ def suffix_of(path: str, *, own_too: bool = False) -> str:
 def is_compressed(path: str) -> bool:
     """Return whether a path ends in the suffix of a compression."""
     return path.lower().endswith((".gz", ".tgz", ".zst", ".tzst"))
+
+
+def compression(head: bytes) -> str | None:
+    """Return "gzip", "zstd" or None by the first four bytes. File names are often wrong about it."""
+    if head.startswith(_GZIP_MAGIC):
+        return "gzip"
+    skippable = len(head) >= 4 and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50
+    return "zstd" if head.startswith(_ZSTD_MAGIC) or skippable else None
 
 
 def is_media_table(path: str) -> bool:

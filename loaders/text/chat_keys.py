@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.harmless_names import HARMLESS
-from orchdata.loaders.text.jinja import Work
 from orchdata.loaders.text.template import Turn
+from orchdata.loaders.text.work import Work
 
 # Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
 _WORDS: Final = frozenset(

@@ -33,7 +33,7 @@ from orchdata.loaders.text.chat_keys import (
     says_nothing,
     shown,
 )
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
@@ -47,6 +47,7 @@ from orchdata.loaders.text.messages import (
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
 from orchdata.loaders.text.words import names_words
+from orchdata.loaders.text.work import Work
 
 _READ_KEYS: Final = (*CHAT_KEYS, *TEXT_FIELDS)
 _HALVES: Final = frozenset("prompt completion response question answer instruction output query".split())

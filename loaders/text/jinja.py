@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
+from orchdata.loaders.text.work import TooMuchWork, Work
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 TRAINED_ROLE: Final = "assistant"
@@ -25,8 +26,6 @@ REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning. A template gets it under all of these names, as in transformers."""
 
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_MOST_WORK: Final = 1 << 31
-"""Characters that may be rendered or searched for one chat."""
 _MESSAGE_WORK: Final = 256
 """Work of a template for one turn, or tool, in addition to writing its text, in characters."""
 _CHECKED_CHARACTERS: Final = 1 << 20
@@ -39,32 +38,6 @@ _TELLS_TIME: Final = "strftime_now"
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
-
-
-class TooMuchWork(DecodeError):
-    """A chat that takes more work than is allowed."""
-
-
-class Work:
-    """Counts the work for one chat."""
-
-    def __init__(self, most: int = _MOST_WORK) -> None:
-        self.done = 0
-        self._most = most
-
-    def add(self, characters: int) -> None:
-        """Count characters that are rendered or searched. Raises TooMuchWork."""
-        self.done += characters
-        self.check(0)
-
-    def check(self, more: int) -> None:
-        """Raise TooMuchWork if `more` further characters would be too many."""
-        if self.done + more > self._most:
-            raise TooMuchWork(
-                f"more than {self._most} characters are rendered or searched to find the chat's text and which of it "
-                "has loss: split the chat, or leave it out (less work is needed with a chat template that marks the "
-                "text with loss by {% generation %})"
-            )
 
 
 class Inputs(NamedTuple):

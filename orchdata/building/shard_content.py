@@ -16,7 +16,8 @@ from orchdata.building.media_pages import MediaPages, MediaWork, PageSource, own
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
 from orchdata.building.shard_samples import out_of_memory, shard_loader, shard_refusal
-from orchdata.loaders.errors import DataError, FieldError, as_field_error
+from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample, read_ahead
 from orchdata.loaders.index.wanted import Wanted

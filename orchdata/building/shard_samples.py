@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DataError, FieldError, as_field_error
+from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample

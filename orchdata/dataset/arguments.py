@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
@@ -16,15 +17,28 @@ from torch.utils.data import IterableDataset
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
-from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
+from orchdata.dataset.options import (
+    DEFAULT_BATCH_SIZE,
+    IndexUse,
+    LoaderOptions,
+    Quarantine,
+    as_shuffle,
+    batch_sizes,
+    checked_index,
+    chosen_seed,
+    rank_balance,
+)
 from orchdata.dataset.sharded import is_mixture, is_sharded
-from orchdata.delivery.policy import ErrorPolicy
+from orchdata.delivery.policy import ErrorPolicy, as_policy
+from orchdata.engines.choice import EngineChoice, choose_engine
 from orchdata.engines.engine import OpensEngine
+from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Packed, Padded
+from orchdata.planning.layout import Packed, Padded, layout_of
+from orchdata.ranks.parallel import Rank
 
 
 class CollateWithStep(Protocol):
@@ -192,3 +206,79 @@ def _check_context(context: Any, num_workers: Any) -> None:
             "multiprocessing_context option should be a valid context object or a string specifying the start method, "
             f"but got multiprocessing_context={context}"
         )
+
+
+def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> EngineChoice:
+    """Return what builds steps."""
+    return choose_engine(
+        arguments.dataset,
+        in_shards=arguments.in_shards,
+        num_workers=arguments.num_workers,
+        num_threads=arguments.num_threads,
+        prefetch_factor=arguments.prefetch_factor,
+        persistent_workers=arguments.persistent_workers,
+        timeout=arguments.timeout,
+        worker_init_fn=arguments.worker_init_fn,
+        multiprocessing_context=arguments.multiprocessing_context,
+        worker_memory=arguments.worker_memory,
+        in_order=in_order,
+        engine=arguments.engine,
+        num_ranks=rank.size,
+    )
+
+
+def options_of(
+    arguments: Arguments, rank: Rank, listed: NDArray[np.int64] | None, reaches_all: bool, *, is_inline: bool
+) -> tuple[int | None, LoaderOptions]:
+    """Return the samples of a rank in a step, and the options of steps.
+
+    Args:
+        listed: rows in the order of the user's; None: there is none.
+        reaches_all: whether ranks can send each other anything.
+    """
+    in_shards, shuffle = arguments.in_shards, arguments.shuffle
+    sizes = arguments.global_batch_size, arguments.global_batch_tokens
+    has_batch_sampler = arguments.batch_sampler is not None
+    batch_size, batches = batch_sizes(
+        arguments.batch_size,
+        *sizes,
+        num_ranks=rank.size,
+        in_shards=in_shards,
+        has_batch_sampler=has_batch_sampler,
+        drop_last=arguments.drop_last,
+        accumulate=arguments.accumulate,
+    )
+    return batch_size, LoaderOptions(
+        rank=rank,
+        batches=batches,
+        shuffle=as_shuffle(shuffle),
+        listed=listed,
+        seed=chosen_seed(arguments.seed, arguments.generator),
+        drawn=arguments.seed is None and not isinstance(shuffle, Shuffle) and (rank.size == 1 or reaches_all),
+        generator=arguments.generator,
+        balance=rank_balance(arguments.balance, rank, equal_count=not in_shards),
+        policy=as_policy(arguments.on_error),
+        collate_fn=arguments.collate_fn,
+        index=checked_index(arguments.index),
+        batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
+        cost=arguments.cost,
+        is_inline=is_inline,
+        accumulate=int(arguments.accumulate),
+        timeout=float(arguments.timeout),
+    )
+
+
+def warming_of(arguments: Arguments, options: LoaderOptions) -> Warming:
+    """Begin to compile the kernels that steps need."""
+    layout = layout_of(arguments.collate_fn)
+    return Warming(
+        kernel_families(
+            options.balance,
+            options.rank.size,
+            phases=arguments.phases,
+            padded=isinstance(layout, Padded),
+            fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
+            in_shards=arguments.in_shards,
+            accumulates=options.accumulate > 1,
+        )
+    )

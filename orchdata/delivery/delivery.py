@@ -167,7 +167,8 @@ class Delivery:
         if not self.receives:  # else the reader counts them
             failures = [failure for failure in built.failures if failure.reason != BLANK]
             self._stats.num_blank += len(built.failures) - len(failures)
-            self._budget.count(failures, task.epoch)
+            if failures:
+                self._budget.count(failures, task.epoch)
             lost = len(built.failures) if built.plan.parts else 0
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()

@@ -115,8 +115,6 @@ class FailureBudget:
 
         Raises the first one if the policy is "raise", or TooManyFailures if it allows no more.
         """
-        if not failures:
-            return
         self._add(failures)
         if self._policy.max_failures is None:
             return

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from orchdata.building.figures import FIGURES, STAGES, plain_figures
 from orchdata.building.step import BuiltStep
-from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.ranks.gathering import gather_json
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.delivery.policy import ErrorPolicy, most_frequent, over_budget
-from orchdata.loaders.errors import DataError, TooManyFailures, reason_kind
+from orchdata.loaders.errors import DataError, TooManyFailures
+from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.notices import warn_once

@@ -52,8 +52,12 @@ class EngineChoice:
 
     @property
     def wants_kernels(self) -> bool:
-        """Whether this process must load kernels: it calls them, or forks processes that would each load them."""
-        return (self.workers is None and self.given is None) or self.forks
+        """Whether kernels are loaded before the first step: threads call them while `timeout` runs, and processes that
+        are forked would each load them.
+        """
+        if self.workers is None:
+            return self.given is None and self.num_threads > 0
+        return self.forks
 
     def make(
         self,

@@ -96,6 +96,9 @@ class Warming:
 
     If several processes need a family, as the ranks of a node do, one compiles it and the others wait. Children end
     with the loader, and with this process, however it ends.
+
+    Attributes:
+        is_over: whether no child runs any more.
     """
 
     def __init__(self, families: Sequence[str]) -> None:
@@ -116,6 +119,7 @@ class Warming:
                     )
                 )
         self._ending = Ending(self, partial(_end, self._children)) if self._children else None
+        self.is_over = not self._children
 
     def wait(self) -> None:
         """Wait until all kernels are compiled, with a progress bar."""
@@ -128,6 +132,7 @@ class Warming:
         _end(self._children)
         if self._ending is not None:
             self._ending.cancel()
+        self.is_over = True
 
     def finish(self, spec: BuildSpec) -> None:
         """Wait, then load the kernels into this process, once. An error occurs again in the step that needs them."""

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.index import Index
 
 MOST_KINDS: Final = 10

@@ -15,7 +15,8 @@ from orchdata.building.memory import Memory
 from orchdata.building.shard_samples import sample_bytes
 from orchdata.building.spec import BuildSpec
 from orchdata.engines.threads import passed_on
-from orchdata.loaders.errors import DataError, as_field_error
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch

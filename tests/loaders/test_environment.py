@@ -13,7 +13,8 @@ import pytest
 
 from orchdata.loaders import environment
 from orchdata.loaders.environment import failed_import
-from orchdata.loaders.errors import DataError, FieldError, PackageError, as_field_error, pass_trouble
+from orchdata.loaders.errors import DataError, FieldError, PackageError, pass_trouble
+from orchdata.loaders.failures import as_field_error
 
 RAISES = {
     "ModuleNotFoundError": ("import planted_nowhere", "ModuleNotFoundError: No module named 'planted_nowhere'"),

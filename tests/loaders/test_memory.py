@@ -14,7 +14,8 @@ from PIL import Image
 from shard_factory import write_shard
 
 from orchdata.loaders import memory
-from orchdata.loaders.errors import DecodeError, StorageError, as_field_error, pass_trouble
+from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.memory import Room
 from orchdata.loaders.modalities import image_header

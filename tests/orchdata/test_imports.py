@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process collector
 loaders: memory waits
 loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
-loaders: limits resampling functions generators spread
+loaders: failures limits resampling functions generators spread
 loaders: records harmless_names
 loaders: storage
 loaders: html

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orchdata.loaders.errors import FieldError, as_field_error
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.measuring.kept_texts import Kept
 from orchdata.loaders.index.measuring.reading import Chunk
 from orchdata.loaders.index.measuring.rows import Outcome, ShardSample

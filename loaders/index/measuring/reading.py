@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from orchdata.loaders.errors import FieldError, as_field_error, pass_trouble
+from orchdata.loaders.errors import FieldError, pass_trouble
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.measuring.rows import ShardSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import TEXT

@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.checks import starts_with
 
-_EBML: Final = b"\x1a\x45\xdf\xa3"
+EBML: Final = b"\x1a\x45\xdf\xa3"
 _SEGMENT: Final = b"\x18\x53\x80\x67"
 _CLUSTER: Final = b"\x1f\x43\xb6\x75"
 _GIF: Final = (b"GIF87a", b"GIF89a")
 _NAMES: Final = re.compile(rb"[\x20-\x7e\xa9]{4}")
 """Valid types of boxes."""
-_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
+BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
 _NO_VIDEO: Final = (b"avif", b"avis", b"heic", b"heix", b"heif", b"mif1", b"msf1", b"M4A ", b"M4B ", b"jxl ")
 """Brands of still pictures, and of sound only."""
 TRACK_FIELDS: Final = tuple("video mp4 m4v mov 3gp webm mkv".split())
@@ -39,11 +39,11 @@ def format_of(data: bytes | memoryview) -> str:
     other files by name. Raises DecodeError.
     """
     head = bytes(data[:12])
-    if head.startswith(_EBML):
+    if head.startswith(EBML):
         return "matroska"
     if head.startswith(_GIF):
         return "gif"
-    if head[4:8] in _BOXES:
+    if head[4:8] in BOXES:
         return "mp4"
     raise DecodeError(
         f"not a video that is read: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF. "
@@ -51,15 +51,9 @@ def format_of(data: bytes | memoryview) -> str:
     )
 
 
-def holds_tracks(data: bytes | memoryview) -> bool:
-    """Whether bytes are a file that may contain sound as well as pictures."""
-    head = bytes(data[:12])
-    return head.startswith(_EBML) or head[4:8] in _BOXES
-
-
 def is_video(head: bytes) -> bool:
     """Whether the first bytes of a file are those of a video, not of a picture or of sound."""
-    return head.startswith(_EBML) or (head[4:8] == b"ftyp" and head[8:12] not in _NO_VIDEO)
+    return head.startswith(EBML) or (head[4:8] == b"ftyp" and head[8:12] not in _NO_VIDEO)
 
 
 def boxes(data: memoryview, start: int, end: int) -> Iterator[Box]:

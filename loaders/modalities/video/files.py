@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from orchdata.loaders.errors import DecodeError, as_failure
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_pixels
 from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats

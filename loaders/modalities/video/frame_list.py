@@ -17,7 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, as_failure, one_line
+from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image_decode import Pixels, to_rgb, upright_pixels
 from orchdata.loaders.modalities.image_header import ImageFiles

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import ShardError, as_failure
+from orchdata.loaders.errors import ShardError
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules

@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
-from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message, Work
+from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message
 from orchdata.loaders.text.messages import Chat, items_of
 from orchdata.loaders.text.rendering.forms import WORD, Slots, adapted_turn, forms_of, rendered_by
+from orchdata.loaders.text.work import Work
 
 _PLUMBING: Final = frozenset("id type index tool_call_id call_id".split())
 """Strings under these keys link the parts of a chat and say nothing."""

@@ -13,8 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import shown
-from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Message, TooMuchWork, Work
+from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Message
 from orchdata.loaders.text.template import Placeholder
+from orchdata.loaders.text.work import TooMuchWork, Work
 
 WORD: Final = "Zq0qZ"
 NO_INPUTS: Final = Inputs()

@@ -13,11 +13,12 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.jinja import JinjaTemplate, Message, Spans, TooMuchWork, Work
+from orchdata.loaders.text.jinja import JinjaTemplate, Message, Spans
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.messages import Chat, items_of
 from orchdata.loaders.text.rendering.forms import NO_INPUTS, Slots, adapted_turn, forms_of
 from orchdata.loaders.text.template import Placeholder
+from orchdata.loaders.text.work import TooMuchWork, Work
 
 _SHORT: Final = 64
 """Maximum number of turns, and of texts, of a chat with an outline that is cached for chats of its shape."""

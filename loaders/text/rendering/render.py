@@ -18,7 +18,7 @@ from typing import Any
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases
-from orchdata.loaders.text.jinja import JinjaTemplate, Spans, Work
+from orchdata.loaders.text.jinja import JinjaTemplate, Spans
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.media_words import MediaWords, holds_mark
 from orchdata.loaders.text.messages import Chat
@@ -26,6 +26,7 @@ from orchdata.loaders.text.rendering.completeness import check_rest, check_said
 from orchdata.loaders.text.rendering.forms import Slots, adapted_turn, forms_of
 from orchdata.loaders.text.rendering.outline import known_spans
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment
+from orchdata.loaders.text.work import Work
 
 
 def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[Segment]:

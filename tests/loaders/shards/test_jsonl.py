@@ -18,7 +18,8 @@ import pytest
 import zstandard
 from PIL import Image
 
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
+from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building.crew import BuildProgress
 from orchdata.loaders.index.index import Index
