@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeGuard
+from typing import Final, TypeGuard
 
 from orchdata.loaders.environment import OWN, failed_import, way_out
 from orchdata.loaders.memory import is_of_libav, pass_said_shortage
@@ -196,6 +196,8 @@ class StepError(OrchdataError, RuntimeError):
         return str(self.args[0])
 
 
+BLANK: Final = "it is in ErrorPolicy.blank"
+"""The reason of a sample that the user has left out of a run."""
 NOT_DATA = (
     *(StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError, FunctionError, ContainerError),
     ProcessError,

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.field_names import NUMBER, bare_name
+from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
@@ -34,10 +34,9 @@ _CHARACTERS: Final = 80
 _FLAT: Final = frozenset((str, int, float, bool))
 _EMPTY: Final = (b"", b"null", b"[]", b"{}", b'""')
 _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
-_ITEM_KEYS: Final = ("type", "text", "path", "url", "base64", "bytes", "data", "index", "source")
-"""Keys of an item that are read, besides those that name a modality."""
-_FILE_KEYS: Final = ("type", "path", "url", "base64", "bytes", "data", "format", "index")
-"""Keys of a file that a record names."""
+_ITEM_KEYS: Final = ("type", "text", "index")
+_ITEM_NAMES: Final = ("path", "url", "base64", "source")
+"""Keys under which an item of media names its file, after those of its modality. The first with a value is read."""
 _ROLE_KEYS: Final = ("role", "from")
 _PAIR: Final = ("prompt", "completion")
 _ALPACA: Final = ("instruction", "output")
@@ -268,9 +267,11 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
     modality = words.items.get(kind) if isinstance(kind, str) else None
     if modality in words.listed and isinstance(item.get(str(kind)), list):
         return  # the frames of a video: the other keys are about them
+    names = (str(kind), *(word for word, its in words.items.items() if its == modality), *_ITEM_NAMES)
+    used = next((key for key in names if item.get(key) is not None), None) if modality else None
     for key, value in item.items():
         is_checked = is_edge(key) if modality else bool(named) and _names(named, key)
-        if key not in words.items and key not in _ITEM_KEYS and not is_checked:
+        if key != used and key not in _ITEM_KEYS and not is_checked:
             _add(_below(name, key), value, found)
 
 
@@ -281,7 +282,7 @@ def _add_next_to_file(name: str, value: Any, rules: Rules, found: dict[str, None
     for item in value if isinstance(value, list) else (value,):
         if isinstance(item, dict) and "frames" not in item:
             for key, its_value in item.items():
-                if key not in _FILE_KEYS and key not in rules.words.items and not says_edge(key, its_value):
+                if key not in FILE_KEYS and key not in rules.words.items and not says_edge(key, its_value):
                     _add(_below(f"{name}[]" if isinstance(value, list) else name, key), its_value, found)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture, is_sharded
 from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.loop.position import Progress
 
@@ -69,7 +68,7 @@ def take_snapshot(loader: Any) -> LoaderSnapshot:
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
         samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
-        state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
+        state=loader.state_dict() if is_mixture(loader.dataset) else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
 
@@ -123,7 +122,7 @@ def _place(loader: Any) -> tuple[str, str]:
 
 
 def _shown_dataset(dataset: Any) -> str:
-    if isinstance(dataset, ShardDataset | Mixture):
+    if is_sharded(dataset):
         return repr(dataset)
     name = type(dataset).__name__
     try:

@@ -20,8 +20,7 @@ from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, loader_view, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared
-from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
-from orchdata.dataset.shards import Quarantine
+from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened

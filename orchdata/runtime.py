@@ -11,12 +11,11 @@ from typing import Any
 
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.spec import MapContent
+from orchdata.building.map_items import MapContent
 from orchdata.building.step import Builder
 from orchdata.caching.start import checked_cache, filler_of, place_of
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.whole_shards import WholeShards
 from orchdata.dataset.options import (
     LoaderOptions,
@@ -40,8 +39,7 @@ from orchdata.engines.threads import can_pin
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.stored import BLANK
+from orchdata.loaders.errors import BLANK, StateError
 from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.planned import Engines, Interrupted, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
@@ -151,7 +149,6 @@ class Runtime:
             self._iterable = IterableSource(
                 self.prepared.spec.content, choice.workers, in_order=arguments.in_order, pin_memory=pin_memory
             )
-        self._new_shards = NewShards([rows.dataset for rows in self.prepared.rows], rank)
         self._is_inline = choice.is_inline
         self._pin_memory = pin_memory
         self._in_shards = arguments.in_shards
@@ -189,7 +186,7 @@ class Runtime:
             self._open_stream,
             keep_dataset_state=self.keep_dataset_state,
             stores_seed=self.is_single_rank,
-            on_first_step=self._new_shards.begin,
+            on_first_step=self.prepared.on_first_step,
         )
         # The base seed of the workers. An iteration that continues from a state may use the state's.
         if self.is_single_rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 from typing import Final
 
-from orchdata.building.spec import IndexedShards
+from orchdata.building.contents import IndexedShards
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
@@ -20,8 +20,12 @@ _OTHERS: Final = 20
 """Samples that are no chats, after which no more are read."""
 
 
-def warn_of_unended(shards: IndexedShards) -> None:
-    """Render the first chats, of each source of a mixture, and warn if none of them learns an end token or end mark."""
+def warn_of_unended(shards: IndexedShards, rank: int = 0) -> None:
+    """Render the first chats, of each source of a mixture, and warn if none of them learns an end token or end mark; on
+    the first rank.
+    """
+    if rank:
+        return
     index = shards.index
     starts = index.first_rows if isinstance(index, JoinedIndex) else [0, index.num_rows]
     opened = shards.open()

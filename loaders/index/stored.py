@@ -16,10 +16,11 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, ShardError, StaleIndexError
+from orchdata.loaders.errors import BLANK, DataError, DecodeError, FieldError, ShardError, StaleIndexError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.memory import room
 from orchdata.loaders.modalities.modality import PartSize, counts_from_header
 from orchdata.loaders.modalities.probing import read_header
@@ -46,7 +47,6 @@ Spec = tuple[int, int, int, str]
 """Where a member is, as `Index.read_spec` says."""
 _SPAN_BYTES: Final = 256
 """Memory of a span without its token ids."""
-BLANK: Final = "it is in ErrorPolicy.blank"
 """The reason of the failure of a sample that the user leaves blank."""
 
 
@@ -429,20 +429,6 @@ class _Places(NamedTuple):
     specs: dict[int, Spec]
     distinct: list[Spec]
     num_bytes: int
-
-
-class Wanted(NamedTuple):
-    """What a step reads of a row, as the arguments of `StoredSample.read`.
-
-    Attributes:
-        sample: that reads it, if it was made already.
-    """
-
-    row: int
-    text: bool = True
-    parts: Sequence[int] | None = None
-    kept: bool = False
-    sample: StoredSample | None = None
 
 
 def _check_room(num_bytes: int) -> None:

@@ -1,49 +1,30 @@
-"""Batches by a user's collate_fn: decoded samples of shards, or items of a torch map-style data set."""
+"""Batches by a user's collate_fn, of samples that are loaded by their rows."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import inspect
-import operator
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
 from orchdata.building.memory import Memory
-from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
+from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.stored import StoredSample, Wanted
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.locks import lock_of
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
-from orchdata.loaders.samples.sample import Sample
-from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
-from orchdata.order.stateful import is_stateful, restore_states, states_of
 
 Load = Callable[[int], Any]
 
-# System errors that say nothing about the file: it may be readable later.
-_NOT_NOW = frozenset(
-    (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
-)
 _THREAD_SAFE = (default_collate, default_convert)
-TOKEN_BYTES = 48
-"""A token of text: its id twice, its label, and three positions, int64 each."""
-
-_NAMED = 3
 
 
 class SampleAssembler:
@@ -134,40 +115,6 @@ class SampleAssembler:
         )
 
 
-class MapAssembler(SampleAssembler):
-    """Assembles the items of a map-style data set, which may have its own state.
-
-    Args:
-        arguments: of SampleAssembler.
-    """
-
-    def __init__(self, dataset: Any, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._dataset = dataset
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        return stateful_source(self._dataset)
-
-
-class StatefulDataset:
-    """A map-style data set with its own state."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def state(self) -> dict[str, Any]:
-        return states_of(dataset=self._dataset)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        restore_states(state, dataset=self._dataset)
-
-
-def stateful_source(dataset: Any) -> StatefulSource | None:
-    """Return the `StatefulSource` of a map-style data set; None if it has no state."""
-    return StatefulDataset(dataset) if is_stateful(dataset) else None
-
-
 def takes_step(collate_fn: Callable[..., Any]) -> bool:
     """Return whether it has a parameter `step` besides that of the samples, and no value is bound to it yet."""
     bound = collate_fn
@@ -244,95 +191,3 @@ class SampleAssembly:
         started = time.perf_counter()
         self._together = load(rows)
         self._seconds.append(time.perf_counter() - started)
-
-
-def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Callable[..., Sample]:
-    """Return (row, of: Pass) -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
-
-    def load(row: int, of: Pass = Pass()) -> Sample:  # noqa: B008 - a frozen value
-        stored, recipe = StoredSample(index, shards, row), recipe_of(row)
-        try:
-            return stored.decode(recipe, of)
-        except FieldError as error:
-            stored.refuse_unproven(error)
-            raise error.at(stored.shard, stored.key) from error.__cause__
-        except MemoryError as error:
-            raise out_of_memory(error, index, recipe, np.array([row]), row) from error
-        except DataError:
-            raise
-        except Exception as error:  # any exception of a decoder fails the sample
-            raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
-
-    return load
-
-
-def shard_refusal(index: Index) -> Callable[[int, str], Exception]:
-    """Return (row of an index, reason) -> the failure of that sample."""
-    return lambda row, reason: DataError(index.shard_of(row).url, index.key(row), "*", f"its worker {reason}")
-
-
-def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
-    """Return (row of a map-style data set, reason) -> the failure of that item, or torch's error for a lost worker."""
-    name = type(dataset).__name__
-    if skip_errors:
-        return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
-
-    def lost_worker(row: int, reason: str) -> RuntimeError:
-        who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
-        return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
-
-    return lost_worker
-
-
-def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
-    """Return row -> `dataset[row]`. With `skip_errors`, an exception that may be about the data becomes a DataError."""
-    if not skip_errors:
-        return partial(operator.getitem, dataset)
-
-    def load(row: int) -> Any:
-        try:
-            return dataset[row]
-        except NOT_DATA:
-            raise
-        except (Exception, SystemExit) as error:
-            pass_broken_package(error)
-            if isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(type(dataset).__name__, str(row), "", reason) from error
-
-    return load
-
-
-def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return rows -> `dataset.__getitems__(rows)`, which torch calls for all samples of a batch if the data set has it;
-    else None. The result, usually a list, is passed to `collate_fn`.
-    """
-    get = getattr(dataset, "__getitems__", None)
-    return get if callable(get) else None
-
-
-def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
-    """Return the bytes that one sample takes in a batch and while it is decoded."""
-    numbers = index.part_range(row)
-    members = index.members(row)
-    parts = [
-        MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
-        for part, size in zip(numbers, index.sizes(numbers, recipe), strict=True)
-    ]
-    return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
-
-
-def out_of_memory(
-    error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
-) -> MemoryError:
-    """Return an error with the largest samples of a microbatch, and the one that was being decoded."""
-    sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
-    largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
-    named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)
-    where = "" if row is None else f" at {index.called(row)} of {index.shard_of(row).url}"
-    return MemoryError(
-        f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
-        f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "
-        "with Limits.sample_decoded_bytes or quarantine="
-    )

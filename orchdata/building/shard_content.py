@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.assembler import Assembled, Share, Task, kept
-from orchdata.building.collate import out_of_memory, shard_loader, shard_refusal
 from orchdata.building.media_pages import MediaPages, MediaWork, PageSource, own_work, planned_work
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
+from orchdata.building.shard_samples import out_of_memory, shard_loader, shard_refusal
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import StoredSample, read_ahead
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
 from orchdata.building.assembler import Assembled, Share, Task, kept
-from orchdata.building.collate import out_of_memory, shard_loader, shard_refusal
 from orchdata.building.media_pages import PageSource, cu_seqlens, starts_of
 from orchdata.building.memory import Memory, Reservation
 from orchdata.building.pages import SequenceArrays
 from orchdata.building.shard_content import located
+from orchdata.building.shard_samples import out_of_memory, shard_loader, shard_refusal
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import StoredSample, read_ahead
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.shards.open import OpenShards

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
+from orchdata.building.spec import BuildSpec
 from orchdata.caching.filler import Filler, Place
 from orchdata.caching.own import streams_of_node, warn_of_none
 from orchdata.caching.packed import warn_of_fetches
@@ -40,7 +40,7 @@ def filler_of(
         reads: counts what is fetched.
         forks: whether workers are forked from this process.
     """
-    shards = _shards_of(spec)
+    shards = spec.shards
     order = spec.plan.order
     if shards is None or not isinstance(order, Order | MixtureOrder):
         return None
@@ -82,7 +82,3 @@ def place_of(stream: PlannedStream, num_steps: int | None) -> Callable[[], Place
         return last
 
     return where
-
-
-def _shards_of(spec: BuildSpec) -> IndexedShards | None:
-    return spec.content.shards if isinstance(spec.content, ShardContent | SampleContent) else None

@@ -348,7 +348,7 @@ def recipe_named(name: str | None) -> Recipe:
 
 
 def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
-    from orchdata.building.spec import IndexedShards
+    from orchdata.building.contents import IndexedShards
     from orchdata.loaders.shards.open import by_identity
     from orchdata.unended_chats import warn_of_unended
 

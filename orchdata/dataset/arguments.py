@@ -16,10 +16,8 @@ from torch.utils.data import IterableDataset
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
-from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.shards import Quarantine
+from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
+from orchdata.dataset.sharded import is_mixture, is_sharded
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import OpensEngine
 from orchdata.loaders.storage.node.cache import Cache
@@ -79,16 +77,16 @@ class Arguments:
     @property
     def in_shards(self) -> bool:
         """Whether samples are in shards, with an index."""
-        return isinstance(self.dataset, ShardDataset | Mixture)
+        return is_sharded(self.dataset)
 
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases that may be balanced, as far as they are known before the data set is read."""
         if isinstance(self.cost, CostModel):
             return self.cost.phases
-        if not isinstance(self.dataset, ShardDataset | Mixture):
+        if not is_sharded(self.dataset):
             return ("llm",)
-        first = self.dataset if isinstance(self.dataset, ShardDataset) else self.dataset.leaves[0].dataset
+        first = self.dataset.leaves[0].dataset if is_mixture(self.dataset) else self.dataset
         return (*first.recipe.modalities, "llm")
 
     def attributes(self) -> dict[str, Any]:

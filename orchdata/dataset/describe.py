@@ -20,9 +20,8 @@ from torch.utils.data import ConcatDataset, Subset
 import orchdata
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_sharded
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA
@@ -42,7 +41,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "ranks_per_node": prepared.spec.plan.ranks_per_node,
         "num_steps": prepared.spec.plan.num_steps,
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
-        DATA: None if isinstance(dataset, ShardDataset | Mixture) else _dataset(dataset),
+        DATA: None if is_sharded(dataset) else _dataset(dataset),
         "balance": options.balance,
         "accumulate": options.accumulate,
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,

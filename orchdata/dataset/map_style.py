@@ -22,11 +22,11 @@ from torch.utils.data import (
 
 from orchdata.balancers import CostModel
 from orchdata.building.collate import takes_step
-from orchdata.building.spec import MapContent
+from orchdata.building.map_items import MapContent
 from orchdata.dataset.item_costs.kept import costs_of_items
 from orchdata.dataset.item_costs.measure import ItemCosts, Workers
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.unusable import Unusable, refuse_above_budget
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
@@ -44,7 +44,7 @@ Ints = NDArray[np.int64]
 def _refuse_parts_of_shards(dataset: Any) -> None:
     """Raise TypeError for torch's wrappers of a ShardDataset: nothing would be balanced, or read by shards."""
     parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    if isinstance(dataset, Subset | ConcatDataset) and any(isinstance(part, ShardDataset) for part in parts):
+    if isinstance(dataset, Subset | ConcatDataset) and any(map(is_sharded, parts)):
         way_out = (
             "dataset[:1000], dataset.take(1000), dataset.select(numbers) or dataset.split('train', 0.9)"
             if isinstance(dataset, Subset)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume.mixture import MixtureState, mixture_of
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
@@ -26,6 +25,10 @@ from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
 from orchdata.planning.costs import IndexTokens
+
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Leaf, Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 
@@ -45,14 +48,14 @@ def index_of(dataset: ShardDataset | Mixture, *, check: bool = True) -> Index:
     Args:
         check: measure shards again that have changed since they were indexed.
     """
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         return joined_index(dataset, [leaf.dataset.index(check=check) for leaf in dataset.leaves])
     return dataset.index(check=check)
 
 
 def text_is_bytes(dataset: ShardDataset | Mixture | None) -> bool:
     """Return whether LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer."""
-    leaves = [leaf.dataset for leaf in dataset.leaves] if isinstance(dataset, Mixture) else [dataset]
+    leaves = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
     return any(leaf is not None and leaf.recipe.text.tokenizer is None for leaf in leaves)
 
 

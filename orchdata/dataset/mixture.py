@@ -12,8 +12,11 @@ from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.views.seen import Seen, mixture_view
+from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.shards import prepare_shards
+from orchdata.dataset.views.seen import mixture_view
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
@@ -64,7 +67,7 @@ class Leaf(NamedTuple):
     loss_weight: float
 
 
-class Mixture(Seen):
+class Mixture(Sharded):
     """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
     The order is a pure function of the seed: there are no buffers, and any position is computed directly. Pass it to
@@ -136,6 +139,10 @@ class Mixture(Seen):
     def containers(self) -> tuple[Container, ...]:
         """The containers of the user's of all sources, each once."""
         return tuple(by_identity(each for leaf in self.leaves for each in leaf.dataset.containers).values())
+
+    def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+        """Return what a loader needs of it. Raises as `DataLoader`."""
+        return prepare_shards(self, options, quarantine)
 
     def shares(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Return for each stage where it begins, and the share of each leaf: fractions of 1."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
@@ -30,6 +31,7 @@ from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
 IndexUse = Literal["build", "require"]
+Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
 
 class _NotGiven(int):
@@ -135,6 +137,7 @@ class PreparedDataset:
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
         none_chosen: the `filter`, `split` and others that choose no sample; empty if they choose any.
+        on_first_step: called when the first step was delivered.
         torch_steps: the steps of an epoch, if they are not those of the plan.
         is_torchs: whether torch's own loader reads the data set, and no step is planned.
         sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
@@ -148,6 +151,7 @@ class PreparedDataset:
     rows: tuple[SourceRows, ...] = ()
     num_lost: int = 0
     none_chosen: str = ""
+    on_first_step: Callable[[], None] = lambda: None
     is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None

@@ -5,26 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
-from orchdata.building.spec import SampleContent, ShardContent
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
-from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.shards import prepare_shards
 from orchdata.engines.iterables import IterableContent
 from orchdata.notices import warn_once
 from orchdata.order.sampler import SamplerOrder
 from orchdata.order.steps import StepTask, StreamSteps
 from orchdata.planning.costs import EqualCosts
 from orchdata.planning.make_plan import make_plan
-from orchdata.unended_chats import warn_of_unended
 
 
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
@@ -55,15 +50,11 @@ def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     if sampler is not None or batch_sampler is not None:
         raise ValueError(f"a {type(dataset).__name__} has its own order: use shuffle= in place of a sampler")
     _check_collate(options.collate_fn)
-    prepared = prepare_shards(dataset, options, arguments.quarantine)
-    if isinstance(dataset, ShardDataset) and dataset.selections and not prepared.num_indexed:
-        prepared = replace(prepared, none_chosen=_choice(dataset))
+    prepared: PreparedDataset = dataset.prepare(options, arguments.quarantine)
     plan = prepared.spec.plan
     if plan.accumulate > 1 and plan.balance.caps and plan.num_steps:
         make_plan(plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
     _advise_costs(options, plan.costs.phases)
-    if options.rank.rank == 0 and isinstance(prepared.spec.content, ShardContent | SampleContent):
-        warn_of_unended(prepared.spec.content.shards)
     return prepared
 
 
@@ -113,12 +104,6 @@ def _check_collate(collate_fn: object) -> None:
             "length: leave collate_fn out for packed batches, pass od.Padded() for padded ones, or a function of yours "
             "that takes a list of od.Sample"
         )
-
-
-def _choice(dataset: ShardDataset) -> str:
-    """Return the data set's choice of samples in words."""
-    described = [each.describe() for each in dataset.selections]
-    return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
 
 
 def _cost_workers(arguments: Arguments) -> int:

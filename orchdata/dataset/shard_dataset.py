@@ -30,6 +30,7 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.named_file import NamedFile
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -40,7 +41,9 @@ from orchdata.dataset.selection import (
     first_numbers,
     left_out,
 )
-from orchdata.dataset.views.seen import Seen, dataset_view
+from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.shards import prepare_shards
+from orchdata.dataset.views.seen import dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
 from orchdata.loaders.html import never_raises
@@ -69,7 +72,7 @@ _listings: Counter[str] = Counter()
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
-class ShardDataset(Seen):
+class ShardDataset(Sharded):
     """Samples of images, audio and text, under a recipe.
 
     `len(dataset)` and `dataset[i]` count the good samples that `filter` and `split` keep, in the order of the shards.
@@ -367,6 +370,10 @@ class ShardDataset(Seen):
     def _first(self) -> int | None:
         """The number of the first good samples that the selections choose from; None: all."""
         return None if self.index_fields else num_first_samples(self.selections)
+
+    def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+        """Return what a loader needs of it. Raises as `DataLoader`."""
+        return prepare_shards(self, options, quarantine)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""

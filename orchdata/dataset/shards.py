@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
+from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
+from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
 from orchdata.dataset.resume.rows import rows_of
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError, TooManyFailures
@@ -55,10 +55,14 @@ from orchdata.planning.sharing.fixed import better_budget
 from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
 from orchdata.quarantine import checked_names, read_quarantine
+from orchdata.unended_chats import warn_of_unended
+
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
 
 
 def prepare_shards(
@@ -74,8 +78,8 @@ def prepare_shards(
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)
-    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
-    recipes = [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in leaves]
+    sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
+    recipes = [source.recipe for source in sources]
     index = _open_index(dataset, options)
     costs = layout_costs(index, options.cost, layout)
     length = window_length(layout)
@@ -94,7 +98,7 @@ def prepare_shards(
     warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
-    names = [leaf.name for leaf in leaves]
+    names = [leaf.name for leaf in dataset.leaves]
     _refuse(index, bad, unchosen, names, options.policy)
     lost = lost_samples(index, bad)
     refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), options.policy)
@@ -114,7 +118,7 @@ def prepare_shards(
     order: Order | MixtureOrder
     if options.listed is not None:
         _check_listed(options.listed, dataset, index)
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         assert isinstance(index, JoinedIndex)
         shuffled = {"shuffle": options.shuffle, "seed": options.seed}
         order = mixture_order(dataset, index, excluded, multiple_of=counts.multiple_of, **shuffled)  # type: ignore[arg-type]
@@ -150,15 +154,27 @@ def prepare_shards(
         measure = {"tokens_multiple_of": counts.multiple_of}
     files = dataset.files.limited(options.timeout).cached(options.cache)
     _check_arrow(index, files)
-    spec = options.build_spec(costs, order, batches, _content(recipes, dataset, options, index, costs.phases[:-1]))
+    content = _content(recipes, dataset, options, index, costs.phases[:-1])
+    warn_of_unended(content.shards, options.rank.rank)
+    num_indexed = index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0))
     return PreparedDataset(
-        spec=spec,
+        spec=options.build_spec(costs, order, batches, content),
         rows=rows_of(dataset, index, order, batches, excluded),
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
-        num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
+        num_indexed=num_indexed,
         num_lost=int(lost.sum()),
+        none_chosen=_choice(sources, num_indexed),
+        on_first_step=NewShards(sources, options.rank).begin,
     )
+
+
+def _choice(sources: Sequence[ShardDataset], num_chosen: int) -> str:
+    """Return the selections of a data set, not of a mixture, that choose no sample; empty if they choose any."""
+    if num_chosen or len(sources) > 1:
+        return ""
+    described = [each.describe() for each in sources[0].selections]
+    return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
 
 
 def _refuse_none_left(index: Index | JoinedIndex) -> None:
@@ -170,7 +186,7 @@ def _refuse_none_left(index: Index | JoinedIndex) -> None:
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
     """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
-    if isinstance(dataset, ShardDataset):
+    if not is_mixture(dataset):
         return dataset.left_out(index)
     assert isinstance(index, JoinedIndex)
     parts = zip(dataset.leaves, index.indexes, index.first_rows[:-1].tolist(), strict=True)
@@ -207,7 +223,7 @@ def _check_arrow(index: Index, files: Files) -> None:
 
 
 def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Index:
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         return joined_index(dataset, [_open_index(leaf.dataset, options) for leaf in dataset.leaves])
     rank, together = options.rank, options.index == "build" and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
@@ -222,7 +238,7 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
 
 
 def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> None:
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_rows:
         raise ValueError(
@@ -236,7 +252,7 @@ def _content(
     options: LoaderOptions,
     index: Index,
     encoders: tuple[str, ...],
-) -> Content:
+) -> ShardContent | SampleContent:
     if options.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
@@ -372,7 +388,7 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     """
     parts: dict[tuple[str, ...], tuple[Index, int]] = {(): (index, 0)}
     what = "(shard, key) pairs of a data set"
-    if isinstance(dataset, Mixture):
+    if is_mixture(dataset):
         assert isinstance(index, JoinedIndex)
         starts = index.first_rows.tolist()
         names = [(leaf.name,) for leaf in dataset.leaves]

@@ -21,8 +21,7 @@ from orchdata.delivery.policy import ErrorPolicy, FailureBudget
 from orchdata.delivery.replicate import ReceivingEngine, Replication
 from orchdata.delivery.stats import Stats
 from orchdata.engines.engine import Engine
-from orchdata.loaders.errors import DataError, TooManyFailures
-from orchdata.loaders.index.stored import BLANK
+from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.ranks.parallel import Rank

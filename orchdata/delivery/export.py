@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_epoch
-from orchdata.building.spec import BuildSpec, SampleContent, ShardContent
+from orchdata.building.spec import BuildSpec
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.steps import Steps
@@ -59,7 +59,7 @@ def export_plan(
     steps: range | None,
 ) -> int:
     """Write the plans of these epochs, and return the number of rows; arguments as of `DataLoader.export_plan`."""
-    if not isinstance(spec.content, ShardContent | SampleContent):
+    if spec.shards is None:
         raise ValueError("export_plan writes the shards and keys of an index: it needs an od.ShardDataset")
     numbers = _epoch_numbers(of_epochs)
     if steps is not None and not (isinstance(steps, range) and steps.start >= 0 and steps.step > 0):
@@ -89,8 +89,8 @@ def _epoch_numbers(given: Any) -> list[int]:
 
 
 def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
-    assert isinstance(spec.content, ShardContent | SampleContent)
-    index, count = spec.content.shards.index, len(plan.row)
+    assert spec.shards is not None
+    index, count = spec.shards.index, len(plan.row)
     rows, first_rows = plan.row.tolist(), index.first_rows if isinstance(index, JoinedIndex) else np.zeros(1, np.int64)
     names = pa.array(plan.sources or [""], pa.string())
     columns = [

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool
-from orchdata.building.spec import BuildSpec, ShardContent
+from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import PlainEngine
 from orchdata.engines.processes.message import plain, revive
@@ -54,7 +54,7 @@ class Replication:
     """
 
     def __init__(self, rank: Rank, spec: BuildSpec, timeout: float) -> None:
-        if not isinstance(spec.content, ShardContent):
+        if spec.layout is None:
             raise ValueError(
                 "replicate='broadcast' sends an od.Batch, but a map-style data set or a collate_fn may return other "
                 "objects: have every peer read, od.DataParallel(mesh, replicate='read')"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from orchdata.balancers.checks import checked_count
-from orchdata.building.collate import stateful_source
+from orchdata.building.map_items import stateful_source
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, EngineRun, InlineEngine, OpensEngine, WorkerOptions

@@ -146,12 +146,10 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 
 def warm(spec: BuildSpec) -> None:
     """Load every kernel that steps of `spec` call, or compile it, in this thread. No other thread remains."""
-    from orchdata.building.spec import SampleContent, ShardContent
-
     load_numba()
     _warm_plans(spec.plan)
-    if isinstance(spec.content, (ShardContent, SampleContent)):
-        modalities = spec.content.shards.recipe.modalities.values()
+    if spec.shards is not None:
+        modalities = spec.shards.recipe.modalities.values()
         _patches({array.dtype for modality in modalities for array in modality.arrays().values()})
 
 

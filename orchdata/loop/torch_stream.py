@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from orchdata.building.spec import MapContent
+from orchdata.building.map_items import MapContent
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, set_epoch, torch_loader
 from orchdata.engines.processes.engine import Workers

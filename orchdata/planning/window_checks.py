@@ -40,14 +40,34 @@ def check_windows(
     """
     if length is None:
         return
-    _check_size(size, length)
-    _check_balance(balance)
-    _check_text_alone(recipes, index)
-    if cost is not None and cost.phases != ("llm",):
+    budgets = size.get("global_batch_tokens")
+    if budgets is not None:
+        near = max(1, round(budgets[0][1] / length))
         raise ValueError(
-            f"the cost model names the phases {', '.join(cost.phases)}, and Packed(concatenate=True) is of text alone: "
-            f"give it llm only, {_WHOLE}"
+            f"global_batch_tokens: the steps of Packed(concatenate=True) are counted in windows of {length} tokens; "
+            f"pass global_batch_size={near}, which is {near * length} tokens"
         )
+    for name, is_given in (
+        ("Balance.assignment='per_phase' spreads media over ranks", balance.assignment == "per_phase"),
+        (f"Balance.max_samples={balance.max_samples} caps samples", balance.max_samples is not None),
+        (f"Balance.max_tokens caps {', '.join(balance.caps)}", any(phase != "llm" for phase in balance.caps)),
+        (f"cost= names the phases {', '.join(cost.phases if cost else ())}", cost and cost.phases != ("llm",)),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{name}, and a microbatch of Packed(concatenate=True) is one window of text: leave it out"
+            )
+    # Nothing but text, in the data and in what the recipes say.
+    usual = Recipe().modalities
+    out = f"leave media out, by od.Recipe({', '.join(f'{name}=None' for name in usual)}, text=...), {_WHOLE}"
+    for name in index.modalities[1:]:
+        if count := index.totals["modalities"][name]["parts"]:
+            raise ValueError(
+                f"Packed(concatenate=True): the data set has {count:,} parts of {name}, which cannot be cut: {out}"
+            )
+    for name, modality in (each for recipe in recipes for each in recipe.modalities.items()):
+        if name not in usual or modality != usual[name]:
+            raise ValueError(f"Packed(concatenate=True) cuts text, and the recipe says how {name} is prepared: {out}")
 
 
 def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
@@ -56,63 +76,8 @@ def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
     if each != accumulate:
         raise ValueError(
             f"a microbatch of Packed(concatenate=True) is one window, so a step of {windows} windows on {num_ranks} "
-            f"ranks has {each} microbatches, not accumulate={accumulate}: leave accumulate out; batch_size "
-            "is the number of windows of a rank and step"
+            f"ranks has {each} microbatches, not accumulate={accumulate}: leave accumulate out"
         )
-
-
-def _check_balance(balance: Balance) -> None:
-    if balance.assignment == "per_phase":
-        raise ValueError(
-            "Balance.assignment='per_phase' spreads media over ranks, and Packed(concatenate=True) has none: leave it "
-            "out"
-        )
-    if balance.max_samples is not None:
-        raise ValueError(
-            f"Balance.max_samples={balance.max_samples} caps samples, and the microbatches of Packed(concatenate=True) "
-            "are windows, one each: leave it out"
-        )
-    if others := [phase for phase in balance.caps if phase != "llm"]:
-        raise ValueError(
-            f"Balance.max_tokens caps {', '.join(others)}, and Packed(concatenate=True) is of text alone: leave it out"
-        )
-
-
-def _check_size(size: Mapping[str, Any], length: int) -> None:
-    """Raise ValueError if the size of a step is not given in windows."""
-    budgets = size.get("global_batch_tokens")
-    if budgets is None:
-        return
-    if len(budgets) > 1:
-        raise ValueError(
-            "global_batch_tokens=[...] is a ramp, and the steps of Packed(concatenate=True) all have the same number "
-            "of windows: pass global_batch_size, the windows of a step"
-        )
-    tokens = budgets[0][1]
-    near = max(1, round(tokens / length))
-    raise ValueError(
-        f"global_batch_tokens={tokens}: the steps of Packed(concatenate=True) are counted in windows of "
-        f"length={length}; pass global_batch_size={near}, which is {near * length} tokens"
-    )
-
-
-def _check_text_alone(recipes: Sequence[Recipe], index: Index) -> None:
-    totals = index.totals["modalities"]
-    usual = Recipe().modalities
-    out = f"leave media out, by od.Recipe({', '.join(f'{name}=None' for name in usual)}, text=...), {_WHOLE}"
-    for name in index.modalities[1:]:
-        if count := totals[name]["parts"]:
-            raise ValueError(
-                f"Packed(concatenate=True) cuts documents of text, and the data set has {count:,} parts of {name}, "
-                f"which cannot be cut: {out}"
-            )
-    for recipe in recipes:
-        for name, modality in recipe.modalities.items():
-            if name not in usual or modality != usual[name]:
-                raise ValueError(
-                    f"Packed(concatenate=True) cuts documents of text, and the recipe says how {name} is prepared: "
-                    f"{out}"
-                )
 
 
 def windows_of(

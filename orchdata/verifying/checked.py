@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchdata.building.assembler import Assembled, Share, Task
-from orchdata.building.collate import sample_bytes
+from orchdata.building.contents import IndexedShards, ShardContent
 from orchdata.building.memory import Memory
-from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
+from orchdata.building.shard_samples import sample_bytes
+from orchdata.building.spec import BuildSpec
 from orchdata.engines.threads import passed_on
 from orchdata.loaders.errors import DataError, as_field_error
-from orchdata.loaders.index.stored import Wanted
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask

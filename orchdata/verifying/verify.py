@@ -20,7 +20,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.spec import BuildSpec, IndexedShards
+from orchdata.building.contents import IndexedShards
+from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import EngineRun, WorkerEngine, WorkerOptions
 from orchdata.engines.on_ray.value import RayEngine

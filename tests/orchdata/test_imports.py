@@ -111,6 +111,7 @@ def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 
 
 @cache
+@cache
 def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
     imported = set()

@@ -463,7 +463,7 @@ def test_what_windows_cannot_do_is_refused(dataset: od.ShardDataset) -> None:
     for options, named in (
         ({"length": None}, "pass length="),
         ({"global_batch_size": None, "global_batch_tokens": 390}, "pass global_batch_size=6, which is 384 tokens"),
-        ({"global_batch_size": None, "global_batch_tokens": [(0, 64), (100, 128)]}, "is a ramp"),
+        ({"global_batch_size": None, "global_batch_tokens": [(0, 64), (100, 128)]}, "counted in windows"),
         ({"balance": od.Balance(assignment="per_phase")}, "per_phase"),
         ({"balance": od.Balance(max_tokens=100)}, "leave the cap of llm out"),
         ({"cost": od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))}, "names the phases image, llm"),

@@ -14,7 +14,8 @@ from pathlib import Path
 from numba.core.registry import CPUDispatcher
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.building.spec import BuildSpec, MapContent
+from orchdata.building.map_items import MapContent
+from orchdata.building.spec import BuildSpec
 from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
-from orchdata.loaders.field_names import EMPTY, NULL, VALUE, is_kept_as
+from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_kept_as
 from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
@@ -296,6 +296,10 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
                 ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
         else:
             used.append(column)
+            item = field.type.value_type if column.listed else field.type
+            if column.form == "struct" and pa.types.is_struct(item):
+                near = [each.name for each in item if each.name not in FILE_KEYS and not pa.types.is_null(each.type)]
+                ignored += [f"{field.name}{'[]' * column.listed}.{name}" for name in near if not is_edge(name)]
     # These may say that a clip is a part of its file.
     edges = [name for name in ignored if is_edge(name, or_length=True)]
     if any(map(is_edge, edges)) and any(column.form in ("binary", "struct") for column in used):

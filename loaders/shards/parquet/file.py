@@ -8,6 +8,7 @@ storage during a call of pyarrow is raised unchanged, even if pyarrow hides or r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -77,7 +78,10 @@ class ParquetReader:
         new_names = dict(rules.names)
         for leaf in range(metadata.num_columns):
             name = _column_of(metadata.schema.column(leaf).path, stored)
-            self._leaves.setdefault(new_names.get(name, name), []).append(leaf)
+            name = new_names.get(name, name)
+            self._leaves.setdefault(name, []).append(leaf)
+            if (path := re.sub(r"\.list\.(element|item)", "[]", metadata.schema.column(leaf).path)) != name:
+                self._leaves.setdefault(path, []).append(leaf)
 
     def check(self) -> None:
         """Check that the footer agrees with itself, the file's size and the limits. Raises Refused."""

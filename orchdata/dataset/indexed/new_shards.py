@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.index import digest
 from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import is_first
 from orchdata.ranks.parallel import Rank
+
+if TYPE_CHECKING:
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 _log = logging.getLogger("orchdata")
 

@@ -19,7 +19,8 @@ from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.locations import check_function_of, index_path, open_index
 from orchdata.loaders.index.moved.move import CannotMove, moved_shards, write_moved
 from orchdata.loaders.index.moved.places import indexes_elsewhere
-from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
+from orchdata.loaders.index.stored import StoredSample, read_ahead
+from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.compressed import compression
 from orchdata.loaders.shards.open import OpenShards, by_identity

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import is_partial
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -22,6 +21,10 @@ from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.unread_names import above
 from orchdata.notices import warn_once
+
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 _SHOWN: Final = 40
@@ -165,7 +168,7 @@ def whole_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> 
 
 def _named_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[str, ShardDataset, Index]]:
     """Return the sources of a mixture by their names, or the data set under the name "", with their indexes."""
-    if isinstance(dataset, ShardDataset):
+    if not is_mixture(dataset):
         return [("", dataset, index)]
     assert isinstance(index, JoinedIndex)
     return [(leaf.name, leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]

@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.builtin import TarContainer, builtin_of
@@ -22,6 +21,9 @@ from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.ranks.first_comer import is_first, is_said, say
 from orchdata.ranks.parallel import Rank
+
+if TYPE_CHECKING:
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 _LOOK_SECONDS: Final = 2.0
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from orchdata.building.collate import map_loader
+from orchdata.building.map_items import map_loader
 from orchdata.engines.pickling import described, pickles
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in

@@ -14,15 +14,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
 from orchdata.dataset.indexed.first import num_first_rows
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
@@ -30,6 +29,10 @@ from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
 from orchdata.order.steps import Batches, TokenBatches
 from orchdata.planning.windows import WindowBatches
+
+if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
 
@@ -183,12 +186,12 @@ def rows_of(
     parts: list[tuple[str, ShardDataset, Index, Order, Ints]] = []
     by_tokens = isinstance(batches, TokenBatches | WindowBatches)
     if isinstance(order, MixtureOrder):
-        assert isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)
+        assert is_mixture(dataset) and isinstance(index, JoinedIndex)
         by_tokens = by_tokens or order.by == "tokens"
         for leaf, own, source in zip(dataset.leaves, index.indexes, order.sources, strict=True):
             parts.append((leaf.name, leaf.dataset, own, source.order, source.order.excluded))
     else:
-        assert isinstance(dataset, ShardDataset)
+        assert not is_mixture(dataset)
         parts.append(("", dataset, index, order, excluded))
     found = []
     for name, of, own, own_order, rows in parts:

@@ -1,11 +1,11 @@
-"""What people look at in a data set of shards: its profile, some of its samples, and its view in a notebook."""
+"""The views of a data set of shards, and of a mixture, in a notebook."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.views.chosen_totals import chosen_totals
@@ -17,7 +17,6 @@ from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.storage.remote.urls import is_remote
 
 if TYPE_CHECKING:
-    from orchdata import CostModel, Profile, ShownSamples
     from orchdata.dataset.indexed.opened import Opened
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
@@ -27,43 +26,6 @@ _MOST_SOURCES = 50
 _MOST_STAGES = 5
 _MOST_SECONDS = 0.4
 _OF_ALL = "These figures are of all samples, and not only of the chosen ones"
-
-
-class Seen:
-    """A data set that `od.profile` and `od.show` take."""
-
-    def profile(
-        self,
-        *,
-        cost: CostModel | None = None,
-        ranks: Sequence[int] | None = None,
-        batch_size: int = 8,
-        **others: Any,
-    ) -> Profile:
-        """Return what the samples are made of, and what numbers of ranks would lose to imbalance.
-
-        The index is built where it is missing. No sample is decoded.
-
-        Args:
-            cost: the model's cost; with None every phase costs its positions.
-            ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
-            batch_size: samples per rank and step.
-            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps.
-
-        Raises as `od.profile`.
-        """
-        import orchdata
-
-        return orchdata.profile(self, cost=cost, ranks=ranks, batch_size=batch_size, **others)  # type: ignore[arg-type]
-
-    def show(self, samples: int | str | Sequence[int | str]) -> ShownSamples:
-        """Return samples as the model sees them, for a notebook: text with what is trained, pictures.
-
-        The samples are read now. See `od.show`.
-        """
-        import orchdata
-
-        return orchdata.show(self, samples)  # type: ignore[arg-type]
 
 
 def dataset_view(dataset: ShardDataset, opened: Opened, urls: Sequence[str] | None) -> str:

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from orchdata.building.collate import shard_loader
-from orchdata.building.spec import IndexedShards, SampleContent, ShardContent
+from orchdata.building.contents import IndexedShards
+from orchdata.building.shard_samples import shard_loader
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, ShardError, StaleIndexError, StorageError
 from orchdata.loaders.generators import Pass
@@ -59,7 +59,7 @@ _known: dict[tuple[str, tuple[str, ...]], Mapping[int, Facts]] = {}
 
 def expected_by(spec: Any) -> Expected:
     """Return what actors must have to build the steps of a spec as this process would. Raises as reading shards."""
-    shards = _shards_of(spec)
+    shards: IndexedShards | None = getattr(spec, "shards", None)
     recipes = () if shards is None else _recipes(shards)
     fingerprints = tuple(recipe.fingerprint() for recipe in recipes)
     samples: Mapping[int, Facts] = {}
@@ -75,7 +75,7 @@ def expected_by(spec: Any) -> Expected:
 
 def check_same(spec: Any, expected: Expected, address: str) -> None:
     """Raise RuntimeError if this process cannot read the data, or would build other steps than the trainer."""
-    shards = _shards_of(spec)
+    shards: IndexedShards | None = getattr(spec, "shards", None)
     recipes = () if shards is None else _recipes(shards)
     found = _versions(recipes)
     wrong = [
@@ -103,11 +103,6 @@ def check_same(spec: Any, expected: Expected, address: str) -> None:
             f"node {address} would build other batches than the training process: {'; '.join(wrong)}. Install the same "
             "packages and code on all nodes, or send code with od.RayEngine(runtime_env={'working_dir': '.'})"
         )
-
-
-def _shards_of(spec: Any) -> IndexedShards | None:
-    content = getattr(spec, "content", None)
-    return content.shards if isinstance(content, ShardContent | SampleContent) else None
 
 
 def _recipes(shards: IndexedShards) -> tuple[Recipe, ...]:

@@ -155,3 +155,22 @@ def test_images_alone_are_fine_where_the_user_s_function_or_a_kept_field_is_lear
     shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", "jpg": jpeg(40, 30), "cls": b"3"}])
     assert not any("to learn" in message for message in warned(shards, RECIPE, collate_fn=len))
     assert warned(shards, od.Recipe(image=RECIPE.image, keep=("cls",))) == []
+
+
+def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(40, 30))
+    more = {"bbox": [1, 2, 3, 4], "weight": 0, "caption": None}
+    rows = [{"images": [{"path": "a.jpg", **more}], "text": "a cat"}, {"image": {"path": "a.jpg"}, "text": "a cat"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=RECIPE, media_root=tmp_path)
+    assert set(names_of(dataset)) == {"images[].bbox", "images[].weight"}
+    structs = [[{"bytes": jpeg(40, 30), "bbox": [1, 2], "score": None}], [{"bytes": jpeg(40, 30), "bbox": [3, 4]}]]
+    pq.write_table(pa.table({"images": structs, "text": ["a cat", "a dog"]}), tmp_path / "a.parquet")
+    assert names_of(od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)) == {"images[].bbox": 2}
+    # Of two names in an item one is read.
+    item = {"type": "image", "image": "a.jpg", "data": "aGVsbG8=", "url": "b.jpg"}
+    turns = [{"role": "user", "content": [item, {"type": "text", "text": "What is it?"}]}]
+    chat = {"messages": [*turns, {"role": "assistant", "content": "a cat"}]}
+    (tmp_path / "b.jsonl").write_text(json.dumps(chat) + "\n")
+    dataset = od.ShardDataset(tmp_path / "b.jsonl", recipe=RECIPE, media_root=tmp_path)
+    assert set(names_of(dataset)) == {"messages[].content[].data", "messages[].content[].url"}

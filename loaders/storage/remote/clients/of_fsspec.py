@@ -58,6 +58,11 @@ class FsspecClient:
             import fsspec
         except ImportError as error:
             raise PackageError("fsspec", str(error), way_out("fsspec", error), self._url.root) from error
+        try:
+            fsspec.get_filesystem_class(self._url.scheme)
+        except ValueError:
+            way = "pass its file system as store=, or name the data by s3://, gs://, az://, hf:// or https://"
+            raise ValueError(f"fsspec knows no file system of {self._url.scheme}://: {way}") from None
         user = f"{self._url.user}@" if self._url.user else ""
         return fsspec.core.url_to_fs(f"{self._url.scheme}://{user}{self._url.place}", **self._options)[0]
 

@@ -139,7 +139,8 @@ class ObstoreClient:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
             words = self._words(error)
-        raise ValueError(f"{url.root} cannot be opened with these storage_options: {words}")
+        way = ' (storage_options={"account_name": ...}, or AZURE_STORAGE_ACCOUNT_NAME)' if url.scheme == "az" else ""
+        raise ValueError(f"{url.root} cannot be opened with these storage_options: {words}{way}")
 
     def _check_endpoint(self) -> None:
         """Raise ValueError for an endpoint that is no URL: obstore panics then, at the first request."""

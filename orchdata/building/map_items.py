@@ -1,0 +1,136 @@
+"""Batches of the items of a torch map-style data set."""
+
+from __future__ import annotations
+
+import errno
+import operator
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import default_collate, default_convert
+
+from orchdata.building.assembler import Assembler, StatefulSource
+from orchdata.building.collate import SampleAssembler
+from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
+from orchdata.loaders.watch import Watch
+from orchdata.order.stateful import is_stateful, restore_states, states_of
+
+# System errors that say nothing about the file: it may be readable later.
+_NOT_NOW = frozenset(
+    (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapContent:
+    """Batches of a `collate_fn` (default: torch's) from the items of a map-style data set.
+
+    Attributes:
+        num_rows: the number of items when the spec was created.
+        batched: whether collate_fn gets a list; else one item.
+        skip_errors: whether an item that cannot be loaded is a failure, and its exception is not raised.
+    """
+
+    dataset: Any
+    num_rows: int
+    collate_fn: Callable[..., Any] | None
+    batched: bool
+    skip_errors: bool
+
+    @property
+    def stateful(self) -> StatefulSource | None:
+        """Returns and restores the data set's own state; None if it has none."""
+        return stateful_source(self.dataset)
+
+    def open(self, watch: Watch) -> Assembler:
+        return MapAssembler(
+            self.dataset,
+            load=map_loader(self.dataset, skip_errors=self.skip_errors),
+            watch=watch,
+            refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
+            load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
+            collate_fn=self.collate_fn or (default_collate if self.batched else default_convert),
+            batched=self.batched,
+            num_map_rows=self.num_rows,
+        )
+
+    def name_of(self, row: int) -> str:
+        return f"item {row} of {type(self.dataset).__name__}"
+
+
+class MapAssembler(SampleAssembler):
+    """Assembles the items of a map-style data set, which may have its own state.
+
+    Args:
+        arguments: of SampleAssembler.
+    """
+
+    def __init__(self, dataset: Any, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._dataset = dataset
+
+    @property
+    def stateful(self) -> StatefulSource | None:
+        return stateful_source(self._dataset)
+
+
+class StatefulDataset:
+    """A map-style data set with its own state."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def state(self) -> dict[str, Any]:
+        return states_of(dataset=self._dataset)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        restore_states(state, dataset=self._dataset)
+
+
+def stateful_source(dataset: Any) -> StatefulSource | None:
+    """Return the `StatefulSource` of a map-style data set; None if it has no state."""
+    return StatefulDataset(dataset) if is_stateful(dataset) else None
+
+
+def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
+    """Return (row of a map-style data set, reason) -> the failure of that item, or torch's error for a lost worker."""
+    name = type(dataset).__name__
+    if skip_errors:
+        return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
+
+    def lost_worker(row: int, reason: str) -> RuntimeError:
+        who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
+        return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
+
+    return lost_worker
+
+
+def map_loader(dataset: Any, *, skip_errors: bool) -> Callable[[int], Any]:
+    """Return row -> `dataset[row]`. With `skip_errors`, an exception that may be about the data becomes a DataError."""
+    if not skip_errors:
+        return partial(operator.getitem, dataset)
+
+    def load(row: int) -> Any:
+        try:
+            return dataset[row]
+        except NOT_DATA:
+            raise
+        except (Exception, SystemExit) as error:
+            pass_broken_package(error)
+            if isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(type(dataset).__name__, str(row), "", reason) from error
+
+    return load
+
+
+def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """Return rows -> `dataset.__getitems__(rows)`, which torch calls for all samples of a batch if the data set has it;
+    else None. The result, usually a list, is passed to `collate_fn`.
+    """
+    get = getattr(dataset, "__getitems__", None)
+    return get if callable(get) else None

@@ -1,0 +1,69 @@
+"""What a loader knows of a data set of shards before it is opened: the base of `ShardDataset` and `Mixture`.
+
+A loader imports this base alone. The data set brings what lists, measures and indexes shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from orchdata import CostModel, Profile, ShownSamples
+    from orchdata.dataset.mixture import Leaf, Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
+
+
+class Sharded:
+    """A data set of shards with an index: an `od.ShardDataset`, or an `od.Mixture` of several.
+
+    Attributes:
+        leaves: the data sets of a mixture; empty for a ShardDataset.
+    """
+
+    leaves: tuple[Leaf, ...] = ()
+
+    def profile(
+        self,
+        *,
+        cost: CostModel | None = None,
+        ranks: Sequence[int] | None = None,
+        batch_size: int = 8,
+        **others: Any,
+    ) -> Profile:
+        """Return what the samples are made of, and what numbers of ranks would lose to imbalance.
+
+        The index is built where it is missing. No sample is decoded.
+
+        Args:
+            cost: the model's cost; with None every phase costs its positions.
+            ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
+            batch_size: samples per rank and step.
+            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps.
+
+        Raises as `od.profile`.
+        """
+        import orchdata
+
+        return orchdata.profile(self, cost=cost, ranks=ranks, batch_size=batch_size, **others)  # type: ignore[arg-type]
+
+    def show(self, samples: int | str | Sequence[int | str]) -> ShownSamples:
+        """Return samples as the model sees them, for a notebook: text with what is trained, pictures.
+
+        The samples are read now. See `od.show`.
+        """
+        import orchdata
+
+        return orchdata.show(self, samples)  # type: ignore[arg-type]
+
+
+def is_sharded(data: object) -> TypeIs[ShardDataset | Mixture]:
+    """Return whether samples are in shards, with an index."""
+    return isinstance(data, Sharded)
+
+
+def is_mixture(data: object) -> TypeIs[Mixture]:
+    """Return whether a data set is a mixture of others."""
+    return isinstance(data, Sharded) and bool(data.leaves)
