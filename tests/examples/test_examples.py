@@ -199,18 +199,6 @@ def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, sh
     check_keys(name, tmp_path, shards, 2, other[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp2", "hsdp_tp"])  # whose checkpoints are in parts, one a rank
-@pytest.mark.usefixtures("examples")
-def test_killed_on_one_rank_it_goes_on_with_three(name: str, shards: Path, tmp_path: Path) -> None:
-    needs(name)
-    more, ranks = (("--tp", 2, "--replicate", 2), (8, 2)) if name == "hsdp_tp" else ((), (1, 3))
-    run(name, ranks[0], tmp_path, shards, *more, dies_at=DIES_AT)
-    found = run(name, ranks[1], tmp_path, shards)
-    check(found, plain_loop(name, shards), range(SAVED + 1, STEPS + 1))
-    check_keys(name, tmp_path, shards, *ranks)
-
-
 @pytest.mark.usefixtures("examples")
 def test_a_resumed_step_that_is_another_is_seen(shards: Path) -> None:
     """The control: what `check` compares differs from step to step."""

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train.lanes import make_model_config, make_recipe
 from examples.model import (
     ModelConfig,
     MultimodalLM,
     Sizes,
-    fit_to_recipe,
     make_cost,
-    packed_attention,
-    patch_positions,
-    strided_frames,
 )
-from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Recipe
 
 SIZES = Sizes(hidden=16, layers=2, ffn=32, num_heads=2)
 CONFIG = ModelConfig(llm=SIZES, image=SIZES, audio=SIZES, patch_dim=12, merge=2, num_mels=8)
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def make_inputs(
@@ -64,46 +52,6 @@ def make_model(config: ModelConfig = CONFIG) -> MultimodalLM:
     return MultimodalLM(config).double()
 
 
-def test_patches_come_in_merge_blocks() -> None:
-    rows, columns = patch_positions(ints(2, 4)[None], 2).tolist()
-    assert rows == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert columns == [0, 1, 0, 1, 2, 3, 2, 3]
-
-
-def test_attention_equals_each_sequence_alone() -> None:
-    query, key, value = torch.randn(3, 10, 2, 4, dtype=torch.float64).unbind(0)
-    together = packed_attention(query, key, value, [3, 1, 6], causal=True)
-    ends = pairwise((0, 3, 4, 10))
-    alone = [packed_attention(query[a:b], key[a:b], value[a:b], [b - a], causal=True) for a, b in ends]
-    torch.testing.assert_close(together, torch.cat(alone))
-
-
-def test_audio_windows_stop_at_clip_borders() -> None:
-    features = torch.arange(1.0, 11.0)[:, None]
-    windows, starts, positions = strided_frames(features, ints(0, 4, 10), 2)
-    assert windows.tolist() == [[0, 1, 2], [2, 3, 4], [0, 5, 6], [6, 7, 8], [8, 9, 10]]
-    assert starts.tolist() == [0, 2, 5]
-    assert positions.tolist() == [[0, 1, 0, 1, 2]]
-
-
-def test_images_are_encoded_alone() -> None:
-    model, inputs = make_model(), make_inputs([40], [(2, 4), (4, 6)], [8])
-    grids, cu_seqlens, patches = (inputs[f"image_{name}"] for name in ("grid_hw", "cu_seqlens", "patches"))
-    together = model.image(patches, cu_seqlens, patch_positions(grids, 2))
-    second = model.image(patches[8:], ints(0, 24), patch_positions(grids[1:], 2))
-    torch.testing.assert_close(together[2:], second)  # 2x4 patches, merged 2x2, are the first 2 rows
-
-
-def test_packed_loss_is_the_sum_of_the_samples_losses() -> None:
-    model, inputs = make_model(), make_inputs([7, 12], [(2, 2)], [4], used=False)
-    total = model(**inputs).loss_sum
-    parts = []
-    for start, stop in ((0, 7), (7, 19)):
-        own = {name: inputs[name][start:stop] for name in ("input_ids", "position_ids", "labels")}
-        parts.append(model(**inputs | own | {"cu_seqlens": ints(0, stop - start)}).loss_sum)
-    torch.testing.assert_close(total, sum(parts))
-
-
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
@@ -122,30 +70,6 @@ def test_every_trainable_parameter_has_a_gradient(used: bool, frozen: bool, chec
     assert not any("projector" in name for name in frozen_names)
 
 
-def test_a_batch_without_targets_still_reaches_every_parameter() -> None:
-    model, inputs = make_model(), make_inputs([1], [(2, 2)], [4], used=False)
-    out = model(**inputs)
-    out.loss_sum.backward()
-    assert out.loss_sum.item() == 0
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_mrope_positions_are_taken() -> None:
-    model, inputs = make_model(), make_inputs([20], [(2, 2)], [4])
-    plain = model(**inputs).loss_sum
-    same = model(**inputs | {"position_ids": inputs["position_ids"].expand(3, -1)}).loss_sum
-    other = model(**inputs | {"position_ids": torch.zeros(3, 20, dtype=torch.int64)}).loss_sum
-    assert torch.isfinite(same) and torch.isfinite(plain)
-    assert not torch.allclose(same, other)
-
-
-def test_a_batch_without_the_phase_is_refused_by_name() -> None:
-    model, inputs = make_model(), make_inputs([20], [(2, 2)], [4])
-    text = {name: value for name, value in inputs.items() if not name.startswith("audio")}
-    with pytest.raises(ValueError, match="no audio phase"):
-        model(**text)
-
-
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_cost_model_counts_the_operations_that_torch_counts(frozen: bool) -> None:
     config = ModelConfig(llm=SIZES, image=SIZES, audio=SIZES, patch_dim=12, num_mels=8, freeze_encoders=frozen)
@@ -161,14 +85,3 @@ def test_the_cost_model_counts_the_operations_that_torch_counts(frozen: bool) ->
     llm = costs["llm"].at(50) + costs["llm"].at(20) + costs["llm"].quadratic * (50**2 + 20**2)
     last = 3 * 2 * SIZES.hidden * config.vocab_size
     assert counter.get_total_flops() == image + audio + llm - last
-
-
-def test_the_model_is_fitted_to_the_recipe() -> None:
-    recipe = Recipe(
-        image=ImagePreprocessor(patch_size=16, merge=3), audio=AudioPreprocessor(num_mels=40, tokens_per_second=50)
-    )
-    config = fit_to_recipe(CONFIG, recipe)
-    assert (config.patch_dim, config.merge) == (768, 3)  # 3 x 16 x 16
-    assert (config.num_mels, config.conv_stride, config.pool) == (40, 2, 1)  # 16000 / (50 x 160) = 2 frames a token
-    assert fit_to_recipe(CONFIG, Recipe(image=None)).image is None
-    assert make_model_config(make_recipe()).num_mels == 80

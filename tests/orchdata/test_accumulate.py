@@ -68,13 +68,6 @@ def test_every_step_has_its_microbatches_on_every_rank(dataset: od.ShardDataset,
     assert set(seen.values()) == {1} and len(seen) == (48 if dropped else 50)
 
 
-def test_a_list_of_samples_is_given_for_every_microbatch(dataset: od.ShardDataset) -> None:
-    def collate(samples: list[od.Sample], step: od.StepInfo) -> tuple[int, int, int]:
-        return len(samples), step.microbatch, step.num_microbatches
-
-    assert next(iter(make(dataset, collate_fn=collate).steps())) == [(2, number, 4) for number in range(4)]
-
-
 def test_other_engines_and_any_step_again_give_the_same(dataset: od.ShardDataset) -> None:
     expected = [ids(step) for step in make(dataset).steps()]
     forked = make(dataset, num_workers=1, num_threads=1, multiprocessing_context="fork")
@@ -98,13 +91,6 @@ def test_a_run_continues_with_another_accumulation_and_other_ranks(dataset: od.S
         assert state["fingerprint"] == other.state_dict()["fingerprint"]
 
 
-def test_a_global_batch_size_is_the_size_of_a_step(dataset: od.ShardDataset) -> None:
-    loader = make(dataset, batch_size=None, global_batch_size=10, accumulate=3)
-    assert (len(loader.steps()), loader.batch_size, loader.global_batch_size) == (5, None, 10)
-    for step in loader.steps():
-        assert len(step) == 3 and all(len(batch.sample_ids) <= 2 for batch in step)  # 10 / (2 ranks * 3), rounded up
-
-
 def test_what_cannot_be_cut_is_an_error(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="accumulate=4 cuts steps of as many samples.*global_batch_tokens"):
         make(dataset, batch_size=None, global_batch_tokens=3000)
@@ -118,11 +104,3 @@ def test_what_cannot_be_cut_is_an_error(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="one result of collate_fn per step"):
         od.DataLoader(Numbers(8), batch_size=2, accumulate=2)
     assert len(od.DataLoader(Numbers(8), batch_size=2, accumulate=1)) == 4
-
-
-def test_a_trainer_that_counts_by_len_gets_steps(dataset: od.ShardDataset) -> None:
-    module: dict[str, Any] = {"__name__": "lightning.pytorch.loops"}
-    exec("def count(loader): return len(loader)", module)
-    with pytest.raises(ValueError, match=r"lightning takes len.*accumulate"):
-        module["count"](make(dataset))
-    assert module["count"](make(dataset).steps()) == 4

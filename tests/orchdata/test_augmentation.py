@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -12,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from augmentations import Jittered, cropped, noisy, recipe
+from augmentations import cropped, recipe
 from fault_trials import batch_digest
-from own_modalities import cloud
 from rank_loaders import loaders, steps_of
-from shard_factory import RECIPE, omni_shards, write_shard
+from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.loaders.generators import Pass
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -95,30 +91,6 @@ def test_ranks_and_assignments_give_the_same_images(dataset: od.ShardDataset) ->
     assert not of_epoch([one(dataset, seed=8)]) & alone[0]
 
 
-def patches_of(samples: Iterable[Any]) -> dict[tuple[str, int], bytes]:
-    return {
-        (sample.key, number): part.patches.tobytes()
-        for sample in samples
-        for number, part in enumerate(each for each in sample.parts if hasattr(each, "patches"))
-    }
-
-
-def test_collate_functions_and_single_samples_get_the_same(dataset: od.ShardDataset) -> None:
-    packed = of_epoch([one(dataset)], 1)
-    loader = one(dataset, collate_fn=list)
-    loader.set_epoch(1)
-    own = patches_of(sample for batch in loader for sample in batch)
-    assert Counter(hashlib.blake2b(each).hexdigest() for each in own.values()) == packed
-    # Without a loader it is pass 0 with seed 0.
-    single = patches_of(dataset[number] for number in range(len(dataset)))
-    assert single == patches_of(sample for batch in one(dataset, collate_fn=list, seed=0) for sample in batch)
-
-
-def test_another_folder_changes_nothing(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    copies = [shutil.copy(url, tmp_path) for url in dataset.urls]
-    assert of_epoch([one(od.ShardDataset(copies, recipe()))]) == of_epoch([one(dataset)])
-
-
 def test_sources_of_a_mixture_and_their_passes_differ(dataset: od.ShardDataset) -> None:
     both = od.Mixture(
         {"a": od.Source(dataset, weight=1), "b": od.Source(dataset, weight=1)}, stop="repeat", epoch_samples=120
@@ -148,22 +120,6 @@ def test_a_state_of_another_seed_is_refused_only_where_decoding_draws(dataset: o
     loaders(plain, 1, state, seed=2, **options)
 
 
-def test_no_generator_is_made_without_augmentation(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pass, "generator", lambda *_: pytest.fail("a generator was made"))
-    plain = plain_dataset(dataset)
-    epochs_of(one(plain))
-    assert plain[1].parts
-
-
-def test_a_modality_with_a_parameter_rng_is_reproducible(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "a.tar", [{"__key__": str(n), "npy": cloud(20, n), "txt": b"x"} for n in range(6)])
-    jittered = od.ShardDataset(path, od.Recipe(points=Jittered()))
-    options = {"global_batch_tokens": None, "global_batch_size": 3}
-    assert epochs_of(one(jittered, **options)) == epochs_of(one(jittered, num_threads=2, **options))
-    first, second = (batch.media["points"].points for batch in one(jittered, shuffle=False, **options))
-    assert not torch.equal(first, second)
-
-
 def test_what_fails_is_a_failure_of_its_sample(dataset: od.ShardDataset) -> None:
     wrong = od.ShardDataset(dataset.urls, recipe(cropped))
     line = cropped.__code__.co_firstlineno
@@ -172,14 +128,3 @@ def test_what_fails_is_a_failure_of_its_sample(dataset: od.ShardDataset) -> None
     loader = one(wrong, on_error=od.ErrorPolicy("skip", max_failures=None))
     list(loader)
     assert loader.stats()["failures"]["count"] == 3 * 6  # samples with an image
-
-
-def test_a_lambda_cannot_go_to_workers_and_the_error_says_what_can(dataset: od.ShardDataset) -> None:
-    with_lambda = od.Recipe(
-        image=od.ImagePreprocessor(augment=lambda pixels, rng: noisy(pixels, rng), augment_id="noisy"),
-        audio=RECIPE.audio,
-    )
-    own = od.ShardDataset(dataset.urls, with_lambda)
-    assert len(list(one(own)))
-    with pytest.raises(TypeError, match=r"augment is a lambda in line \d+ of .*test_augmentation.py, .*module"):
-        list(one(own, num_workers=1))

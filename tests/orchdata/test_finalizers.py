@@ -18,8 +18,6 @@ from orchdata.engines.engine import InlineEngine, PlainEngine
 from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.threads import ThreadPool
 from orchdata.finalizers import wait_for_finalizers
-from orchdata.post_balancing import loader as post_balancing
-from orchdata.post_balancing.prefetch import Prefetcher
 
 OURS = "orchdata finalizers"
 
@@ -45,14 +43,11 @@ def leave_in_a_cycle(items: Any) -> None:
     cycle.append(cycle)
 
 
-def collected(*, elsewhere: bool) -> None:
-    if elsewhere:
-        thread = threading.Thread(target=gc.collect, name="collects", daemon=True)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive(), "the collector waits"
-    else:
-        gc.collect()
+def collected() -> None:
+    thread = threading.Thread(target=gc.collect, name="collects", daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the collector waits"
     wait_for_finalizers()
 
 
@@ -69,7 +64,6 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str
     return seen
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize(
     ("data", "options", "kind", "end"),
     [
@@ -80,12 +74,12 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str
     ids=["threads", "processes", "torch's processes"],
 )
 def test_the_collector_ends_no_engine_itself(
-    data: Any, options: Any, kind: Any, end: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    data: Any, options: Any, kind: Any, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = od.DataLoader(data, batch_size=2, **options)
     seen = threads_of(monkeypatch, kind, end)
     leave_in_a_cycle(loader)
-    collected(elsewhere=elsewhere)
+    collected()
     assert seen == {OURS}
 
     seen.clear()
@@ -121,40 +115,3 @@ def test_an_engine_that_ends_with_the_collecting_thread_is_no_deadlock() -> None
     goes_on.set()
     wait_for_finalizers()
     assert ended == [True]
-
-
-def test_persistent_workers_outlive_an_iteration_that_the_collector_ends() -> None:
-    loader = od.DataLoader(Numbers(40), batch_size=2, num_workers=1, persistent_workers=True)
-    leave_in_a_cycle(loader)
-    collected(elsewhere=True)
-    assert len(list(loader)) == 20
-    loader.close()
-
-
-class Steps:
-    """In the place of `StepMaker`."""
-
-    state = None
-    group = SimpleNamespace(check_others=lambda: None)
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
-
-    def make(self, *, closing: bool) -> Any:
-        batch = SimpleNamespace(step=0)
-        return None if closing else SimpleNamespace(batch=batch, exhausted=False, state=None)
-
-
-def test_the_collector_ends_no_iteration_of_post_balance_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_balancing, "StepMaker", Steps)
-    monkeypatch.setattr(post_balancing.PostStats, "timed", lambda self, steps: steps)
-    seen = threads_of(monkeypatch, Prefetcher, "close")
-    group: Any = SimpleNamespace(size=2, connected=True)
-    balanced = post_balancing.PostBalanced([], lambda sample: 1, None, group, None)  # type: ignore[arg-type]
-    leave_in_a_cycle(balanced)
-    collected(elsewhere=True)
-    assert seen == {OURS}
-    for _ in balanced:
-        break
-    assert seen == {OURS, "MainThread"}
-    assert not balanced._running

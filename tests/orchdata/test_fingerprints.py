@@ -103,57 +103,6 @@ def test_fingerprints_of_plain_recipes_stay(recipe: od.Recipe, fingerprint: str)
     assert recipe.fingerprint() == fingerprint
 
 
-def test_a_recipe_is_a_value() -> None:
-    recipe = od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("CLS",), audio=None)
-    again = pickle.loads(pickle.dumps(recipe))
-    assert again == recipe and hash(again) == hash(recipe) and again.fingerprint() == recipe.fingerprint()
-    assert list(recipe.modalities) == ["image", "points", "tracks"] and recipe.audio is None and again.audio is None
-    for other in (
-        od.Recipe(points=Points(group=2), tracks=Tracks(), keep=("cls",), audio=None),
-        od.Recipe(points=Points(group=3), tracks=Tracks(), audio=None),
-        od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("cls",)),
-        od.Recipe(points=Points(group=3), keep=("cls",), audio=None),
-    ):
-        assert other != recipe and other.fingerprint() != recipe.fingerprint()
-    assert (
-        eval(repr(recipe), {name: getattr(od, name) for name in NAMES} | {"Points": Points, "Tracks": Tracks}) == recipe
-    )
-    with pytest.raises(AttributeError, match="cannot assign"):
-        recipe.points = Points()  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="cannot assign"):
-        recipe.audio = None  # type: ignore[misc]
-
-
-class Wordy:
-    """A tokenizer whose repr has its whole vocabulary."""
-
-    def __call__(self, text: str) -> list[int]:
-        return [len(text)]
-
-    def __repr__(self) -> str:
-        return "Wordy(" + "word, " * 1000 + ")"
-
-
-def test_the_repr_of_a_recipe_has_what_differs_from_the_defaults() -> None:
-    assert repr(od.Recipe()) == "Recipe()"
-    recipe = od.Recipe(
-        image=od.ImagePreprocessor(max_tokens=64),
-        audio=None,
-        limits=od.Limits(key_bytes=9),
-        keep=("cls",),
-    )
-    assert repr(recipe) == (
-        "Recipe(image=ImagePreprocessor(max_tokens=64), audio=None, limits=Limits(key_bytes=9), keep=('cls',))"
-    )
-    wordy = od.Recipe(text=od.TextPreprocessor(Wordy(), id="wordy"))
-    assert repr(wordy).startswith("Recipe(text=TextPreprocessor(tokenizer=<Wordy>, id='wordy'")
-    chats = od.Recipe(text=od.TextPreprocessor(template=od.ChatTemplate(suffix="|")))
-    assert "template=ChatTemplate(suffix='|')" in repr(chats)
-
-
-NAMES = ("Recipe", "ImagePreprocessor", "AudioPreprocessor", "TextPreprocessor", "ChatTemplate", "Limits")
-
-
 class Loose(od.Modality):
     """Not a dataclass: what it holds is no part of it."""
 

@@ -37,45 +37,6 @@ def fields_of(path: str | Path, recipe: od.Recipe) -> dict[str, Mapping[str, Any
     return {sample.key: sample.fields for sample in samples}
 
 
-def test_kept_fields_go_with_a_sample_as_bytes(tmp_path: Path) -> None:
-    meta = b'{"source": "web"}'
-    samples = [
-        {"__key__": "a", "npy": cloud(5), "txt": b"<points> a", "cls": b"3", "json": meta, "md": b"no"},
-        {"__key__": "b", "txt.gz": gzip.compress(b"zipped"), "0.cls": b"\0\xff", "side.cls": b"x"},
-        {"__key__": "c", "txt": b"plain"},
-    ]
-    shard = write_shard(tmp_path / "a.tar", samples)
-    assert fields_of(shard, od.Recipe(**OWN)) == {"a": {}, "b": {}, "c": {}}
-    assert fields_of(shard, od.Recipe(**OWN, keep=("cls", "json"))) == {
-        "a": {"cls": b"3", "json": meta},
-        "b": {"0.cls": b"\0\xff", "side.cls": b"x"},
-        "c": {},
-    }
-    assert fields_of(shard, od.Recipe(**OWN, keep=("txt", "npy"))) == {
-        "a": {"txt": b"<points> a", "npy": cloud(5)},
-        "b": {"txt.gz": b"zipped"},
-        "c": {"txt": b"plain"},
-    }
-
-
-def test_kept_columns_of_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    table = {
-        "id": ["a", "b"],
-        "text": ["one", "two"],
-        "embedding": pa.array([b"\0\1", None], pa.binary()),
-        "url": ["x.com", "y.com"],
-        "label": [3, 4],
-        "points": pa.array([cloud(4), cloud(5)], pa.binary()),
-    }
-    pq.write_table(pa.table(table), path)
-    kept = ("embedding", "url", "points", "label")
-    assert fields_of(path, od.Recipe(**OWN, keep=kept)) == {
-        "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4), "label": 3},
-        "b": {"url": b"y.com", "points": cloud(5), "label": 4},
-    }
-
-
 def test_keeping_changes_nothing_else(shard: str) -> None:
     keeping = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN, keep=("json", "track", "npy"))
     received = delivered([list(loader(shard, recipe=keeping, balance=od.Balance(assignment="per_phase")))])
@@ -113,12 +74,6 @@ def labelled(tmp_path: Path) -> str:
 
 
 LABELS = {"s0": b"0", "s1": b"1", "s2": b"2", "s3": None, "s4": b"4", "s5": b"5"}
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"collate_fn": od.Padded()}], ids=str)
-def test_batches_have_kept_fields(labelled: str, options: dict[str, Any]) -> None:
-    assert all(batch.fields == {} for batch in batches_of(labelled, ()))
-    assert kept_of(batches_of(labelled, ("cls",), **options)) == {key: {"cls": LABELS[key]} for key in LABELS}
 
 
 def test_values_are_of_the_type_of_the_container(tmp_path: Path) -> None:
@@ -179,22 +134,6 @@ def test_a_mixture_has_the_fields_of_all_sources(labelled: str, tmp_path: Path) 
     assert all(fields == {"cls": LABELS.get(key)} for key, fields in found.items())
 
 
-def test_peers_get_what_their_reader_sends(labelled: str) -> None:
-    for batch in batches_of(labelled, ("cls", "txt")):
-        message = describe({"batches": plain([batch], batch.plan)})
-        buffer = np.empty(message.num_bytes, np.uint8)
-        message.write_to(buffer)
-        (received,) = revive(read(buffer)["batches"], batch.plan)
-        assert received.fields == batch.fields and received.samples == batch.samples
-
-
-def test_a_name_that_no_sample_has_is_warned_of_once(labelled: str) -> None:
-    with pytest.warns(UserWarning, match="Recipe.keep names 'clz', and no sample of") as seen:
-        batches = batches_of(labelled, ("cls", "clz"))
-        batches_of(labelled, ("cls", "clz"))
-    assert len(seen) == 1 and all(set(batch.fields["clz"]) == {None} for batch in batches)
-
-
 # Names of fields are in order, as older releases of pyarrow sort them.
 TYPED = {
     "label": [3, None, 1 << 40],
@@ -250,22 +189,6 @@ def test_columns_and_keys_have_their_types(
         assert repr(batch.fields[name]) == repr(expected), name
 
 
-def test_what_is_kept_changes_no_plan_and_no_count(typed: dict[str, str]) -> None:
-    for container in ("parquet", "jsonl"):
-        plain, keeping = (
-            od.ShardDataset(typed[container], recipe=od.Recipe(keep=keep)).index() for keep in ((), ("vector", "meta"))
-        )
-        assert plain.llm_tokens.tolist() == keeping.llm_tokens.tolist() and plain.totals["bad"] == 0
-
-
-def test_times_are_text_and_keys_of_rows_are_kept(typed: dict[str, str]) -> None:
-    dataset = od.ShardDataset(typed["parquet"], recipe=od.Recipe(keep=("when", "id")))
-    (batch,) = od.DataLoader(dataset, batch_size=4)
-    assert set(batch.fields["when"]) == {str(DAY)}
-    assert batch.fields["id"] == [key for _, key in batch.sample_ids]
-    assert dataset[0].fields == {"id": "a", "when": str(DAY)}
-
-
 def test_kept_keys_of_tables_and_of_members(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,text,rating\na,one,3\nb,two,\n")
     dataset = od.ShardDataset(tmp_path / "a.csv", recipe=od.Recipe(keep=("score",)), columns={"rating": "score"})
@@ -291,13 +214,6 @@ def test_a_value_that_is_nested_too_deeply_fails_its_sample(tmp_path: Path) -> N
     with pytest.raises(od.DataError, match="sample 'a', field 'deep': a value of lists and dicts nested more than 48"):
         batches_of(tmp_path / "a.jsonl", ("deep",))
     assert kept_of(batches_of(tmp_path / "a.jsonl", ("deep",), on_error=od.ErrorPolicy("skip", max_failures=9)))
-
-
-def test_a_key_that_no_record_has_is_warned_of(typed: dict[str, str]) -> None:
-    with pytest.warns(
-        UserWarning, match="names 'scor', and no sample .* field, no key of 3 of its records, but .*'Score'"
-    ):
-        batches_of(typed["jsonl"], ("scor", "label"))
 
 
 def test_peers_get_values_of_any_type(typed: dict[str, str]) -> None:
@@ -378,31 +294,3 @@ def test_a_function_is_called_once_for_a_decode(tmp_path: Path, container: str) 
     assert dataset[2].fields["label"] == 3 and function.calls == 2 * len(rows) + 1
     if container == "jsonl":  # the record that the function gets and the one that it makes are read together
         assert packed.stats()["reads"]["storage_bytes"] == Path(path).stat().st_size - len(rows)
-
-
-def no_dict(record: dict[str, Any]) -> dict[str, Any]:
-    return {"text": "a", "fields": ["label"]}
-
-
-def test_added_fields_are_a_dict_and_names_of_others_are_warned_of(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "q", "answer": "a"}\n')
-    texts: Any = {"image": None, "audio": None}
-    with pytest.raises(od.DataError, match=r'no_dict.*returned "fields" that is a list: return a dict'):
-        od.DataLoader(od.ShardDataset(path, od.Recipe(keep=("label",), record=no_dict, **texts)), batch_size=1)
-    with pytest.warns(UserWarning, match=r"Recipe.keep names 'score'.*'Label', 'pair'") as caught:
-        od.DataLoader(od.ShardDataset(path, od.Recipe(keep=("score",), record=with_fields, **texts)), batch_size=1)
-    assert "__record__" not in str(caught[0].message)
-
-
-def leaves_all_out(record: dict[str, Any]) -> None:
-    return None
-
-
-def test_a_function_that_leaves_all_samples_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n')
-    for keep in ((), ("label",)):
-        recipe = od.Recipe(image=None, audio=None, keep=keep, record=leaves_all_out)
-        with pytest.raises(ValueError, match="Recipe.record returned None for all 1 samples"):
-            od.DataLoader(od.ShardDataset(path, recipe), batch_size=1)

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_factory import RECIPE, audio, jpeg
+from shard_factory import RECIPE, jpeg
 
 import orchdata as od
 
@@ -127,28 +127,6 @@ def test_layout_of_records(tmp_path: Path, functions: Any, name: str) -> None:
     dataset = od.ShardDataset(url, recipe(getattr(functions, name)), media_root=tmp_path)
     assert [_spoken(text_of(dataset[number])) for number in range(len(dataset))] == texts
     assert dataset.index().totals["bad"] == 0
-
-
-def test_layouts_of_names_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(audio(0.3))
-    for row, columns in (
-        ({"path": "a.wav", "sentence": "<audio>one", "up_votes": 2}, {"sentence": "text", "path": "audio"}),
-        ({"audio_filepath": "a.wav", "text": "<audio>one", "duration": 0.3}, {"audio_filepath": "audio"}),
-    ):
-        url = jsonl(tmp_path / f"{len(columns)}.jsonl", [row])
-        dataset = od.ShardDataset(url, RECIPE, media_root=tmp_path, columns=columns)
-        assert text_of(dataset[0]) == "<audio>one"
-
-
-def test_functions_of_the_page_have_at_most_five_lines() -> None:
-    assert len(BLOCKS) == 7
-    assert max(len(block.strip().splitlines()) for block in BLOCKS) <= 6  # with `def`
-
-
-def test_text_field_of_records(tmp_path: Path) -> None:
-    url = jsonl(tmp_path / "a.jsonl", [{"query": "one", "n": 1}])
-    text = od.TextPreprocessor(fields=("query",))
-    assert text_of(od.ShardDataset(url, od.Recipe(text=text))[0]) == "one"
 
 
 def _spoken(text: str) -> str:

@@ -65,9 +65,7 @@ def test_a_clone_next_to_an_installed_wheel_is_an_error_that_names_the_clone(tmp
     assert imported(clone, "-P", *ALONE, path=str(site)) == (0, str(site / "orchdata" / "__init__.py"))
 
 
-@pytest.mark.parametrize(
-    "layout", ["checkout", "link to the checkout", "elsewhere", "wheel", "link to the wheel", "links"]
-)
+@pytest.mark.parametrize("layout", ["checkout", "link to the checkout", "wheel", "link to the wheel"])
 def test_layouts_of_one_copy_are_imported(tmp_path: Path, layout: str) -> None:
     cwd, options, path = tmp_path, ALONE, ""
     if layout == "checkout":
@@ -75,15 +73,6 @@ def test_layouts_of_one_copy_are_imported(tmp_path: Path, layout: str) -> None:
     elif layout == "link to the checkout":
         (tmp_path / "link").symlink_to(REPOSITORY)
         options, path = (), str(tmp_path / "link")
-    elif layout == "elsewhere":
-        options = ()
-    elif layout == "links":  # of files, one by one, as strict editable installs and build tools have it
-        path = str(installed(tmp_path / "site of nothing else"))
-        shutil.rmtree(tmp_path / "site of nothing else" / "orchdata")
-        for file in (*FACE, "loaders/__init__.py"):
-            link = tmp_path / "orchdata" / file
-            link.parent.mkdir(exist_ok=True)
-            link.symlink_to(installed(tmp_path / file.replace("/", " ")) / "orchdata" / file)
     else:
         site = installed(tmp_path / "site")
         if layout == "link to the wheel":

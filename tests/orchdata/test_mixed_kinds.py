@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,8 +22,6 @@ from hypothesis import strategies as st
 from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("same_cache")
@@ -190,66 +187,3 @@ def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.Shard
         contents.append([[sorted(x for share in step for x in share[kind]) for kind in (0, 1)] for step in shares])
     assert len(contents[0]) > 4
     assert contents[1:] == contents[:1] * 3
-
-
-def plans_of(loader: od.DataLoader, epoch: int = 0) -> list[Plan]:
-    spec = loader._runtime.prepared.spec.plan
-    return [make_plan(spec, StepTask(epoch, step)) for step in range(loader._runtime.prepared.steps.count(epoch))]
-
-
-@pytest.mark.parametrize("scope", ["grouped", "grid"])
-@pytest.mark.parametrize("size", [{"global_batch_tokens": 1600}, {"global_batch_size": 32}])
-def test_groups_read_their_own_streams_of_every_source(tmp_path: Path, scope: Any, size: dict[str, int]) -> None:
-    """Of 8 streams on 8 ranks in 4 groups: grouped, what a rank gets is of its group's quarter of each source."""
-    texts = [{"__key__": f"{number:05d}", "txt": b"x" * (20 + number % 60)} for number in range(1600)]
-    names = {"a": texts, "b": texts[:800]}
-    sources = {
-        name: od.Source(od.ShardDataset(write_shard(tmp_path / f"{name}.tar", each), RECIPE))
-        for name, each in names.items()
-    }
-    for source in sources.values():
-        source.dataset.index()  # type: ignore[union-attr]
-    mixed = od.Mixture(sources, stop="first")
-    balance = od.Balance(scope=scope, group_size=2)
-    streamed, plain = (
-        od.DataLoader(mixed, dp=(0, 8), shuffle=od.Shuffle(streams=streams), balance=balance, **size)
-        for streams in (8, 1)
-    )
-    own = [float(np.mean([plan.own_streams(rank) for plan in plans_of(streamed) for rank in range(8)]))]
-    own.append(_own_quarter(plans_of(streamed), [1600, 800]))
-    own.append(_own_quarter(plans_of(plain), [1600, 800]))
-    # Counts of samples, and where a turn begins, leave some at the borders between groups to others.
-    assert own[0] == 1.0 if scope == "grouped" else own[0] > 0.3
-    assert own[1] > (0.85 if scope == "grouped" else 0.3)
-    assert own[2] < 0.3
-
-
-def _own_quarter(plans: list[Plan], sizes: list[int]) -> float:
-    """How many of a group's samples lie in its quarter of their source."""
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    mine = [(plan.row - first[plan.source]) * 4 // np.array(sizes)[plan.source] == plan.rank // 2 for plan in plans]
-    return float(np.mean(np.concatenate(mine)))
-
-
-def test_streams_are_part_of_the_state(data: dict[str, od.ShardDataset]) -> None:
-    mixed = mixture(data, stop="all", by="tokens", staged=False, weights=(1, 1, 1, 1, 1))
-    ours, other = (
-        od.DataLoader(mixed, dp=(0, 1), global_batch_size=8, shuffle=od.Shuffle(streams=streams), num_threads=0)
-        for streams in (2, 3)
-    )
-    next(iter(ours))
-    with pytest.raises(od.StateError, match=r"shuffle\.streams is 2 in the state and 3 here"):
-        other.load_state_dict(ours.state_dict())
-
-
-def test_a_long_sample_that_is_left_out_asks_for_no_longer_epoch(tmp_path: Path) -> None:
-    texts = [{"__key__": f"{number}", "txt": b"x" * (1000 if number == 3 else 10)} for number in range(9)]
-    dataset = od.ShardDataset(write_shard(tmp_path / "texts.tar", texts), RECIPE)
-
-    def loader(dataset: od.ShardDataset) -> od.DataLoader:
-        mixed = od.Mixture({"a": od.Source(dataset)}, stop="repeat", epoch_tokens=200)
-        return od.DataLoader(mixed, dp=(0, 1), global_batch_size=4)
-
-    with pytest.raises(ValueError, match="epoch_tokens=200 is less than one sample has, 1000"):
-        loader(dataset)
-    assert len(loader(dataset.filter("tokens < 100"))) == 5  # 20 samples of 10 tokens

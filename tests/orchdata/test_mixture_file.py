@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from shard_factory import RECIPE, chat, omni_shards, write_shard
 from typer.testing import CliRunner
 
@@ -40,13 +39,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def images(folder: Path) -> Path:
-    (folder / "images").mkdir()
-    Image.new("RGB", (56, 56)).save(folder / "images" / "a.png")
-    return folder / "images"
-
-
 def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
     mixture = read_mixture(folder / "mix.yaml", RECIPE, allow_recipes=True)
     assert [leaf.name for leaf in mixture.leaves] == ["omni", "words/chat", "words/text"]
@@ -68,39 +60,6 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     assert report["sources"]["words/text"]["passes"] > 2
     table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2", *size])
     assert "What sources give in an epoch" in table.stdout
-
-
-def test_a_source_may_be_filtered(folder: Path) -> None:
-    file = folder / "mix.yaml"
-    file.write_text(MIX.replace("weight: 3", 'filter: "image_parts > 0"', 1))
-    report = json.loads(CliRunner().invoke(app, ["profile", str(file), ALLOW, "--ranks", "2", "--json"]).stdout)
-    (omni,) = [leaf.dataset for leaf in read_mixture(file, RECIPE, allow_recipes=True).leaves if leaf.name == "omni"]
-    assert report["sources"]["omni"]["usable"] == len(omni) == 12  # three kinds of five have images
-    assert (report["samples"], report["unchosen"]) == (12 + 9 + 7, 8)
-    assert report["modalities"]["image"]["samples"] == 12
-    refused = CliRunner().invoke(app, ["profile", str(file), "--filter", "tokens < 9"])
-    assert refused.exit_code == 1
-    assert "give the sources in" in refused.output
-
-
-def test_numbers_are_read_as_in_json(folder: Path) -> None:
-    file = folder / "mix.yaml"
-    file.write_text(MIX.replace("weight: 3", "weight: 3e-1").replace("weight: 2", "weight: +2.E-2"))
-    mixture = read_mixture(file, RECIPE, allow_recipes=True)
-    assert mixture.sources["omni"].weight == 0.3
-    assert mixture.sources["words"].dataset.sources["chat"].weight == 0.02  # type: ignore[union-attr]
-
-
-def test_a_source_of_records_names_the_folder_of_its_media(folder: Path, images: Path) -> None:
-    (folder / "records.jsonl").write_text('{"image": "a.png", "text": "words"}\n')
-    file = folder / "mix.yaml"
-    file.write_text("sources: {records: {paths: records.jsonl, media_root: images}}")
-    result = CliRunner().invoke(app, ["profile", str(file), "--ranks", "2", "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["modalities"]["image"]["samples"] == 1
-    refused = CliRunner().invoke(app, ["profile", str(file), "--media-root", str(images)])
-    assert refused.exit_code == 1
-    assert "a `media_root:` each" in refused.output
 
 
 def test_recipes_of_a_file_are_imported_where_the_command_allows_it(

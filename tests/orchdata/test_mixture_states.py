@@ -44,23 +44,6 @@ def test_a_state_is_small_with_many_stages_and_sources(data: dict[str, od.ShardD
         loaders(other, 1, state)
 
 
-def test_equal_weights_again_at_a_resume_change_nothing(data: dict[str, od.ShardDataset]) -> None:
-    mixed = mixture(data, (5, 3, 1))
-    expected = [planned(step) for step in steps_of(loaders(mixed, 1))]
-    ours = loaders(mixed, 2)
-    first = [planned(step) for step in steps_of(ours, 4)]
-    again = mixture(data, stages=[(0, {"omni": 10, "chat": 6, "text": 2}), (900, {"omni": 5, "chat": 3, "text": 1})])
-    state = ours[0].state_dict()
-    rest = [planned(step) for step in steps_of(loaders(again, 1, state))]  # needs no `allow`
-    assert [*first, *rest] == expected
-    # With other weights before: the present ones are the same.
-    other = mixture(data, stages=[(0, {"text": 1}), (900, {"omni": 5, "chat": 3, "text": 1})])
-    (later,) = loaders(other, 1, state, ("weights",))
-    second = [planned(step) for step in steps_of([later], 3)]
-    third = [planned(step) for step in steps_of(loaders(other, 2, later.state_dict()))]
-    assert sorted(x for step in (*first, *second, *third) for x in step) == sorted(x for step in expected for x in step)
-
-
 def test_a_state_that_says_what_cannot_be_is_refused(data: dict[str, od.ShardDataset]) -> None:
     mixed = mixture(data, stages=list(zip((0, 2000, 4500), WEIGHTS, strict=True)))
     (loader,) = loaders(mixed, 1)

@@ -71,33 +71,23 @@ def _modules() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", [module for module in _modules() if not module.startswith(tuple(ALLOWED))])
-def test_module_names_no_modality(module: str) -> None:
-    assert named((REPOSITORY / module).read_text()) == []
-
-
-@pytest.mark.parametrize("allowed", ALLOWED)
-def test_what_is_allowed_is_needed(allowed: str) -> None:
-    modules = [module for module in _modules() if module.startswith(allowed)]
-    assert any(named((REPOSITORY / module).read_text()) for module in modules)
+def test_no_module_names_a_modality_but_those_that_are_allowed() -> None:
+    naming = {module: words for module in _modules() if (words := named((REPOSITORY / module).read_text()))}
+    assert {module: words for module, words in naming.items() if not module.startswith(tuple(ALLOWED))} == {}
+    for allowed in ALLOWED:
+        assert any(module.startswith(allowed) for module in naming), f"{allowed} needs no exception"
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("batch.image", ["image"]),
-        ("num_images = 3", ["num_images"]),
         ("def decode_audio(): pass", ["decode_audio"]),
-        ("class ImagePreprocessor: pass", ["ImagePreprocessor"]),
         ("from orchdata.loaders.modalities.image import x", ["orchdata.loaders.modalities.image"]),
-        ("import audio.wave as y", ["audio.wave"]),
         ("f(audio=1)", ["audio"]),
-        ("def f(*, image): pass", ["image"]),
         ("PHASES = ('image', 'llm')", ["image"]),
         ("x = f'{n} audio clips'", [" audio clips"]),
-        ('"""Reads an image."""', []),
         ('def f():\n    """Reads an image."""', []),
-        ("x = 1\n'''As an image has.'''", []),
         ("# an image\nimagine, audiology = pilgrimage", []),
     ],
 )

@@ -39,15 +39,6 @@ def test_a_batch_larger_than_the_data_warns_once(tmp_path: Path, options: dict[s
         assert (len(loader), list(loader), list(loader)) == (0, [], [])
 
 
-def test_a_mixture_warns_too(tmp_path: Path) -> None:
-    mixture = od.Mixture({name: od.Source(texts(tmp_path, name)) for name in "ab"})
-    with pytest.warns(UserWarning, match="no steps: 40 usable rows of 40 samples.*make the batch smaller"):
-        od.DataLoader(mixture, batch_size=100, drop_last=True)
-    mixture = od.Mixture({name: od.Source(texts(tmp_path, name).filter("key == 'b1'")) for name in "ab"})
-    with pytest.raises(ValueError, match="source 'a' has no usable sample: leave it out of the mixture"):
-        od.DataLoader(mixture, batch_size=1)
-
-
 @pytest.mark.parametrize("ranks", [(0, 1), (2, 4)])
 def test_a_choice_that_leaves_nothing_is_an_error_of_the_iteration(tmp_path: Path, ranks: tuple[int, int]) -> None:
     chosen = texts(tmp_path).filter("tokens > 900").split("train", 0.5)
@@ -58,11 +49,6 @@ def test_a_choice_that_leaves_nothing_is_an_error_of_the_iteration(tmp_path: Pat
     for iterate in (loader, loader.steps()):
         with pytest.raises(ValueError, match=f"{said}, so there is no step to iterate: choose other bounds"):
             iter(iterate)  # type: ignore[call-overload]
-
-
-def test_a_choice_of_few_samples_is_none(tmp_path: Path) -> None:
-    loader = od.DataLoader(texts(tmp_path).filter("tokens > 19"), batch_size=2)
-    assert len(list(loader)) == len(loader) == 1
 
 
 @pytest.mark.parametrize("collate", [default_collate, default_convert, partial(default_collate)])

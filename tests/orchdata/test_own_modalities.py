@@ -7,50 +7,34 @@ What each sample must get is written down in `own_samples`, from its bytes.
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_modalities_job
 import pytest
 import torch
-from own_modalities import Bad, Points, Posed, Tracks, cloud, track
+from own_modalities import Bad, Posed, Tracks, cloud, track
 from own_samples import (
-    COST,
     EXPECTED,
-    GROUP,
     OWN,
     RECIPE,
     SAMPLES,
-    STRIDE,
     carry,
     delivered,
     differ,
     encoded,
     features_of,
     loader,
-    token_rows,
-    track_rows,
 )
-from rank_jobs import run_ranks
 from shard_factory import RECIPE as PLAIN
-from shard_factory import chat, write_shard
-from typer.testing import CliRunner
+from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.cli import app
-from orchdata.engines.processes.message import plain, revive
 from orchdata.planning.layout import Layout
-from orchdata.profiling.profile import profile
-from orchdata.ranks.wire import describe, read
 
 LAYOUTS: tuple[Layout, ...] = (
-    od.Packed(),
     od.Packed(positions="mrope", multiple_of=8),
-    od.Padded(),
     od.Padded(encoders="padded", positions="mrope"),
 )
 ONE = od.Balance(scope="none")
@@ -69,18 +53,17 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("mixed") / "mixed.tar", SAMPLES)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["packed", "packed mrope", "padded", "padded all mrope"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["packed mrope", "padded all mrope"])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_every_sample_gets_its_own(shard: str, balance: str, layout: Layout, num_ranks: int) -> None:
-    balancing = BALANCES[balance]
+def test_every_sample_gets_its_own(shard: str, balance: str, layout: Layout) -> None:
+    balancing, num_ranks = BALANCES[balance], 3
     if layout == od.Padded(encoders="padded", positions="mrope") and balancing.max_tokens:
         balancing = replace(balancing, max_tokens=260)  # padding of encoders is not planned
     options = {"balance": balancing, "collate_fn": layout}
     steps = [list(loader(shard, rank, num_ranks, **options)) for rank in range(num_ranks)]
     assert differ(delivered(steps), EXPECTED, mrope=layout.positions == "mrope") == []
     assert ("microbatches" in balance) == any(batch.num_microbatches > 1 for batch in steps[0])
-    if num_ranks > 1 and "per phase" in balance:
+    if "per phase" in balance:
         for name in OWN:
             routes = [batch.route(name) for batches in steps for batch in batches]
             assert any(int(route.send_rows.sum() - route.send_rows[route.rank]) for route in routes)
@@ -96,11 +79,6 @@ def test_what_is_another_samples_would_be_seen(shard: str) -> None:
     received[clouds[1]].labels[-1] = -100
     received[clouds[2]].mrope[1] = received[clouds[2]].mrope[1][::-1]
     assert sorted(differ(received, EXPECTED, mrope=False)) == sorted([*clouds[:3], tracks[0]])
-
-
-def test_threads_build_the_same(shard: str) -> None:
-    one = delivered([list(loader(shard, num_threads=2, balance=BALANCES["per phase"]))])
-    assert differ(one, EXPECTED, mrope=False) == []
 
 
 # The batch's face
@@ -144,23 +122,6 @@ def test_merge_puts_features_where_they_belong_and_asks_for_all(shard: str) -> N
         batch.merge(embeds, features | {"lidar": features["points"]})
     with pytest.raises(ValueError, match="tracks tokens, the features have"):
         batch.merge(embeds, features | {"tracks": features["tracks"][1:].repeat(2, 1)})
-
-
-def test_costs_decide_who_gets_what(tmp_path: Path) -> None:
-    samples = [{"__key__": f"s{n}", "npy": cloud(80 if n in (0, 1, 4, 5) else 4, n), "txt": b"text"} for n in range(8)]
-    shard = write_shard(tmp_path / "a.tar", samples)
-    recipe = od.Recipe(points=Points())
-    cost = od.CostModel(points=od.PhaseCost(1.0), llm=od.PhaseCost(0.001))
-    options: dict[str, Any] = {"recipe": recipe, "global_batch_size": 8, "cost": cost}
-    plan = next(iter(loader(shard, 0, 4, **options))).plan
-    in_turn = next(iter(loader(shard, 0, 4, balance=ONE, **options))).plan
-    unit = int(plan.loads("points").sum()) // 336
-    assert (plan.loads("points") / unit).tolist() == [84] * 4
-    assert (in_turn.loads("points") / unit).tolist() == [160, 160, 8, 8]
-    with pytest.raises(ValueError, match="the cost model names phase 'tracks', and the recipe has no modality"):
-        loader(shard, **options | {"cost": COST})
-    with pytest.raises(ValueError, match="names phase 'points'"):
-        loader(shard, **options | {"recipe": od.Recipe()})
 
 
 @pytest.mark.parametrize("layout", [od.Packed(), od.Padded(encoders="padded")], ids=["packed", "padded"])
@@ -236,61 +197,6 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
         assert [index.failure(int(row)).key for row in index.bad_rows()] == bad
 
 
-def test_steps_travel_to_peers_as_they_are(shard: str) -> None:
-    batches = list(loader(shard, 0, 3, balance=BALANCES["per phase"]))
-    message = describe([plain(batch, batch.plan) for batch in batches])
-    received = np.empty(message.num_bytes, np.uint8)
-    message.write_to(received)
-    for batch, again in zip(batches, [revive(each, batches[0].plan) for each in read(received)], strict=True):
-        for name, part in batch.media.items():
-            for array, tensor in part.arrays.items():
-                theirs = again.media[name].arrays[array]
-                assert theirs.dtype == tensor.dtype and torch.equal(theirs, tensor)
-            assert torch.equal(again.llm.media_positions[name], batch.llm.media_positions[name])
-            assert np.array_equal(again.route(name).send_rows, batch.route(name).send_rows)
-
-
-def test_a_state_of_other_parameters_is_refused(shard: str) -> None:
-    one = loader(shard)
-    next(iter(one))
-    state = one.state_dict()
-    loader(shard).load_state_dict(state)
-    other = loader(
-        shard, recipe=od.Recipe(image=PLAIN.image, audio=PLAIN.audio, points=Points(group=5), tracks=Tracks())
-    )
-    with pytest.raises(od.StateError, match="points"):
-        other.load_state_dict(state)
-
-
-def test_the_command_line_profiles_them(shard: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "my_recipe.py").write_text(
-        "import orchdata as od\nfrom own_modalities import Points, Tracks\n"
-        "recipe = od.Recipe(points=Points(), tracks=Tracks())\n"
-        "cost = od.CostModel(points=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    arguments = ["profile", shard, "--recipe", "my_recipe:recipe", "--cost", "my_recipe:cost", "--ranks", "2"]
-    printed = CliRunner().invoke(app, arguments)
-    assert printed.exit_code == 0, printed.output
-    assert "points" in printed.output and "tracks *" not in printed.output and "tracks" in printed.output
-    profiled = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
-    assert profiled["balanced_phases"] == ["points", "llm"] and profiled["modalities"]["points"]["parts"] == 15
-
-
-def test_a_profile_counts_them_by_name(shard: str) -> None:
-    index = od.ShardDataset(shard, recipe=RECIPE).index()
-    profiled = profile(index, cost=COST, ranks=(2, 4), batch_size=2)
-    assert set(profiled.modalities) == {"text", "image", "audio", "points", "tracks"}
-    assert set(profiled.phases) == {"image", "audio", "points", "tracks", "llm"}
-    for name, key in (("points", "npy"), ("tracks", "track")):
-        having = [sample for sample in SAMPLES if any(field.endswith(key) for field in sample)]
-        tokens = sum(len(expected.features.get(name, ())) for expected in EXPECTED.values())
-        assert (profiled.modalities[name].samples, profiled.modalities[name].tokens) == (len(having), tokens)
-        assert profiled.phases[name].samples == len(having)
-        assert all(name in scale.phases for scale in profiled.scales)
-    assert "points" in json.dumps(profiled.to_dict())
-
-
 # What fails
 
 
@@ -299,7 +205,6 @@ REASONS = {
     "damaged": "not a .npy file: ",
     "shape": "decoded to points of shape (12, 3), the index says (13, 3): index again",
     "dtype": "decoded to float64, arrays() says float32",
-    "names": "decode() and arrays() differ in clouds, points",
     "too many": "decode() and arrays() differ in colors",
     "none": "cannot be decoded: AttributeError: ",
 }
@@ -399,73 +304,3 @@ def test_positions_of_another_shape_are_refused(tmp_path: Path) -> None:
     one = loader(shard, recipe=od.Recipe(tracks=Bent()), cost=None, collate_fn=od.Packed(positions="mrope"))
     with pytest.raises(ValueError, match=r"rope\(\) of tracks gave shape \(3, 1\) for .*, not \(3, 4\)"):
         list(one)
-
-
-# Fields that are kept
-
-
-def test_a_collate_fn_gets_parts_of_any_modality(shard: str) -> None:
-    samples: Sequence[od.Sample] = [sample for batch in loader(shard, collate_fn=list, balance=ONE) for sample in batch]
-    for sample in samples:
-        for name, per_token in (("points", GROUP), ("tracks", STRIDE)):
-            rows = []
-            for part in sample.parts:
-                if getattr(part, "modality", None) != name:
-                    continue
-                values = part.points if name == "points" else None
-                values = (
-                    torch.from_numpy(values)
-                    if values is not None
-                    else track_rows(part.tensor("values"), part.tensor("times"))
-                )
-                rows.append(token_rows(values.double(), per_token))
-            expected = EXPECTED[sample.key].features
-            assert (name in expected) == bool(rows)
-            assert not rows or torch.equal(torch.cat(rows), expected[name])
-    with_two = next(part for sample in samples for part in sample.parts if getattr(part, "modality", "") == "tracks")
-    with pytest.raises(ValueError, match="name one of the arrays of tracks: values, times"):
-        with_two.tensor()
-    with pytest.raises(AttributeError, match="a part of tracks has no 'colors'"):
-        with_two.colors  # noqa: B018
-
-
-# Training
-
-
-def training_samples() -> list[dict[str, Any]]:
-    """Steps of six in which a modality is missing on one rank, on both and on none; a cloud of 13 points fails."""
-    steps = ["tptbpt", "tttttt", "pppppp", "trtttt", "rbrbrr", "fptbrt", "b"]
-    samples = []
-    for number, kind in enumerate("".join(steps)):
-        points, length = cloud(13 if kind == "f" else 14 + 5 * (number % 7), number), track(4 + number % 9, number)
-        words = b"word " * (1 + number % 4)
-        both = {"npy": points, "track": length, "json": chat("<track> is <points>", words.decode())}
-        members: dict[str, dict[str, Any]] = {
-            "t": {"txt": words},
-            "p": {"npy": points, "txt": words},
-            "f": {"npy": points, "txt": words},
-            "r": {"0.track": length, "1.track": track(3), "txt": b"<track> and <track> " + words},
-            "b": both,
-        }
-        samples.append({"__key__": f"{kind}{number}", **members[kind]})
-    return samples
-
-
-def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "train.tar", training_samples())
-    od.ShardDataset(shard, recipe=own_modalities_job.RECIPE).index()
-    ranks = run_ranks(own_modalities_job.__file__, shard, num_ranks=2, folder=tmp_path)
-    for by_rank in ranks:
-        assert by_rank["moved"] > 1e-3
-        apart = {name: by_rank[name]["apart"] for name in own_modalities_job.CASES}
-        assert apart.pop("without loss_scale") > 1e-5  # or the comparison would say nothing
-        assert {name: distance for name, distance in apart.items() if not distance < 1e-9} == {}
-    for name, case in own_modalities_job.CASES.items():
-        seen = [by_rank[name] for by_rank in ranks]
-        assert [failure for each in seen for failure in each["failures"]] == [["f30", "npy"]]
-        assert (seen[0]["microbatches"] > 1) == case.microbatched
-        assert any(each["rows_away"] for each in seen) == (case.assignment == "per_phase")
-        # Dummies stood in on one rank, and on both.
-        for modality in ("points", "tracks"):
-            assert {0, 1, 2} == {sum(map(bool, had)) for had in zip(*[each[modality] for each in seen], strict=True)}
-        assert any(not all(had) for had in zip(*[each["samples"] for each in seen], strict=True))

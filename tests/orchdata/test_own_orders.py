@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -98,51 +97,6 @@ def test_plans_are_written_as_they_are_delivered(dataset: od.ShardDataset, tmp_p
     assert set(again["step"].to_pylist()) == {2, 3}
     with pytest.raises(ValueError, match="it needs an od.ShardDataset"):
         od.DataLoader(Numbers(5)).export_plan(tmp_path / "none.arrow")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"epochs": 3}, {"epochs": [-1]}, {"epochs": [0.5]}, {"epochs": "01"}]
-    + [{"steps": steps} for steps in ([0, 1], 3, range(-3, 2), range(10, 0, -1))],
-)
-def test_what_are_no_epochs_or_steps_writes_nothing(dataset: od.ShardDataset, tmp_path: Path, given: Any) -> None:
-    with pytest.raises(ValueError, match="epoch|steps"):
-        loader_of(dataset, 0, 1, batch_size=4).export_plan(tmp_path / "plan.arrow", **given)
-    assert not (tmp_path / "plan.arrow").exists()
-
-
-def test_exported_parts_say_who_encodes_them(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    """As each rank encodes them, per phase and at home; rows are those of the source's own index."""
-    mixture = od.Mixture({"a": od.Source(dataset), "b": od.Source(dataset)}, stop="all")
-    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0))
-    index, away = dataset.index(), {}
-    for assignment in ("per_phase", "joint"):
-        balance = od.Balance(assignment=assignment, max_tokens=400, oversize="own")
-        ours = [
-            loader_of(mixture, rank, 3, global_batch_tokens=900, shuffle=True, balance=balance, cost=cost)
-            for rank in range(3)
-        ]
-        ours[0].export_plan(tmp_path / "plan.arrow")
-        table = pa.ipc.open_file(tmp_path / "plan.arrow").read_all()
-        written: Counter[tuple[int, int, int, str]] = Counter()
-        encoded: Counter[tuple[int, int, int, str]] = Counter()
-        for row in table.to_pylist():
-            assert (row["shard"], row["key"]) == (index.shard_of(row["row"]).url, index.key(row["row"]))
-            parts = index.part_range(row["row"])
-            assert [part["part"] for part in row["parts"]] == list(range(len(parts)))
-            for part, number in zip(row["parts"], parts, strict=True):
-                assert part["modality"] == index.modality_of(number)
-                assert part["tokens"] == index.part_tokens[number]
-                assert part["positions"] == index.part_positions[number]
-                written[row["step"], row["microbatch"], part["rank"], part["modality"]] += part["tokens"]
-        for rank, loader in enumerate(ours):
-            for batch in loader:
-                for name, media in batch.media.items():
-                    if assignment == "per_phase" or name not in batch.llm.dummies:
-                        encoded[batch.step, batch.microbatch, rank, name] += media.num_tokens
-        assert written == +encoded
-        away[assignment] = sum(part["rank"] != row["rank"] for row in table.to_pylist() for part in row["parts"])
-    assert away["per_phase"] > 0 == away["joint"]
 
 
 _COLUMNS = ["epoch", "step", "source", "shard", "key", "rank", "microbatch"]

@@ -272,18 +272,6 @@ def test_rows_of_failed_parts_arrive_as_zeros(ranks: Ranks, name: str) -> None:
         assert failed == Counter(key for key, field in BROKEN if field.endswith(suffix))
 
 
-@every(case=lambda name: is_broken(name) and CASES[name].balance.get("scope") != "none")
-def test_some_failed_parts_were_encoded_away_from_home(ranks: Ranks, name: str) -> None:
-    """Guards the data above."""
-    away = [
-        key
-        for rank, each in enumerate(results(ranks, name))
-        for key, field in each["failures"]
-        if field != "txt" and key not in {key for batch in each["batches"] for key in batch["keys"]}
-    ]
-    assert away
-
-
 @every(case=is_broken)
 def test_each_failure_is_counted_once_where_it_was_met(ranks: Ranks, name: str) -> None:
     by_rank = results(ranks, name)
@@ -346,20 +334,6 @@ def test_a_loader_resumes_in_the_middle(ranks: Ranks) -> None:
         assert each["resumed"] == each["whole"]
         assert len(each["whole"]) == len(BROKEN_STEPS)
         assert each["state"] == by_rank[0]["state"]
-
-
-@every(scenario="threads")
-def test_threads_make_the_same_batches_as_none(ranks: Ranks) -> None:
-    for each in results(ranks, "threads"):
-        for data in ("good", "broken"):
-            assert each[f"{data}, 0"] == each[f"{data}, 2"]
-
-
-@every(scenario="compiled")
-def test_a_compiled_model_has_the_same_loss_and_gradients(ranks: Ranks) -> None:
-    for each in results(ranks, "compiled"):
-        for plain, compiled in zip(each["plain"], each["compiled"], strict=True):
-            assert compiled == pytest.approx(plain, rel=TOLERANCE)
 
 
 @every(scenario="budget")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -16,18 +15,6 @@ from orchdata.quarantine import read_quarantine, write_quarantine
 
 FAILURES = [DataError("a.tar", f"s{n}", "jpg", "a reason,\n of two lines \u2028 or three") for n in range(5)]
 PAIRS = [(failure.shard, failure.key) for failure in FAILURES]
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    for failures in (FAILURES, []):
-        write_quarantine(tmp_path / "bad.jsonl", failures)
-        assert read_quarantine(tmp_path / "bad.jsonl") == PAIRS[: len(failures)]
-
-
-def test_each_line_is_a_sample_for_other_programs(tmp_path: Path) -> None:
-    write_quarantine(tmp_path / "bad.jsonl", FAILURES)
-    rows = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
-    assert [DataError(**row) for row in rows] == FAILURES
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -57,19 +44,6 @@ def test_samples_that_a_user_takes_out_are_no_cut_where_he_says_so(tmp_path: Pat
     assert read_quarantine(path) == PAIRS[:-1]
 
 
-def test_lists_without_blanks_and_concatenated_ones_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    row = {"shard": "b.tar", "key": "ü\u2028", "note": "by hand"}
-    older = json.dumps(row, ensure_ascii=False) + "\r\n\n" + json.dumps({"shard": "c.tar", "key": "x"}) + "\n"
-    path.write_text("\ufeff" + older, encoding="utf-8")
-    mine = [("b.tar", "ü\u2028"), ("c.tar", "x")]
-    assert read_quarantine(path) == mine
-    write_quarantine(path, FAILURES)
-    written = path.read_text()
-    path.write_text(written + older + written, encoding="utf-8")
-    assert read_quarantine(path) == PAIRS + mine + PAIRS
-
-
 @pytest.mark.parametrize("line", ['{"shard": "a", "key": 1}', '["shard", "key"]', "[" * 50_000, "5", '"x"'])
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "bad.jsonl").write_text(line + "\n")
@@ -91,14 +65,6 @@ def test_a_write_that_fails_leaves_the_older_list(
         with pytest.raises(StorageError, match=r"bad\.jsonl: cannot be written: No space left"):
             write_quarantine(path, FAILURES)
     assert read_quarantine(path) == PAIRS[:1] and os.listdir(tmp_path) == ["bad.jsonl"]
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    for failures in (FAILURES, FAILURES[:2]):
-        write_quarantine(tmp_path / "link", failures)
-        assert read_quarantine(tmp_path / "there") == PAIRS[: len(failures)]
-    assert (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

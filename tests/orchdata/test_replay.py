@@ -11,8 +11,8 @@ import pytest
 import torch
 from fault_trials import batch_digest
 from rank_loaders import loaders
-from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from shard_factory import RECIPE, omni_shards
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
 import orchdata as od
 
@@ -79,23 +79,6 @@ def test_a_run_that_was_cut_again_is_rebuilt_from_its_state(dataset: od.ShardDat
         laptop.step_at(0, 2)
 
 
-def test_what_fails_is_left_out_or_raised(tmp_path: Path) -> None:
-    samples = omni_samples(6)
-    bad = next(sample for sample in samples if "jpg" in sample)
-    bad["jpg"] = bad["jpg"][: len(bad["jpg"]) // 2]
-    path = write_shard(tmp_path / "bad.tar", samples)
-    made = {
-        policy: od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=6, on_error=policy, num_threads=0)
-        for policy in ("raise", "skip")
-    }
-    with pytest.raises(od.DataError, match=bad["__key__"]):
-        made["raise"].step_at(0, 0)
-    (batch,) = made["skip"].step_at(0, 0)
-    assert len(batch.sample_ids) == 5
-    assert bad["__key__"] not in dict(map(reversed, batch.sample_ids))
-    assert made["skip"].stats()["failures"]["count"] == 0
-
-
 class Own(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(30).tolist())
@@ -128,21 +111,6 @@ def test_map_style_steps(options: dict[str, Any]) -> None:
 
 def saved(loader: Any) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
-
-
-def test_a_distributed_sampler_that_is_taken_over() -> None:
-    sampler: Any = DistributedSampler(NUMBERS, 2, 0, shuffle=True, seed=3)  # type: ignore[arg-type]
-    loader = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, sampler=sampler, dp=(0, 2))
-    given = list(loader.steps())
-    state = saved(loader)
-    assert state["step"] == 0
-    loader.set_epoch(0)
-    steps = loader.steps()
-    next(steps)
-    other: Any = DistributedSampler(NUMBERS, 2, 1, shuffle=True, seed=3)  # type: ignore[arg-type]
-    asked = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, sampler=other, dp=(1, 2))
-    asked.load_state_dict(saved(loader))
-    assert [asked.step_at(0, step, rank=0) for step in range(len(asked))] == given
 
 
 @pytest.mark.parametrize("kind", [{"shuffle": True}, {"sampler": RandomSampler(NUMBERS, num_samples=30)}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from delivered_once import tar_keys, wrong_deliveries
 from global_digest import global_batch
-from map_dataset import Numbers
 from rank_loaders import BUDGET, loaders, rows_of, steps_of
 from shard_factory import RECIPE, omni_shards
 
@@ -204,11 +202,6 @@ def test_what_is_above_the_budget_can_be_left_out(dataset: od.ShardDataset) -> N
     assert all(keys_of(step) for step in steps)
 
 
-def test_data_without_an_index_has_no_tokens() -> None:
-    with pytest.raises(ValueError, match="use an od.ShardDataset"):
-        od.DataLoader(Numbers(10), global_batch_tokens=100)
-
-
 @pytest.mark.parametrize(
     ("budget", "ranks", "better"),
     [
@@ -222,22 +215,3 @@ def test_data_without_an_index_has_no_tokens() -> None:
 )
 def test_a_budget_that_fills_its_microbatches_is_known(budget: int, ranks: int, better: int | None) -> None:
     assert better_budget(budget, 4_000, ranks) == better
-
-
-def test_a_budget_that_opens_a_microbatch_for_little_is_said_once(dataset: od.ShardDataset) -> None:
-    options = {"collate_fn": od.Packed(length=400), "global_batch_tokens": 1_300}
-    with pytest.warns(UserWarning, match="global_batch_tokens=1182 would fill them"):
-        (first,) = loaders(dataset, 3, **options)[:1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaders(dataset, 3, **options)
-    assert first.global_batch_tokens == 1_300
-
-
-def test_steps_of_one_length_hold_the_same_samples(dataset: od.ShardDataset) -> None:
-    options = {"global_batch_tokens": 1_182, "collate_fn": od.Packed(length=400)}
-    alone = [keys_of(step) for step in steps_of(loaders(dataset, 1, **options))]
-    for ranks in (2, 3):
-        steps = steps_of(loaders(dataset, ranks, **options))
-        assert [keys_of(step) for step in steps] == alone
-        assert {len(batch.llm.input_ids) for step in steps for share in step for batch in share} == {400}

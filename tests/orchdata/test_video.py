@@ -23,8 +23,6 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
 from orchdata.loaders.shards.reading import Reading
-from orchdata.profiling.profile import profile
-from orchdata.verifying.verify import verify
 
 VIDEO = od.VideoPreprocessor(patch_size=8, merge=2, fps=4, min_tokens=1, max_tokens=24, dtype="float32")
 RECIPE = od.Recipe(audio=None, video=VIDEO, image=video_job.RECIPE.image)
@@ -145,29 +143,6 @@ def test_bad_clips_are_lost_one_by_one_and_named(tmp_path: Path) -> None:
     assert "cut" in failed["cut"][2] and "only audio" in failed["deaf"][2] and "not a video" in failed["text"][2]
 
 
-@pytest.mark.slow
-def test_it_is_profiled_and_verified_by_name(shard: str) -> None:
-    dataset = od.ShardDataset(shard, recipe=RECIPE)
-    profiled = profile(dataset.index(), cost=video_job.COST)
-    assert "video" in json.dumps(profiled.to_dict())
-    assert verify(dataset.index(), RECIPE).failures == ()
-
-
-def test_recipes_without_video_are_what_they_were() -> None:
-    assert od.Recipe().fingerprint() == od.Recipe(video=None).fingerprint()
-    assert "video" not in od.Recipe().describe() and od.Recipe().video is None
-    assert od.Recipe(video=VIDEO).fingerprint() != od.Recipe().fingerprint()
-    assert od.Recipe(video=VIDEO).video is VIDEO
-
-
-def test_gifs_are_images_without_video(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "gif.tar", [{"__key__": "a", "gif": animation(4), "txt": b"moves"}])
-    images = next(iter(loader(shard, recipe=od.Recipe(audio=None), global_batch_size=1)))
-    assert images.media["image"].num_tokens and "video" not in images.media
-    videos = next(iter(loader(shard, global_batch_size=1)))
-    assert videos.media["video"].num_tokens
-
-
 def test_without_pyav_the_error_says_what_to_install(shard: str, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['av'] = None\n"
@@ -274,24 +249,6 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
         dataset[0]
     again = build_index([str(path)], RECIPE, reading=Reading(media_root=str(media)))
     assert again.build_id != index.build_id and again.bad_rows().tolist() == index.bad_rows().tolist()
-
-
-def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    one, two = clip("h264"), clip("h264", "mkv")
-    table = pa.table(
-        {
-            "video": pa.array([{"bytes": one, "path": "a.mp4"}, {"bytes": two, "path": None}]),
-            "text": ["first", "second"],
-        }
-    )
-    pq.write_table(table, tmp_path / "a.parquet")
-    dataset = od.ShardDataset(str(tmp_path / "a.parquet"), recipe=RECIPE)
-    assert not len(dataset.index().bad_rows())
-    batch = next(iter(od.DataLoader(dataset, global_batch_size=2, num_threads=0)))
-    assert len(batch.media["video"].grid_thw) == 2
 
 
 def test_what_records_say_of_frames_is_read_or_refused(tmp_path: Path) -> None:

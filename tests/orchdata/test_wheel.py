@@ -150,15 +150,3 @@ def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
     out = _run(environment, "orchdata", "--help", cwd=tmp_path)
     for command in ("demo", "synth", "index", "profile", "bench"):
         assert command in out
-
-
-def test_synth_knows_descriptions_by_name(environment: Path, tmp_path: Path) -> None:
-    for path in (REPOSITORY / "datasets").glob("*.yaml"):
-        assert path.read_bytes() == next(environment.rglob(f"orchdata/datasets/{path.name}")).read_bytes()
-    assert "4 samples in 4 shards" in _run(
-        environment, "orchdata", "synth", "omni", "out", "--samples", "4", cwd=tmp_path
-    )
-
-
-def test_versions_agree() -> None:
-    assert orchdata.__version__ == PROJECT["project"]["version"]

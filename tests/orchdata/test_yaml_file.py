@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -102,15 +101,6 @@ def test_names_are_compared_in_time_that_grows_with_their_number(file: Path) -> 
         name.value = Name(name.value)
     yaml_file._Loader("").construct_mapping(node)
     assert Name.compared < 5_000
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused(file: Path, make: object) -> None:
-    make(file)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"a\.yaml is not a regular file"):
-        read_yaml(file)
-    with pytest.raises(FileNotFoundError):
-        read_yaml(file.with_name("absent.yaml"))
 
 
 def test_braces_that_stand_for_too_many_paths_are_refused(file: Path) -> None:

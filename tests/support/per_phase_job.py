@@ -128,7 +128,7 @@ TWO = (
 THREE = ("global", "image cap", "intact", "broken", "intact, llm cap", "broken, llm cap")
 FOUR = ("global", "grouped", "grid", "intact", "broken")
 SUITES = {
-    "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed", "threads")),
+    "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed")),
     "3 ranks": Suite(3, THREE, ("trained", "refused", "budget", "subgroup")),
     "4 ranks": Suite(4, FOUR, ("mesh",)),
 }
@@ -136,7 +136,7 @@ SUITES |= {
     f"{size} ranks, more": Suite(
         size,
         tuple(name for name, case in CASES.items() if size % case.balance.get("group_size", 1) == 0),
-        ("trained", "trained on broken", "refused", "resumed", "threads", "compiled"),
+        ("trained", "trained on broken", "refused", "resumed"),
         slow=True,
     )
     for size in (2, 3, 4)
@@ -267,28 +267,6 @@ class Job:
             "resumed": steps + [[digest(batch) for batch in step] for step in rest.steps()],
             "state": state,
         }
-
-    def threads(self) -> Found:
-        """Digests of batches made inline and by threads."""
-        return {
-            f"{data}, {threads}": [digest(batch) for batch in self.loader(Case(data), num_threads=threads)]
-            for data in ("good", "broken")
-            for threads in (0, 2)
-        }
-
-    def compiled(self) -> Found:
-        """Loss and gradients of two batches, with and without torch.compile."""
-        model = make_model(Case())
-        compiled = torch.compile(model, backend="eager")
-        found: Found = {"plain": [], "compiled": []}
-        for batch in islice(self.loader(Case()), 2):
-            for name, run in (("plain", model), ("compiled", compiled)):
-                model.zero_grad()
-                loss = run(**batch.model_inputs()).loss_sum
-                loss.backward()
-                gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-                found[name].append([loss.item(), *gradients])
-        return found
 
     def subgroup(self) -> Found:
         """Ranks 0 and 2 of three: the other one takes no part, and is in more groups."""

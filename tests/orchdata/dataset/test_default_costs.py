@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from shard_factory import omni_shards, write_shard
+from shard_factory import omni_shards
 
 import orchdata as od
 from benchmarks.distributions import LARGE_VISION_COST
@@ -75,14 +74,6 @@ def test_four_ranks_of_eight_are_about_as_even_as_with_costs(index: Index, model
     assert tokens["audio"] > plain["audio"] and tokens["image"] > plain["image"]
 
 
-def test_stats_cover_every_phase(mixed: od.ShardDataset) -> None:
-    mixed.index()
-    with pytest.warns(UserWarning, match="no cost= is given"):
-        loader = od.DataLoader(mixed, batch_size=4, dp=(0, 2), num_threads=0)
-    list(loader)
-    assert tuple(loader.stats()["phases"]) == loader._runtime.prepared.spec.plan.costs.balanced == PHASES
-
-
 def notices_of(dataset: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -97,25 +88,3 @@ def test_one_notice_in_a_process_names_what_gives_costs(mixed: od.ShardDataset) 
     (notice,) = notices_of(mixed)
     assert "image, audio, llm" in notice and "od.hf.cost(model)" in notice and "od.TransformerCost" in notice
     assert notices_of(mixed) == []
-
-
-def test_text_is_planned_by_its_tokens_and_without_a_notice(tmp_path: Path) -> None:
-    samples = [{"__key__": f"{number:02}", "txt": b"a" * (1 + 7 * number % 23)} for number in range(40)]
-    dataset = od.ShardDataset(write_shard(tmp_path / "text.tar", samples))
-    dataset.index()
-    assert notices_of(dataset) == []
-    plans = [
-        od.DataLoader(dataset, batch_size=5, dp=(0, 4), cost=cost, balance=balance).plan_at(0, 1).hash
-        for balance in (od.Balance(), od.Balance(max_tokens=40), od.Balance(assignment="per_phase"))
-        for cost in (None, TOKENS)
-    ]
-    assert plans[::2] == plans[1::2]
-
-
-def test_a_mixture_of_text_and_media_has_the_phases_of_both(mixed: od.ShardDataset, tmp_path: Path) -> None:
-    samples = [{"__key__": f"{number:02}", "txt": b"words"} for number in range(8)]
-    text = od.ShardDataset(write_shard(tmp_path / "text.tar", samples))
-    for source in (text, mixed):
-        source.index()
-    mixture = od.Mixture({"text": od.Source(text), "media": od.Source(mixed)})
-    assert len(notices_of(mixture)) == 1

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,12 +35,6 @@ def test_map_style_rank_without_a_sample_repeats_the_first() -> None:
     loaders = [od.DataLoader(Numbers(5), global_batch_size=3, dp=(rank, 4), num_threads=0) for rank in range(4)]
     for step in zip(*loaders, strict=True):
         assert all(len(batch["number"]) >= 1 for batch in step)
-
-
-@pytest.mark.parametrize("path", ["train-{000..127}.tar", Path("train.tar")])
-def test_a_path_is_not_a_data_set(path: str | Path) -> None:
-    with pytest.raises(TypeError, match="od.ShardDataset"):
-        od.DataLoader(path, batch_size=4)  # a str has a length and items: its characters
 
 
 def test_map_style_samplers() -> None:
@@ -107,13 +98,6 @@ def test_one_sample_at_a_time_without_a_batch_size() -> None:
         od.DataLoader(Numbers(3), batch_size=None, drop_last=True)
 
 
-def test_the_default_batch_size_reads_as_torchs() -> None:
-    assert repr(inspect.signature(od.DataLoader).parameters["batch_size"].default) == "1"
-    assert od.DataLoader(Numbers(3)).batch_size == 1
-    with pytest.raises(ValueError, match="batch_size=1 and global_batch_size=2 both given"):
-        od.DataLoader(Numbers(3), batch_size=1, global_batch_size=2)
-
-
 class Threads(Numbers):
     """Which threads load it, and random numbers as an augmentation draws them."""
 
@@ -137,25 +121,6 @@ def test_map_style_data_load_in_the_thread_that_iterates() -> None:
     assert dataset.seen == {threading.current_thread()}
 
 
-def test_map_style_data_load_on_threads_that_are_asked_for() -> None:
-    dataset = Threads(20)
-    list(od.DataLoader(dataset, batch_size=4, num_threads=2))
-    assert dataset.seen and threading.current_thread() not in dataset.seen
-    with pytest.raises(ValueError, match="worker_init_fn is for worker processes"):
-        od.DataLoader(dataset, num_threads=2, worker_init_fn=print)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"timeout": 5}, {"prefetch_factor": 2}, {"persistent_workers": True}, {"multiprocessing_context": "fork"}],
-)
-def test_arguments_that_need_workers_are_refused_inline_as_torch_does(options: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, AssertionError)):
-        iter(torch.utils.data.DataLoader(Numbers(3), **options))
-    with pytest.raises(ValueError, match=next(iter(options))):
-        od.DataLoader(Numbers(3), **options)
-
-
 @pytest.mark.parametrize(
     "error",
     [od.StorageError("a.bin", "Input/output error", 5), MemoryError(), OSError(errno.ESTALE, "Stale file handle")],
@@ -175,14 +140,6 @@ def test_what_says_nothing_about_a_sample_is_never_skipped(error: Exception, num
     assert one.stats()["failures"]["count"] == 0
     with pytest.raises(type(error)):
         od.DataLoader(Unreadable(6), batch_size=3, on_error="skip", cost=lambda sample: 1)
-
-
-@pytest.mark.parametrize("index", [1.5, "1", (0, 1)], ids=repr)
-def test_a_sampler_gives_integers_where_samples_have_costs(index: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"gave {index!r}")):
-        list(od.DataLoader(Numbers(3), sampler=[0, index], cost=[1, 2, 3]))
-    sampler = [torch.tensor(2), np.int64(1)]
-    assert [batch["number"].item() for batch in od.DataLoader(Numbers(3), sampler=sampler, cost=[1, 2, 3])] == [2, 1]
 
 
 def test_without_costs_a_sampler_may_yield_any_index() -> None:
@@ -254,21 +211,10 @@ def test_sharing_map_style_data_over_ranks_is_said_once_on_rank_0(of_two: Callab
     od.DataLoader(Numbers(10))
 
 
-def test_sharing_map_style_data_that_was_asked_for_is_not_said(of_two: Callable[[int], None]) -> None:
-    of_two(0)
-    assert len(od.DataLoader(Numbers(10), dp=(0, 1))) == 10
-    assert len(od.DataLoader(Numbers(10), dp=(0, 2))) == 5
-
-
 def test_data_that_look_split_by_rank_are_named(of_two: Callable[[int], None]) -> None:
     of_two(0)
     with pytest.warns(UserWarning, match=r"already split by rank \(this Subset has 5 of 11 samples, and seems to be\)"):
         od.DataLoader(torch.utils.data.Subset(Numbers(11), range(1, 11, 2)))
-
-
-def test_an_iterable_is_refused() -> None:
-    with pytest.raises(TypeError, match="map-style"):
-        od.DataLoader(iter([1, 2, 3]))
 
 
 class Batchwise(list[int]):
@@ -282,29 +228,3 @@ def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest
     data = Batchwise(range(1, 8))
     ours, theirs = od.DataLoader(data, batch_size=3), torch.utils.data.DataLoader(data, batch_size=3)
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
-
-
-def test_items_by_the_batch_may_be_fewer_as_torchs() -> None:
-    class Short(Batchwise):
-        def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
-            return super().__getitems__(rows)[1:]
-
-    data = Short(range(1, 6))
-    ours, theirs = od.DataLoader(data, batch_size=3), torch.utils.data.DataLoader(data, batch_size=3)
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
-
-
-def test_a_sampler_without_a_length_is_iterated_to_its_end() -> None:
-    one = od.DataLoader(range(4), batch_size=3, sampler=(row for row in range(4)))
-    with pytest.raises(TypeError, match="has no len"):
-        len(one)
-    assert [batch.tolist() for batch in iter(one)] == [[0, 1, 2], [3]]
-
-
-def test_an_empty_batch_of_a_batch_sampler_is_empty() -> None:
-    assert list(od.DataLoader(range(4), batch_sampler=[[1, 2], []], collate_fn=list)) == [[1, 2], []]
-
-
-def test_without_shuffling_the_seed_says_nothing() -> None:
-    one, other = (od.DataLoader(range(4), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    other.load_state_dict(one.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,20 +69,6 @@ def test_no_such_bucket(s3_server: S3Server) -> None:
     for pattern in ("*.tar", BRACES):
         text = said(od.StorageError, f"s3://no-such-bucket/train/{pattern}", s3_server.options)
         assert "there is no bucket s3://no-such-bucket" in text
-
-
-def test_a_prefix_without_a_match(s3_server: S3Server, bucket: str) -> None:
-    text = said(FileNotFoundError, f"s3://{bucket}/other/*.tar", s3_server.options)
-    assert text == f"no object matches s3://{bucket}/other/*.tar"
-
-
-def test_a_missing_shard_is_named_before_anything_is_read(
-    s3_server: S3Server, bucket: str, proxied: Proxied, private_cache: Path
-) -> None:
-    proxy = proxied(s3_server)
-    options = s3_server.options_of("all", proxy.endpoint)
-    text = said(od.StorageError, f"s3://{bucket}/train/omni-{{000000..000002}}.tar", options)
-    assert text == f"s3://{bucket}/train/omni-000002.tar: cannot be opened: no such object"
 
 
 def test_a_bucket_that_may_be_read_and_not_listed(s3_server: S3Server, bucket: str, local: Epochs) -> None:
@@ -160,19 +145,11 @@ def test_expired_credentials_are_read_again(
     ("name", "value", "words"),
     [
         ("end_point", "x", "cannot be opened with these storage_options: Configuration key: 'end_point' is not valid"),
-        ("allow_http", "maybe", "cannot be opened with these storage_options"),
         ("read_timeout", "soon", "cannot be opened with these storage_options"),
-        ("timeout", 5, "cannot be opened with these storage_options"),
         ("endpoint", "nonsense", "endpoint must be a URL such as https://"),
-        ("endpoint", "", "endpoint must be a URL such as https://"),
-        ("default_headers", "a: b", "cannot be opened with these storage_options"),
         ("root_certificate", "secret-certificate", "cannot be opened with these storage_options"),
-        ("skip_signature", "maybe", "cannot be opened with these storage_options"),
-        ("anonymous", "maybe", "cannot be opened with these storage_options"),
         ("profile", "no-such-profile", "AWS has no such profile on this machine: The config profile (no-such-profile)"),
         ("retry_seconds", "soon", "retry_seconds is a number of seconds"),
-        ("retry_seconds", "nan", "retry_seconds is a number of seconds"),
-        ("checksum_algorithm", "secret-sum", "cannot be opened with these storage_options"),
     ],
 )
 def test_options_that_cannot_be(s3_server: S3Server, bucket: str, name: str, value: Any, words: str) -> None:
@@ -185,57 +162,15 @@ def test_options_that_cannot_be(s3_server: S3Server, bucket: str, name: str, val
     assert "secret-" not in text
 
 
-@pytest.mark.parametrize("value", [b"secret", {"a": "secret"}, None])
-def test_options_of_other_types(value: Any) -> None:
-    with pytest.raises(TypeError, match="secret_access_key' is a string, a number or a bool, got") as caught:
-        remote("s3://bucket/a.tar", {"secret_access_key": value})
-    assert "secret'" not in str(caught.value)
-
-
 @pytest.mark.parametrize("url", ["s3://", "https://", "http:///a.tar"])
 def test_urls_without_a_bucket_or_host(url: str) -> None:
     with pytest.raises(ValueError, match="names no"):
         remote(url)
 
 
-def test_a_scheme_that_no_package_knows() -> None:
-    with pytest.raises(
-        od.StorageError, match="foo://bucket/a.tar: cannot be looked at: .*knows no file system of foo.*store="
-    ):
-        remote("foo://bucket/a.tar").index()
-
-
-@pytest.mark.parametrize(
-    ("url", "kind", "words"),
-    [
-        ("ftp://127.0.0.1:1/a.tar", od.StorageError, "the server cannot be reached: refused"),
-        (
-            "az://container/a.tar",
-            ValueError,
-            "az://container cannot be opened with these storage_options: .*Account must.*account_name",
-        ),
-        ("github://owner/a.tar", od.StorageError, "github://owner/a.tar: .* 'org' and 'repo'"),
-    ],
-)
-def test_an_error_without_settings_names_the_url_and_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Exception], words: str
-) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    assert re.search(words, said(kind, url, {"retry_seconds": 0}))
-
-
 def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(od.StorageError, "http://no-such-host.invalid/a.tar", {"retry_seconds": 0})
     assert "the name of the host cannot be resolved" in text
-
-
-def test_nothing_is_listed_until_it_is_needed(s3_server: S3Server, proxied: Proxied, bucket: str) -> None:
-    proxy = proxied(s3_server)
-    dataset = remote(f"s3://{bucket}/train/*.tar", s3_server.options_of("all", proxy.endpoint))
-    assert "not listed yet" in repr(dataset)
-    assert not proxy.requests()
-    assert len(dataset.urls) == 2
-    assert proxy.counts() == {"LIST": 1}
 
 
 def write_profile(home: Path, server: S3Server, name: str, secret: str) -> None:
@@ -266,25 +201,6 @@ def test_a_profile_of_aws_is_found(
     assert epoch(remote(url, options)) == local.local
 
 
-def test_an_endpoint_of_one_service(
-    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_profile(tmp_path, s3_server, "team", s3_server.secret_key)
-    services = f"services = here\n[services here]\ns3 =\n  endpoint_url = {s3_server.endpoint}\n"
-    (tmp_path / ".aws/config").write_text(f"[profile team]\nregion = {s3_server.region}\n{services}")
-    monkeypatch.setenv("AWS_PROFILE", "team")
-    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", {"allow_http": True})) == local.local
-
-
-def test_keys_of_the_environment_and_an_endpoint_of_the_profile(
-    s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_profile(tmp_path, s3_server, "default", "another-one")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
-    assert epoch(remote(f"s3://{bucket}/train/{BRACES}", {"allow_http": True})) == local.local
-
-
 def test_given_keys_take_no_token_of_the_environment(
     s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,13 +211,3 @@ def test_given_keys_take_no_token_of_the_environment(
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
     assert epoch(remote(f"s3://{bucket}/train/{BRACES}", s3_server.options)) == local.local
-
-
-def test_wrong_keys_of_a_profile(
-    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_profile(tmp_path, s3_server, "team", "wrong-and-secret")
-    monkeypatch.setenv("AWS_PROFILE", "team")
-    text = said(od.StorageError, f"s3://{bucket}/train/{BRACES}", {"allow_http": True})
-    assert "may not be read with these credentials (HTTP 403)" in text
-    assert "wrong-and-secret" not in text

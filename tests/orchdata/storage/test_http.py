@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,12 +88,6 @@ def test_an_expired_signature_is_an_error_without_it(server: OddServer) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_worker_processes_get_the_query_and_nothing_else_does(server: OddServer) -> None:
-    dataset = remote([server.url("d/omni-000000.tar", sig="a-secret")], SHORT)
-    assert b"a-secret" in pickle.dumps(dataset)  # spawned workers read with it
-    assert b"a-secret" not in pickle.dumps((dataset.urls, dataset.index().shards, repr(dataset)))
-
-
 def test_a_redirect_to_another_host_is_followed_without_credentials(server: OddServer, local: Epochs) -> None:
     with OddServer(server.files) as other:
         server.credentials = ("me", "word")
@@ -133,15 +126,3 @@ def test_an_odd_answer_is_one_error_and_no_sample(server: OddServer, odd: str) -
         list(loader)
     assert "\n" not in str(caught.value)
     assert loader.stats()["failures"]["count"] == 0
-
-
-@pytest.mark.parametrize("odd", sorted(ODD.keys() - {"lost its etags", "sends more", "sends less", "compresses"}))
-def test_an_odd_answer_while_indexing_is_no_bad_shard(server: OddServer, odd: str) -> None:
-    switches, _ = ODD[odd]
-    for name, value in switches.items():
-        setattr(server, name, value)
-    with pytest.raises(od.StorageError):
-        remote(f"{server.endpoint}/d/{NAMES}", SHORT).index()
-    for name, value in switches.items():
-        setattr(server, name, type(value)())
-    assert len(remote(f"{server.endpoint}/d/{NAMES}", SHORT).index().bad_rows()) == 0

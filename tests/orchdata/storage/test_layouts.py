@@ -13,8 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import zstandard
-from pairs_container import Pairs
-from remote_epochs import LOADER, digests, epoch
+from remote_epochs import LOADER, epoch
 from servers.odd_server import OddServer
 from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_shards
@@ -135,26 +134,6 @@ def test_single_samples_and_selections(both: Both, pattern: str) -> None:
         assert epoch(chosen(remote)) == epoch(chosen(local))
 
 
-@some_slow(LAYOUTS, "packed-*.tar.gz", "rows-*.csv")
-def test_taken_samples_without_an_index(both: Both, pattern: str) -> None:
-    local, remote = both(pattern)
-    assert epoch(remote.take(9)) == epoch(local.take(9))
-
-
-@some_slow([each for each in LAYOUTS if "rows" in each], "rows-*.jsonl")
-def test_fields_of_the_index(both: Both, pattern: str) -> None:
-    local, remote = (each.filter("score < 1.95 and score > 0.4") for each in both(pattern, index_fields=("score",)))
-    assert 0 < len(local) < 40
-    assert epoch(remote) == epoch(local)
-
-
-def test_a_container_of_the_user(both: Both) -> None:
-    local, remote = both("pairs-*.pairs", containers=[Pairs()])
-    expected = epoch(local)
-    assert epoch(remote) == expected
-    assert epoch(remote, num_workers=1) == expected
-
-
 def test_a_mixture_of_a_local_and_a_remote_source(both: Both) -> None:
     (tars, remote_tars), (rows, remote_rows) = both("omni-*.tar"), both("rows-*.jsonl")
     expected = mixed(tars, rows)
@@ -178,14 +157,3 @@ def test_a_mixture_of_stores_with_other_options(both: Both, files: Path, odd_ser
 def mixed(*datasets: od.ShardDataset, **options: Any) -> list[str]:
     sources = {name: od.Source(dataset, weight=0.5) for name, dataset in zip("ab", datasets, strict=True)}
     return epoch(od.Mixture(sources), **options)
-
-
-def test_a_state_goes_on(both: Both) -> None:
-    """In the same place; `test_same_data` has other places."""
-    _, remote = both("omni-*.tar")
-    loader = od.DataLoader(remote, **LOADER)
-    batches = iter(loader)
-    first = digests([next(batches), next(batches)])
-    continued = od.DataLoader(remote, **LOADER)
-    continued.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert first + digests(continued) == epoch(remote)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from remote_epochs import LOADER, Epochs, digests, epoch, remote
+from remote_epochs import Epochs, epoch, remote
 from servers.azure_server import AzureServer
 from servers.fixtures import Proxied
 from servers.gcs_server import GcsServer
@@ -124,35 +124,6 @@ class TestTheHub:
         asked = [each for each in hub_server.requests("GET") if "/resolve/" in each.path]
         assert asked
         assert all(f"/resolve/{commit}/" in each.path for each in asked)
-
-    def test_a_commit_that_leaves_the_shards_changes_no_index(self, hub_server: HubServer, local: Epochs) -> None:
-        self.commit(hub_server, local)
-        before = self.dataset(hub_server).index()
-        hub_server.commit(self.NAME, {"README.md": b"new"})
-        hub_server.clear()
-        assert self.dataset(hub_server).index(rebuild=True).build_id == before.build_id
-        assert not [each for each in hub_server.requests() if "/resolve/" in each.path]
-
-    def test_another_index_reads_the_new_commit(self, hub_server: HubServer, local: Epochs) -> None:
-        self.commit(hub_server, local)
-        self.dataset(hub_server).index()
-        hub_server.commit(self.NAME, {"d/omni-000001.tar": contents(local)["omni-000000.tar"]})
-        dataset = self.dataset(hub_server)
-        dataset.index(rebuild=True)
-        assert epoch(dataset) != local.local
-
-    def test_no_more_is_read_than_is_needed(self, hub_server: HubServer, local: Epochs) -> None:
-        self.commit(hub_server, local)
-        dataset = self.dataset(hub_server)
-        dataset.index()
-        hub_server.clear()
-        loader = od.DataLoader(dataset, **LOADER)
-        assert digests(loader) == local.local
-        ranges = [each.range for each in hub_server.requests() if "/resolve/" in each.path]
-        assert len(ranges) == loader.stats()["reads"]["requests"]["get"]
-        spans = [each.removeprefix("bytes=").split("-") for each in ranges]
-        read = sum(int(last) + 1 - int(first) for first, last in spans)
-        assert read == loader.stats()["reads"]["storage_bytes"]
 
     def test_a_dropped_connection_is_made_again(self, hub_server: HubServer, local: Epochs, proxied: Proxied) -> None:
         self.commit(hub_server, local)
