@@ -16,7 +16,6 @@ from orchdata.building.step import Builder
 from orchdata.caching.start import checked_cache, filler_of, place_of
 from orchdata.dataset.arguments import Arguments, check_combination, check_cost_id, check_workers
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.indexed.whole_shards import WholeShards
 from orchdata.dataset.options import (
     LoaderOptions,
     PreparedDataset,
@@ -134,7 +133,6 @@ class Runtime:
             is_single_rank=self.is_single_rank,
             in_order=arguments.in_order or not (arguments.num_workers and self.is_single_rank),
             num_workers=max(1, arguments.num_workers),
-            before_step=WholeShards([(rows.dataset, rows.index) for rows in self.prepared.rows], rank).check,
         )
         self._engines = Engines(
             choice,

@@ -120,9 +120,7 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits) -> None:
         body = pa.compress(body, codec="zstd")
         del batches
         pa.default_memory_pool().release_unused()  # a multiple of the facts
-    if facts.marks:  # after the batch
-        values["marks"] = len(facts.marks)
-    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body, facts.marks])[0])
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0])
 
 
 def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], files: Files) -> Facts | None:
@@ -131,18 +129,16 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], file
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
-        marks_bytes = values.pop("marks", 0)
         meta, rules = FactsMeta(**values["meta"]), values["rules"]
         if any(RULES.get(topic) != version for topic, version in rules.items()):
             return None
         if not is_fresh(meta, url, opened, files):
             return None
-        body, marks = body[: len(body) - marks_bytes], bytes(body[len(body) - marks_bytes :])
         if uncompressed_bytes is not None:
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
         batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
         table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
-        return Facts(table, meta, marks) if still_holds(values["limits"], limits, table.errors.values()) else None
+        return Facts(table, meta) if still_holds(values["limits"], limits, table.errors.values()) else None
     except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again
 

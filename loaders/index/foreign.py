@@ -22,7 +22,7 @@ _ROWS_AT_A_TIME: Final = 1 << 18
 _COUNTS: Final = ("llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows").split()
 
 
-_SHARD: Final = (str, int, str, str, int, int, str, list, str, int, bool, bool, bool, str)
+_SHARD: Final = (str, int, str, str, int, int, str, list, str, int, bool, bool, str)
 """The types of `ShardInfo.as_list`, which leaves the last ones out where they are the defaults."""
 
 

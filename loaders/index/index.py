@@ -32,13 +32,11 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.foreign import check_columns, check_head
 from orchdata.loaders.index.own_columns import stored_columns
-from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, body_bytes, marked_bytes, views
+from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.fields import SPARSE
 from orchdata.loaders.shards.jsonl.media_files import MISSING
-from orchdata.loaders.shards.marks import Proof
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.opening import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
@@ -122,8 +120,6 @@ class Index:
         member_encoding: as in the facts, uint8 (m,).
         member_offset, member_size: location of the bytes, int64 (m,).
         member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
-        marks: by which each row is recognized in another place, see `moved.marks`, int64 (n,); 0 where there is none;
-            None if no row has one.
         fields: names of all fields in use.
         own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `totals.summarize`.
@@ -151,7 +147,7 @@ class Index:
         """
         self.path = Path(path)
         try:
-            metadata, columns, self.marks, self.own, self._fd, self._opened = self._mapped(lent)
+            metadata, columns, self.own, self._fd, self._opened = self._mapped(lent)
         except ValueError as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -433,16 +429,6 @@ class Index:
         names = [outer_of(name)[0] for name in self._field_names(row, mine)]
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
-    def proof(self, row: int) -> Proof | None:
-        """Return the members by which a sample of a plain tar is recognized; None if it has no mark."""
-        mine = self._member_slice(row)
-        encodings = self.member_encoding[mine].tolist()
-        if self.marks is None or not self.marks[row] or not encodings:
-            return None
-        places = zip(self.member_offset[mine].tolist(), self.member_size[mine].tolist(), encodings, strict=True)
-        sizes = {offset: size for offset, size, encoding in places if encoding != SPARSE}
-        return Proof(tuple(sorted(sizes.items())), int(self.marks[row]))
-
     def members(self, row: int) -> list[Member]:
         """Return the members that a sample uses, as arguments of `compose`."""
         mine = self._member_slice(row)
@@ -548,11 +534,11 @@ def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:
         raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 
 
-_Mapped = tuple[dict[str, Any], Columns, NDArray[np.int64] | None, "pa.RecordBatch | None", int, os.stat_result]
+_Mapped = tuple[dict[str, Any], Columns, "pa.RecordBatch | None", int, os.stat_result]
 
 
 def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns, marks and the user's own columns of an index, a descriptor, its status.
+    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status.
 
     Raises ValueError, OSError.
     """
@@ -565,13 +551,7 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         own, own_bytes = stored_columns(head.values, mapped[head.start :], check=not noted)
-        mapped = mapped[: status.st_size - own_bytes]
-        size, has_marks = TableSize(**head.values["size"]), "marks" in head.values
-        end = head.start + body_bytes(size)
-        columns = views(mapped[head.start : end if has_marks else None], size)
-        if has_marks and len(mapped) != head.start + marked_bytes(size):
-            raise ValueError(f"{size.rows} rows have {status.st_size - end} bytes of marks")
-        marks = np.frombuffer(mapped, np.int64, size.rows, end) if has_marks else None
+        columns = views(mapped[head.start : status.st_size - own_bytes], TableSize(**head.values["size"]))
         if noted:
             columns.check_ends()
         else:
@@ -579,7 +559,7 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
             now = os.fstat(fd)
             if all(getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 note(path, status)
-        return head.values, columns, marks, own, os.dup(fd), status
+        return head.values, columns, own, os.dup(fd), status
 
 
 def _check_all(columns: Columns, values: dict[str, Any]) -> None:

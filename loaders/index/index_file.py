@@ -24,7 +24,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
 from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
 from orchdata.loaders.index.own_columns import packed_columns
-from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes, marked_bytes
+from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes
 from orchdata.loaders.index.totals import sum_totals
 from orchdata.loaders.storage.atomic import Buffer, remove, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
@@ -174,16 +174,14 @@ def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any]) -> None
         "totals": sum_totals([index.totals for index in indexes]),
         "size": size.as_dict(),
     }
-    if has_marks := any(index.marks is not None for index in indexes):
-        values["marks"] = True
-    table = length = marked_bytes(size) if has_marks else body_bytes(size)
+    table = length = body_bytes(size)
     columns = [index.own for index in indexes if index.own is not None]
     if len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns):
         values["own"], batch = packed_columns(pa.concat_batches(columns))
         length += batch.size
     start, number = body_start(values, length), 0
     with replaced(path) as fd:
-        writer = TableWriter(fd, start, size, has_marks=has_marks)
+        writer = TableWriter(fd, start, size)
         for index, its_size in zip(indexes, sizes, strict=True):
             with index.body() as body:
                 writer.append(body, its_size, number, [fields[name] for name in index.fields])

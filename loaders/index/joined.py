@@ -17,7 +17,6 @@ from orchdata.loaders.index.totals import sum_totals
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.marks import Proof
 
 Ints = NDArray[np.int64]
 
@@ -132,10 +131,6 @@ class JoinedIndex(Index):
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
         index, own = self._own(row)
         return index.read_spec(own)
-
-    def proof(self, row: int) -> Proof | None:
-        index, own = self._own(row)
-        return index.proof(own)
 
     def members(self, row: int) -> list[Member]:
         index, own = self._own(row)

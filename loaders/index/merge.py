@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from orchdata.loaders.index.index import KIND, content_fingerprint
-from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes, marked_bytes
+from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes
 from orchdata.loaders.index.totals import Totals, sum_totals
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, replaced
@@ -32,8 +32,6 @@ class TableSource(Protocol):
     def fields(self) -> Sequence[str]: ...
     @property
     def totals(self) -> Totals: ...
-    @property
-    def has_marks(self) -> bool: ...
     def body(self) -> Buffer: ...
 
 
@@ -76,13 +74,10 @@ def merge_tables(
         "totals": sum_totals([source.totals for source in sources]),
         "size": size.as_dict(),
     }
-    has_marks = any(source.has_marks for source in sources)
-    if has_marks:
-        values["marks"] = True
-    length = marked_bytes(size) if has_marks else body_bytes(size)
+    length = body_bytes(size)
     start = body_start(values, length)
     with replaced(path) as fd:
-        writer = TableWriter(fd, start, size, has_marks=has_marks)
+        writer = TableWriter(fd, start, size)
         for number, source in enumerate(sources):
             writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])
         writer.flush()

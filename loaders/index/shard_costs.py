@@ -21,9 +21,8 @@ from orchdata.loaders.index.measuring.kept_texts import layout_digest
 from orchdata.loaders.index.measuring.reading import Chunk, read_chunks
 from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
 from orchdata.loaders.index.measuring.usable_texts import UsableTexts
-from orchdata.loaders.index.moved.marks import row_marks
 from orchdata.loaders.index.probed import Probes, with_inner
-from orchdata.loaders.index.table import Columns, TableSize, body_bytes, marked_bytes, pack
+from orchdata.loaders.index.table import Columns, TableSize, body_bytes, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
@@ -65,8 +64,7 @@ class CostTable:
         size, fields, totals: as in the index.
         digest: of the whole content.
         kinds: modalities of the recipe by their codes, text first.
-        has_marks: whether the marks of its rows follow its columns, see `moved.marks`.
-        packed: its columns, and marks; if None, `body` reads and verifies them again.
+        packed: its columns; if None, `body` reads and verifies them again.
         columns: (old name, new name) of each renamed field.
         container, reach: as in ShardInfo.
     """
@@ -85,7 +83,6 @@ class CostTable:
     container: str = ""
     key: str = ""
     reach: int = 0
-    has_marks: bool = False
 
     @classmethod
     def open(cls, path: str, url: str, kinds: Sequence[str], media_root: str = "") -> CostTable:
@@ -111,13 +108,10 @@ class CostTable:
         kinds: Sequence[str],
     ) -> CostTable:
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
-        has_marks = bool(values.get("marks"))
-        expected = marked_bytes(size) if has_marks else body_bytes(size)
-        if memoryview(body).nbytes != expected:
-            raise Damaged(f"a table of {size} has {expected} bytes, there are {memoryview(body).nbytes}")
+        if memoryview(body).nbytes != body_bytes(size):
+            raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
         fields, totals, root = tuple(values["fields"]), values["totals"], values["media_root"]
-        named = {"media_root": root, "has_marks": has_marks}
-        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, **named)
+        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, media_root=root)
 
     @property
     def shard(self) -> ShardInfo:
@@ -132,7 +126,7 @@ class CostTable:
         return replace(self, packed=None)
 
     def body(self) -> Buffer:
-        """Return its packed columns, and marks.
+        """Return its packed columns.
 
         Raises StorageError if the file was removed, StaleIndexError if it was replaced.
         """
@@ -154,14 +148,12 @@ class ShardCosts(NamedTuple):
     Attributes:
         fields: names for `member_field`.
         kinds: modalities by code.
-        marks: of its rows, see `moved.marks`; empty if there are none.
     """
 
     columns: Columns
     fields: list[str]
     totals: Totals
     kinds: Sequence[str]
-    marks: bytes = b""
 
     def values(self, url: str, meta: FactsMeta, media_root: str | None) -> dict[str, Any]:
         """Return the head of a table, JSON-safe: all but its columns."""
@@ -176,8 +168,7 @@ class ShardCosts(NamedTuple):
 
     def write(self, path: str, url: str, meta: FactsMeta, media_root: str | None = None) -> CostTable:
         """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
-        values = self.values(url, meta, media_root) | ({"marks": True} if self.marks else {})
-        body = pack(self.columns) + self.marks
+        values, body = self.values(url, meta, media_root), pack(self.columns)
         head, digest = head_for(KIND, COSTS_FORMAT, values, body)
         write_whole(path, body, head=head)
         return CostTable.of(path, values, digest, body, self.kinds)
@@ -236,7 +227,7 @@ def cost_shard(
         if count and name != LEFT_OUT:
             rows.unread.add((name_of_member(name),), count=count)
     totals = summarize(columns, recipe.kinds, {**unscanned, **rows.ignored}, rows.unread.totals())
-    return ShardCosts(columns, fields, totals, recipe.kinds, row_marks(scanned, columns))
+    return ShardCosts(columns, fields, totals, recipe.kinds)
 
 
 def _way_out_of_dots(table: FactsTable) -> str:

@@ -36,7 +36,6 @@ from orchdata.loaders.samples.sample import Sample, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
 from orchdata.loaders.shards.fields import NAMED
-from orchdata.loaders.shards.marks import Proof, proven, with_proof
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.storage.remote import requests
@@ -115,15 +114,10 @@ class StoredSample:
             raise DataError(self.shard, self.key, "*", BLANK)
         specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
-        proof = self._proof() if distinct else None
         try:
-            shard = self._open_shard(recipe)
-            if proof is None:
-                contents = shard.read_many(distinct)
-            else:
-                contents = self._proven(distinct, proof, shard.read_many(with_proof(distinct, proof)))
+            contents = self._open_shard(recipe).read_many(distinct)
         except FieldError as error:
-            self.refuse_unproven(error)
+            self.refuse_moved(error)
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(num_bytes)
         by_spec = dict(zip(distinct, contents, strict=True))
@@ -164,35 +158,18 @@ class StoredSample:
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
     ) -> list[Spec]:
         """Return what `read` with the same arguments reads of the shard, for `Shard.expect`."""
-        distinct = self._places(recipe, text=text, parts=parts, kept=kept).distinct
-        proof = self._proof() if distinct else None
-        return distinct if proof is None else with_proof(distinct, proof)
+        return self._places(recipe, text=text, parts=parts, kept=kept).distinct
 
-    def _proof(self) -> Proof | None:
-        """Return the members by which the sample is recognized; None if its shard is known, or compared as a whole."""
-        return self._index.proof(self.row) if self._info.unproven else None
-
-    def refuse_unproven(self, error: FieldError) -> None:
-        """Raise StaleIndexError for a failure in a shard of another place that was not compared yet: its bytes may be
-        others, and no sample is to blame.
+    def refuse_moved(self, error: FieldError) -> None:
+        """Raise StaleIndexError for a failure where files that records name are in another place: they may be others,
+        and no sample is to blame.
         """
-        if self._info.unproven or self._info.moved_media:
+        if self._info.moved_media:
             raise StaleIndexError(
                 self.shard,
                 f"sample {self.key!r} cannot be read as it was indexed in another place under this name (field "
                 f"{error.field!r}: {error.reason}): run `orchdata index` for this place",
             ) from None
-
-    def _proven(self, members: Sequence[Spec], proof: Proof, contents: Sequence[bytes | memoryview]) -> list[Any]:
-        """Return the contents of members that were read with their proof. Raises StaleIndexError if it differs."""
-        proved = proven(members, proof, contents)
-        if proved is None:
-            raise StaleIndexError(
-                self.shard,
-                f"sample {self.key!r} is not the one that was indexed in another place under this name: the header "
-                "or the first bytes of a member differ: run `orchdata index` for this place",
-            )
-        return proved
 
     def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> _Places:
         """Return where the members to read are. The last answer is kept: what is read ahead is read soon."""

@@ -200,11 +200,6 @@ def body_bytes(size: TableSize) -> int:
     return _positions(size)[1]
 
 
-def marked_bytes(size: TableSize) -> int:
-    """Return the length of the body of a table of this size, followed by the marks of its rows, int64."""
-    return body_bytes(size) + 8 * size.rows
-
-
 def views(body: Buffer, size: TableSize) -> Columns:
     """Return the columns of a body, read-only if the body is.
 
@@ -229,18 +224,16 @@ class TableWriter:
         fd: of the file; written with pwrite, so that a full disk raises an error, and no signal kills the process.
         start: offset of the body in the file.
         size: of the whole table.
-        has_marks: whether the marks of its rows follow it: of the tables that have them, else zeros.
     """
 
-    def __init__(self, fd: int, start: int, size: TableSize, *, has_marks: bool = False) -> None:
+    def __init__(self, fd: int, start: int, size: TableSize) -> None:
         positions, total = _positions(size)
         self._fd = fd
         self._at = {name: start + position for name, position in positions.items()}
         self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
         self._waiting_bytes = 0
         self._done = dict.fromkeys(("rows", *OFFSETS.values()), 0)
-        self._marks_at = start + total if has_marks else None
-        os.ftruncate(fd, start + (marked_bytes(size) if has_marks else total))
+        os.ftruncate(fd, start + total)
         for name in OFFSETS:
             self._write(name, np.zeros(1, np.int64))
 
@@ -285,12 +278,6 @@ class TableWriter:
                     self._shift(OFFSETS[name], [getattr(size, target) for size in sizes]), counts
                 )
             self._write(name, joined)
-        if self._marks_at is not None:
-            marks = b"".join(
-                body[body_bytes(size) :] or bytes(8 * size.rows) for body, size in zip(bodies, sizes, strict=True)
-            )
-            write_at(self._fd, marks, self._marks_at)
-            self._marks_at += len(marks)
         self._waiting, self._waiting_bytes = [], 0
 
     def _check_last(self, name: str, joined: NDArray[np.int64], counts: Sequence[int], lengths: Sequence[int]) -> None:

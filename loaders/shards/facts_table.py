@@ -195,15 +195,10 @@ class FactsTable:
 
 
 class Facts(NamedTuple):
-    """The facts of a shard, with their metadata.
-
-    Attributes:
-        marks: of the rows of a plain tar, see `shards.marks`: int64, 0 where there is none; empty for other shards.
-    """
+    """The facts of a shard, with their metadata."""
 
     table: FactsTable
     meta: FactsMeta
-    marks: bytes = b""
 
     def identity(self) -> list[str]:
         """Return what a value is bound to that is kept by rows of these facts: the same rows of the same shard."""

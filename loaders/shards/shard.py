@@ -29,7 +29,6 @@ class ShardInfo:
         reach: bytes of its content that were read, decompressed, if only its beginning was indexed. The checksum is
             then of what the facts of these samples say. 0: all of it was indexed.
         packed: whether an object of storage is compressed; of files this is not recorded, but read from them.
-        unproven: whether it was indexed in another place, and its content here has not been compared.
         moved_media: whether the files that its records name were in another folder when it was indexed. Their versions
             are then unknown: sizes and headers are compared.
         key: as in FieldRules.
@@ -46,16 +45,13 @@ class ShardInfo:
     container: str = ""
     reach: int = 0
     packed: bool = False
-    unproven: bool = False
     moved_media: bool = False
     key: str = ""
 
     def as_list(self) -> list[Any]:
         """Return JSON-safe values for `of_list`. The last ones are left out if they are empty."""
-        *values, columns, container, reach, packed, unproven, moved, key = (
-            getattr(self, name) for name in ShardInfo.__slots__
-        )
-        more = [[list(pair) for pair in columns], container, reach, packed, unproven, moved, key]
+        *values, columns, container, reach, packed, moved, key = (getattr(self, name) for name in ShardInfo.__slots__)
+        more = [[list(pair) for pair in columns], container, reach, packed, moved, key]
         while more and not more[-1]:
             more.pop()
         return [*values, *more]

@@ -24,7 +24,6 @@ from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
-from orchdata.loaders.shards.marks import MARKED_BYTES, NO_MARK, mark_of
 from orchdata.loaders.shards.shard import Beginning, beginning_of, facts_of
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
@@ -97,17 +96,15 @@ class TarShard:
         lost_bytes = max(1, self.size)
         try:
             scan, checksum = self._walked(lambda batches: self._scan().run(batches))
-            table, met, marks = scan.table, scan.met, scan.marks
+            table, met = scan.table, scan.met
             # Scaled to bytes of the stored shard: an estimate for a compressed one.
             lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
-            checksum, met, marks = self._digest(hashlib.blake2b(digest_size=16)), {}, b""
+            checksum, met = self._digest(hashlib.blake2b(digest_size=16)), {}
         ignored = table.ignored()
-        facts = facts_of(self, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
-        # A compressed tar is compared when it is decompressed, and its members have other places as stored.
-        return facts if self.packed else facts._replace(marks=marks)
+        return facts_of(self, table, checksum, ignored=ignored, met=met, lost_bytes=lost_bytes)
 
     def begin(self, most: int) -> Beginning:
         """Walk the archive up to the sample after the first `most`. Bad data become rows with an error."""
@@ -228,12 +225,11 @@ def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
 
 
 class _Scanned(NamedTuple):
-    """Facts of an archive, the number of bytes after damage, with unknown content, `FactsMeta.met`, `Facts.marks`."""
+    """Facts of an archive, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
 
     table: FactsTable
     lost_bytes: int
     met: dict[str, int]
-    marks: bytes = b""
 
 
 class _Scan:
@@ -258,7 +254,6 @@ class _Scan:
         self._classes: dict[str, tuple[int, int]] = {}
         self._nameless: list[str] = []
         self._regular = 0
-        self._marks: list[NDArray[np.int64]] = []
         self._most = most
 
     def run(self, batches: Iterator[TarBatch]) -> _Scanned:
@@ -272,7 +267,6 @@ class _Scan:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
                 return _Scanned(shard_failure(reason), self._file.size, self.met.counts)
             self._scan_headers(batch, taken, first_row)
-            self._marks.append(self._marks_of(batch, taken))
             if self._sample >= self._most:  # those before it are complete
                 break
             damage = batch.damage
@@ -288,7 +282,7 @@ class _Scan:
             return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts)
         # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
         lost_bytes = 0 if damage is None else max(1, self._file.size - end)
-        return _Scanned(table, lost_bytes, self.met.counts, np.concatenate(self._marks).tobytes())
+        return _Scanned(table, lost_bytes, self.met.counts)
 
     def _no_samples(self) -> str:
         if not self._regular:
@@ -392,17 +386,6 @@ class _Scan:
             current.key = None
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
-
-    def _marks_of(self, batch: TarBatch, taken: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the marks of members. What a long name pushed out of the buffer is read again."""
-        marks = batch.marks[taken]
-        for i in np.flatnonzero(marks == NO_MARK).tolist():
-            at = int(taken[i])
-            if batch.encodings[at] != SPARSE and at not in batch.unread:
-                wanted = MARKED_BYTES + min(batch.sizes[at], MARKED_BYTES)
-                data = self._file.read(batch.offsets[at] - MARKED_BYTES, wanted)
-                marks[i] = mark_of(data) if len(data) == wanted else NO_MARK
-        return marks
 
     def _read_header(self, modality: type[Modality], row: int) -> Header:
         table = self._table

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
-from orchdata.loaders.shards.marks import NO_MARK, marks_in
 from orchdata.loaders.storage.storage import Storage
 from orchdata.native.scan.tar import (
     CONTENT,
     END,
     HEADER_BYTES,
-    MARK,
     MORE,
     NUM_COLUMNS,
     UNUSUAL,
@@ -69,7 +67,6 @@ class TarBatch:
         encodings: RAW or SPARSE.
         buffer: uint8 (num_bytes,), valid until the next batch is requested.
         heads: int64 (n, 3): the position in `buffer` of the first bytes of each content, their number, and its size.
-        marks: int64 (n,), see `marks`; NO_MARK of what is not stored as one piece, or not in the buffer.
         damage: the damage that ends the archive after these members.
         unread: index of a member -> why its content is not in the archive: links, devices, pipes.
     """
@@ -80,7 +77,6 @@ class TarBatch:
     encodings: list[int]
     buffer: NDArray[np.uint8]
     heads: NDArray[np.int64]
-    marks: NDArray[np.int64]
     damage: str | None = None
     unread: Mapping[int, str] = field(default_factory=dict)
 
@@ -149,15 +145,14 @@ def _plain_batch(buffer: NDArray[np.uint8], members: NDArray[np.int64]) -> TarBa
     offsets: list[int] = []
     sizes: list[int] = []
     view = buffer.data
-    for name, length, prefix, prefix_length, offset, _, _, _, size in members.tolist():
+    for name, length, prefix, prefix_length, offset, _, _, size in members.tolist():
         text = str(view[name : name + length], "utf-8", "surrogateescape")
         if prefix_length:
             text = str(view[prefix : prefix + prefix_length], "utf-8", "surrogateescape") + "/" + text
         names.append(text)
         offsets.append(offset)
         sizes.append(size)
-    marks, heads = members[:, MARK].copy(), members[:, CONTENT:].copy()
-    return TarBatch(names, offsets, sizes, [RAW] * len(names), buffer, heads, marks)
+    return TarBatch(names, offsets, sizes, [RAW] * len(names), buffer, members[:, CONTENT:].copy())
 
 
 class _Stream:
@@ -302,21 +297,17 @@ def _silent_end(file: Storage, offset: int) -> str | None:
 
 def _batch_of(file: Storage, members: list[_Member], damage: str | None) -> TarBatch:
     """Read the first bytes of these members into a batch."""
-    stride = HEADER_BYTES + BLOCK_BYTES
-    buffer = np.zeros(max(1, len(members)) * stride, np.uint8)
+    buffer = np.zeros(max(1, len(members)) * BLOCK_BYTES, np.uint8)
     view = buffer.data
     heads = np.zeros((len(members), 3), np.int64)
     for i, member in enumerate(members):
-        start, size, available = i * stride + HEADER_BYTES, member.size, 0
+        start, size, available = i * BLOCK_BYTES, member.size, 0
         if member.encoding == RAW and member.unread is None:
-            piece = view[start - HEADER_BYTES : start + min(BLOCK_BYTES, size)]
-            available = max(0, file.read_into(member.offset - HEADER_BYTES, piece) - HEADER_BYTES)
+            available = file.read_into(member.offset, view[start : start + min(BLOCK_BYTES, size)])
         heads[i] = start, available, size
     names, offsets, sizes, encodings = map(list, list(zip(*members, strict=True))[:4]) if members else ([], [], [], [])
     unread = {i: member.unread for i, member in enumerate(members) if member.unread is not None}
-    marks = marks_in(buffer, heads)
-    marks[[i for i, encoding in enumerate(encodings) if encoding == SPARSE or i in unread]] = NO_MARK
-    return TarBatch(names, offsets, sizes, encodings, buffer, heads, marks, damage, unread)
+    return TarBatch(names, offsets, sizes, encodings, buffer, heads, damage, unread)
 
 
 class SparseError(Exception):

@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.scan.marks import mark_at
 
 MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
 HEADER_BYTES = 512
 
 # Columns of the table of members. Offsets in the buffer: NAME, PREFIX, CONTENT; in the archive: OFFSET, of the content.
-# AVAILABLE bytes of the content are in the buffer. MARK is as of `scan.marks`. Columns from CONTENT on are arguments of
-# the scans of media.
-NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, OFFSET, MARK, CONTENT, AVAILABLE, SIZE = range(9)
-NUM_COLUMNS = 9
+# AVAILABLE bytes of the content are in the buffer. Columns from CONTENT on are arguments of the scans of media.
+NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, OFFSET, CONTENT, AVAILABLE, SIZE = range(8)
+NUM_COLUMNS = 8
 
 REUSE_BYTES = 2560
 """The next member is taken from the same bytes when this much is left: its headers and a kilobyte of content."""
@@ -62,7 +60,6 @@ def scan_block(
         before).
     """
     base = position
-    words = buffer[: buffer.size // 8 * 8].view(np.uint64)
     while position + HEADER_BYTES <= base + filled and (
         last or position == base or position + REUSE_BYTES <= base + filled
     ):
@@ -98,7 +95,6 @@ def scan_block(
                 row[PREFIX], row[PREFIX_LENGTH] = at + 345, _length_to_nul(buffer, at + 345, 155)
             row[OFFSET], row[CONTENT], row[SIZE] = position, at + HEADER_BYTES, size
             row[AVAILABLE] = min(size, end - row[CONTENT])
-            row[MARK] = np.int64(mark_at(words, row[CONTENT], row[AVAILABLE], size))
             headers[count] = buffer[at : at + HEADER_BYTES]
             count += 1
             position += _padded(size)

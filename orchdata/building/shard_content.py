@@ -237,11 +237,11 @@ class PackedAssembly:
 
 def located(error: Exception, sample: StoredSample) -> DataError:
     """Return the failure of a sample that an exception is, with the exception as its cause. Raises as
-    `StoredSample.refuse_unproven`.
+    `StoredSample.refuse_moved`.
     """
     known = isinstance(error, FieldError)
     if isinstance(error, FieldError):
-        sample.refuse_unproven(error)
+        sample.refuse_moved(error)
     failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
     failure.__cause__ = error.__cause__ if known else error
     return failure

@@ -30,7 +30,7 @@ def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Re
         try:
             return stored.decode(recipe, of)
         except FieldError as error:
-            stored.refuse_unproven(error)
+            stored.refuse_moved(error)
             raise error.at(stored.shard, stored.key) from error.__cause__
         except MemoryError as error:
             raise out_of_memory(error, index, recipe, np.array([row]), row) from error

@@ -48,7 +48,6 @@ class LoopContext:
         is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
         in_order: whether steps come in order; else as they are ready.
         num_workers: number of workers that build steps; 1 if this process builds them.
-        before_step: called before a step is delivered; what it raises ends the iteration as a failed step does.
     """
 
     steps: Steps
@@ -58,7 +57,6 @@ class LoopContext:
     is_single_rank: bool
     in_order: bool
     num_workers: int
-    before_step: Callable[[], None] = lambda: None
 
 
 class PlannedStream:
@@ -105,7 +103,6 @@ class PlannedStream:
             raise StopIteration
         self._bring_forward()
         try:
-            self._context.before_step()
             batches = self._deliver()
         except Exception as error:
             if is_checked:

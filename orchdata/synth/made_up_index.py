@@ -64,7 +64,6 @@ class _Source:
     size: TableSize
     totals: Totals
     fields: Sequence[str] = FIELDS
-    has_marks: bool = False
 
     @classmethod
     def measured(cls, seed: int, number: int, start: int, stop: int) -> _Source:

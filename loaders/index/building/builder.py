@@ -31,7 +31,7 @@ from orchdata.loaders.index.measuring.kept_counts import CountsFiles, CountsStor
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
-from orchdata.loaders.index.table import marked_bytes
+from orchdata.loaders.index.table import body_bytes
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import identity_of
 from orchdata.loaders.shards.facts_table import Facts
@@ -215,7 +215,7 @@ class Builder:
     def _kept_in_memory(self, table: CostTable) -> CostTable:
         """Return the table, without its columns if all tables together would take too much memory."""
         with self._lock:
-            length = marked_bytes(table.size)
+            length = body_bytes(table.size)
             if length > self._free_bytes:
                 return table.without_body()
             self._free_bytes -= length

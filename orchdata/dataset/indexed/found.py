@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchdata.dataset.indexed.nodes import Apart
-from orchdata.dataset.indexed.other_place import moved_index
 from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
@@ -62,11 +61,6 @@ def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild:
             index = open_first(urls, recipe, first, reading=reading)
             if index is not None:
                 return index
-        if is_full and not rebuild:
-            index, reading = moved_index(urls, recipe, reading)
-            if index is not None:
-                return index
-            wanted = wanted._replace(reading=reading)
     except DamagedIndexError as error:
         problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
     if not rebuild and num_ranks > 1 and rank is None:
