@@ -112,7 +112,7 @@ class CostTable:
         if memoryview(body).nbytes != body_bytes(size):
             raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
         fields, totals, root = tuple(values["fields"]), values["totals"], values["media_root"]
-        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, root)
+        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, media_root=root)
 
     @property
     def shard(self) -> ShardInfo:

@@ -89,11 +89,13 @@ def open_indexed(
     containers: Mapping[str, Container] = NO_CONTAINERS,
     reads: ReadBytes | None = None,
     files: Files = PLAIN_FILES,
+    compared: dict[str, str] | None = None,
 ) -> Shard:
     """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`.
 
     Args:
         containers: of the user's, by identity.
+        compared: url -> version whose content was found to be the indexed one; it is not read for that again.
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
@@ -113,11 +115,14 @@ def open_indexed(
         )
         raise StaleIndexError(url, reason) from error
     try:
-        difference = describe_change(shard, indexed)
+        compared = {} if compared is None else compared
+        difference = describe_change(shard, indexed, compared.get(url))
         if difference is not None:
             if shard.is_new:  # the next process must compare its content too
                 cache.remove_entry(copy_name(url, shard.size, shard.version))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
+        if not indexed.reach and shard.version != indexed.version:
+            compared[url] = shard.version
     except BaseException:
         shard.close()
         raise
@@ -180,6 +185,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._shards: OrderedDict[_Key, Shard] = OrderedDict()
         self._opening: dict[_Key, threading.Lock] = {}
+        self._compared: dict[str, str] = {}
 
     def get(self, url: str, indexed: ShardInfo | None = None, record: UserFunction | None = None) -> Shard:
         """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
@@ -217,7 +223,7 @@ class OpenShards:
         if indexed is None:
             shard = open_shard(key[0], rules=FieldRules(record=record), files=self._files, **opening)
         else:
-            how: dict[str, Any] = {"containers": self._containers, "files": self._files}
+            how: dict[str, Any] = {"containers": self._containers, "files": self._files, "compared": self._compared}
             shard = open_indexed(key[0], indexed, record=record, **how, **opening)
         with self._lock:
             self._shards[key] = shard
@@ -233,8 +239,12 @@ class OpenShards:
             return shard
 
 
-def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
-    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers."""
+def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = None) -> str | None:
+    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers.
+
+    Args:
+        compared: the version of it whose content was compared before.
+    """
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
     # A copy of the same data has another modification time; equal headers show that it is a copy. For Parquet all bytes
@@ -242,7 +252,7 @@ def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
     # Of a shard whose beginning alone was indexed, nothing else is compared.
     if indexed.reach:
         return None if shard.version == indexed.version else "has another modification time than when it was indexed"
-    is_unsure = shard.version != indexed.version or shard.is_new
+    is_unsure = shard.version not in (indexed.version, compared) or shard.is_new
     if is_unsure and shard.checksum() != indexed.checksum:
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"
