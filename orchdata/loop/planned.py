@@ -24,58 +24,8 @@ from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.notices import warn_once
 from orchdata.order.steps import Steps, StepTask
-from orchdata.ranks.agreement import (
-    Agreement,
-    Comparison,
-    Post,
-    Value,
-    check_plans,
-    fail_check,
-)
+from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
-
-
-class Beginning:
-    """The step at which an iteration of a loader begins, which must be the same on all ranks: they must iterate equally
-    often, or one rank's epoch would be another's next.
-
-    Attributes:
-        step: at which it began on all ranks; a rank that continues a failed iteration begins at a later one.
-        refused: whether ranks differ; the next try then is a new iteration.
-    """
-
-    def __init__(self, compared: Comparison | None, epoch: int, step: int) -> None:
-        self.step = step
-        self.refused = False
-        self._compared = compared
-        self._start = {"epoch": epoch, "step": step}
-        self._post: Post | None = None
-        self._is_agreed = False
-        self._shared: Value | None = None
-
-    def agree(self, draw: Callable[[], Value | None]) -> Value | None:
-        """Return what `draw` returned on the first rank, once all are known to be equal; once in an iteration.
-
-        Raises:
-            ValueError: ranks differ in the loader, or in where they begin; names them, and both values.
-            RuntimeError: a rank could not make the loader; or ranks are missing at the process group's timeout.
-        """
-        if self._is_agreed:
-            return self._shared
-        compared = self._compared
-        if compared is None:
-            self._shared = draw()
-        else:
-            if self._post is None:
-                self._post = compared.post(self._start, draw())
-            try:
-                compared.wait(self._post)
-            except ValueError:
-                self.refused = True
-                raise
-            self._shared = self._post.shared
-        self._is_agreed = True
-        return self._shared
 
 
 class Interrupted(NamedTuple):
@@ -133,9 +83,7 @@ class PlannedStream:
         self._is_delivering = False
         self._interrupted: Interrupted | None = loop.start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
-        if begun is None or begun.refused:
-            begun = Beginning(context.agreement.compared, self.position.epoch, self.next_step)
-        self._begun = begun
+        self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
 
     @property
     def undelivered(self) -> list[int]:
@@ -327,7 +275,7 @@ class Engines:
             return engine
         if self._choice.wants_kernels:
             self._warming.finish(spec)  # kernels are compiled on first use, which `timeout` is not for
-        elif not self._warming.is_over:
+        else:
             self._warming.wait()
         engine = delivery.receiving_engine() or self._choice.make(
             spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows, states=states
