@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from orchdata.hf.image.native import write_rows
-from orchdata.hf.image.pictures import picture_of_rows
+from orchdata.hf.image.native import picture_of_rows, write_rows
 from orchdata.hf.image.processors import modules_of, running, source_of
 from orchdata.hf.image.sizes import Outputs
 from orchdata.hf.processor_parts import as_array, placeholder_of, runs
