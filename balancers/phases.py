@@ -205,7 +205,9 @@ def assign_jointly(
     if within is None or num_samples <= _FEW_SAMPLES * len(group_sizes):
         own = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count)
     if len(costs) > 1 or len(caps):
-        limits = _search_limits(num_samples, effort)
+        # (Part above the bounds at which peaks are good enough, pairs to look at) of a joint search.
+        good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
+        limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
         if within is not None and max_samples is None and not equal_count:
             own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits)
         else:
@@ -218,13 +220,6 @@ def assign_jointly(
     rank = np.empty(num_samples, np.int32)
     rank[order] = first + own
     return rank
-
-
-def _search_limits(num_samples: int, effort: float) -> tuple[int, float]:
-    """(part above the bounds at which peaks are good enough, pairs to look at) of a joint search."""
-    many = num_samples > _MANY_SAMPLES
-    good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if many else (GOOD, PAIRS)
-    return max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
 
 
 def _grouped(

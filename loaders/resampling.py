@@ -66,15 +66,13 @@ def kernel_ratio(rate: int, new_rate: int) -> Fraction:
     """Return new_rate / rate, rounded by less than 0.03 % to a simpler fraction if its kernel would be too large."""
     exact = ratio = Fraction(new_rate, rate)
     largest = max(exact.numerator, exact.denominator)
-    while _kernel_values(ratio) > _KERNEL_VALUES and min(ratio.numerator, ratio.denominator) > 1:
+    while min(ratio.numerator, ratio.denominator) > 1:
+        # The kernel has one filter per new frame of a period, over its original frames and both half widths.
+        if ratio.numerator * (ratio.denominator + 2 * half_width(ratio)) <= _KERNEL_VALUES:
+            break
         largest = largest * 3 // 4
         ratio = exact.limit_denominator(largest) if exact < 1 else 1 / (1 / exact).limit_denominator(largest)
     return ratio
-
-
-def _kernel_values(ratio: Fraction) -> int:
-    """Size of the kernel: one filter per new frame of a period, over its original frames and both half widths."""
-    return ratio.numerator * (ratio.denominator + 2 * half_width(ratio))
 
 
 def half_width(ratio: Fraction) -> int:

@@ -165,21 +165,16 @@ def _compiled(function: Callable[..., Any]) -> Any:
     njit = _numba().njit
     try:
         compiled = njit(nogil=True, cache=True)(function)
-        _stamp(compiled)
+        # Its cache depends on all sources here: numba checks only the kernel's file, and would use old code of a kernel
+        # in another file that has changed.
+        cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+        if getattr(cache_file, "_source_stamp", None) is not None:
+            cache_file._source_stamp = (cache_file._source_stamp, sources_stamp())
     except RuntimeError as error:
         if "locator" not in str(error):
             raise
         compiled = njit(nogil=True)(function)
     return _once_a_type(compiled)
-
-
-def _stamp(compiled: Any) -> None:
-    """Make a kernel's cache depend on all sources here: numba checks only the kernel's file, and would use old code of
-    a kernel in another file that has changed.
-    """
-    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if getattr(cache_file, "_source_stamp", None) is not None:
-        cache_file._source_stamp = (cache_file._source_stamp, sources_stamp())
 
 
 @functools.cache

@@ -614,13 +614,9 @@ def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     return digest([rules_digest(), recipe, _contents(shards)])
 
 
-def shards_fingerprint(shards: Iterable[ShardInfo], rules: int | None = None) -> str:
-    """Return the identity of shards in states: their names, sizes and contents, under any rules.
-
-    Args:
-        rules: the number that states below version 3 had in it.
-    """
-    return digest(_contents(shards) if rules is None else [rules, "", _contents(shards)])
+def shards_fingerprint(shards: Iterable[ShardInfo]) -> str:
+    """Return the identity of shards in states: their names, sizes and contents, under any rules."""
+    return digest(_contents(shards))
 
 
 def shards_in_words(shards: Sequence[ShardInfo]) -> str:

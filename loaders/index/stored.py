@@ -33,11 +33,12 @@ from orchdata.loaders.samples.members import is_made, uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
 from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
+from orchdata.loaders.samples.whole_text import Window
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
@@ -115,7 +116,7 @@ class StoredSample:
         specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
         try:
-            contents = self._open_shard(recipe).read_many(distinct)
+            contents = self._shards.get(self.shard, self._info, recipe.record).read_many(distinct)
         except FieldError as error:
             self.refuse_moved(error)
             raise error.at(self.shard, self.key) from error.__cause__
@@ -338,7 +339,7 @@ class StoredSample:
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]
     ) -> Iterator[tuple[str, bytes | memoryview, Literal["json", "text", "bytes"]]]:
         """Yield the field, payload and kind of each member that the recipe keeps."""
-        specs, shard = self._index.read_spec(self.row), self._open_shard(recipe)
+        specs, shard = self._index.read_spec(self.row), self._shards.get(self.shard, self._info, recipe.record)
         for at in uses_of(self.members, recipe).kept:
             field, data, (_, _, encoding, name) = self.members[at].field, payloads[at], specs[at]
             if is_cell_without_content(field, len(data)) or shard.is_json(name, encoding):
@@ -356,9 +357,6 @@ class StoredSample:
             record = json_value(self.members[at].field, payloads.get(~at, payloads[at]))
             if isinstance(record, dict):
                 yield record
-
-    def _open_shard(self, recipe: Recipe) -> Shard:
-        return self._shards.get(self.shard, self._info, recipe.record)
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
         """Raise FieldError if the text yields other counts than the index, by which steps are planned.

@@ -97,7 +97,9 @@ def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits
             )
         return target if pre.draft else None
 
-    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, _colours(pre.resizer))
+    # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
+    colours = "RGBX" if pre.resizer == "pillow" or _is_avx() else "RGB"
+    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, colours)
     return resized(pixels, target, pre.resizer, pre.resample)
 
 
@@ -297,11 +299,6 @@ def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixe
     return np.ascontiguousarray(scaled.permute(0, 2, 3, 1)[0].numpy())
 
 
-def _colours(resizer: str) -> str:
-    """Colours of a plain JPEG to be resized: vectors handle four bytes per pixel faster, torch on ARM only three."""
-    return "RGBX" if resizer == "pillow" or _is_avx() else "RGB"
-
-
 @lru_cache(maxsize=1)
 def _is_avx() -> bool:
     import torch
@@ -367,7 +364,4 @@ def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
     return file.getvalue()
 
 
-@lru_cache(maxsize=8)
-def byte_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    """`channel_table`, cached."""
-    return channel_table(mean, std, dtype)
+byte_table = lru_cache(maxsize=8)(channel_table)

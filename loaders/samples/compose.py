@@ -29,17 +29,9 @@ from orchdata.loaders.samples.agreement import (
 from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
 from orchdata.loaders.samples.placing import check_marks, check_media_order, check_named, unplaced
 from orchdata.loaders.samples.record import MadeSample, made_sample
-from orchdata.loaders.samples.spans import (
-    MediaSlot,
-    SizeOf,
-    Span,
-    SpanWriter,
-    StretchWriter,
-    TextSpan,
-    WholeWriter,
-    Window,
-)
+from orchdata.loaders.samples.spans import MediaSlot, SizeOf, Span, SpanWriter, StretchWriter, TextSpan
 from orchdata.loaders.samples.values import check_text, json_or_text, text_of
+from orchdata.loaders.samples.whole_text import WholeWriter, Window
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown

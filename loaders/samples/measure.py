@@ -26,15 +26,8 @@ from orchdata.loaders.samples.agreement import check_whole, edges_of
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members, unread_in
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
-from orchdata.loaders.samples.spans import (
-    MediaSlot,
-    SizesInTurn,
-    Span,
-    SpanWriter,
-    TextRun,
-    WholeWriter,
-    expansion_of,
-)
+from orchdata.loaders.samples.spans import MediaSlot, SizesInTurn, Span, SpanWriter, TextRun, expansion_of
+from orchdata.loaders.samples.whole_text import WholeWriter
 
 Sizes = dict[tuple[str, int], PartSize]
 """Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.spans import MediaSlot, Span, TextRun, TextSpan, Window
+from orchdata.loaders.samples.spans import MediaSlot, Span, TextRun, TextSpan
+from orchdata.loaders.samples.whole_text import Window
 
 _MOST_SHARED: Final = 16
 """A piece that begins inside a character with this number of tokens is not tokenized alone."""

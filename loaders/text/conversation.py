@@ -340,7 +340,10 @@ def _chat(value: list[Any], rules: Rules) -> Document:
         _check_order(value, words)
         return Document(chat=chat, placed=_placed(value, words))
     work = Work()
-    turns = [_turn(number, item, rules, rules.template, work) for number, item in enumerate(value, 1)]
+    turns = [
+        _plain_turn(item, rules.template) or _checked_turn(f"turn {number}", item, rules, rules.template, work)
+        for number, item in enumerate(value, 1)
+    ]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
     names = _NONE
     if placed:  # such a modality has items, so its marks in the text are plain text
@@ -379,10 +382,6 @@ def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tup
             kind = _kind(item, words) if isinstance(item, dict) else "text"
             if kind in words.items:
                 yield number, kind, item
-
-
-def _turn(number: int, item: Any, rules: Rules, template: ChatTemplate, work: Work) -> Turn:
-    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, rules, template, work)
 
 
 def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
