@@ -33,4 +33,4 @@ def decompressed(index: Index) -> int:
     """Return about how many bytes the compressed tars of object storage have decompressed: little besides members."""
     stored = sum(shard.size for shard in index.shards if shard.packed and is_remote(shard.url))
     whole = sum(shard.size for shard in index.shards)
-    return int(max(stored, index.totals["bytes"] * stored // max(1, whole)))
+    return max(stored, int(index.totals["bytes"]) * stored // max(1, whole))

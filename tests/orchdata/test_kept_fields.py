@@ -263,34 +263,3 @@ def test_a_function_of_the_users_adds_fields(tmp_path: Path, container: str) -> 
     whole = od.ShardDataset(path, od.Recipe(image=None, audio=None, keep=("label",), record=with_fields, record_id="1"))
     (samples,) = od.DataLoader(whole, batch_size=4, collate_fn=list)
     assert [sample.fields["label"] for sample in samples[1:]] == [2, 3, 4]
-
-
-class Counted:
-    """`with_fields`, with the number of its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
-        self.calls += 1
-        return with_fields(record)
-
-
-@pytest.mark.parametrize("container", ["tar", "parquet", "jsonl"])
-def test_a_function_is_called_once_for_a_decode(tmp_path: Path, container: str) -> None:
-    rows = [{"question": "q" * (n + 1), "answer": "a", "id": f"k{n}", "n": n} for n in range(5)]
-    path = written(rows, tmp_path / f"a.{container}")
-    function = Counted()
-    recipe = od.Recipe(image=None, audio=None, keep=("label", "n"), record=function, record_id="1")
-    dataset = od.ShardDataset(path, recipe)
-    packed = od.DataLoader(dataset, batch_size=5, num_threads=0)
-    own = od.DataLoader(dataset, batch_size=5, num_threads=0, collate_fn=list)
-    function.calls = 0
-    (batch,), calls = list(packed), function.calls
-    (samples,), of_collate = list(own), function.calls - calls
-    assert calls == of_collate == len(rows)
-    assert batch.fields == {"label": [1, 2, 3, 4, 5], "n": [0, 1, 2, 3, 4]}
-    assert [sample.fields["n"] for sample in samples] == batch.fields["n"]
-    assert dataset[2].fields["label"] == 3 and function.calls == 2 * len(rows) + 1
-    if container == "jsonl":  # the record that the function gets and the one that it makes are read together
-        assert packed.stats()["reads"]["storage_bytes"] == Path(path).stat().st_size - len(rows)

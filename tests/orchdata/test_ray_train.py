@@ -44,14 +44,3 @@ def test_torchs_own_loaders_are_prepared_as_ever() -> None:
     sampler = torch.utils.data.DistributedSampler(range(8), 1, 0)
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, sampler=sampler)
     assert len(list(prepare_data_loader(loader))) == 4
-
-
-def test_the_sampler_is_that_of_torchs_loader() -> None:
-    mine = torch.utils.data.SequentialSampler(range(8))
-    loader = od.DataLoader(list(range(8)), batch_size=2, sampler=mine)
-    assert loader.sampler is mine
-    other = torch.utils.data.SequentialSampler(range(4))
-    object.__setattr__(loader, "sampler", other)
-    assert loader.sampler is other
-    with pytest.raises(ValueError, match="sampler attribute should not be set"):
-        loader.sampler = mine

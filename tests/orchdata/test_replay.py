@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from fault_trials import batch_digest
 from rank_loaders import loaders
 from shard_factory import RECIPE, omni_shards
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 import orchdata as od
 
@@ -79,19 +78,6 @@ def test_a_run_that_was_cut_again_is_rebuilt_from_its_state(dataset: od.ShardDat
         laptop.step_at(0, 2)
 
 
-class Own(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(30).tolist())
-
-    def __len__(self) -> int:
-        return 30
-
-
-class Counts(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,35 +111,3 @@ def test_a_state_tells_what_torch_drew(kind: dict[str, Any]) -> None:
     laptop.load_state_dict(state)
     given += steps
     assert [laptop.step_at(0, step) for step in range(len(given))] == [[batch] for batch in given]
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "reason"),
-    [
-        (Counts(), {}, "IterableDataset"),
-        (NUMBERS, {"sampler": Own()}, "the items of Own in epoch 0 are not known"),
-        (NUMBERS, {"sampler": RandomSampler(NUMBERS, generator=torch.Generator())}, "RandomSampler"),
-    ],
-)
-def test_what_comes_in_turn_alone_is_refused(data: Any, options: dict[str, Any], reason: str) -> None:
-    loader = od.DataLoader(data, batch_size=2, **options)
-    saved(loader)
-    with pytest.raises(ValueError, match=reason):
-        loader.step_at(0, 0)
-    assert len(list(loader)) in (5, 15)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "step", "rank", "reason"),
-    [
-        (-1, 0, 0, "epoch"),
-        (1 << 64, 0, 0, "epoch must be below"),
-        (0, -1, 0, "step"),
-        (0, 0, 2, "rank must be below the loader's 2 ranks"),
-        (0, 0.5, 0, "step"),
-    ],
-)
-def test_places_that_are_none(dataset: od.ShardDataset, epoch: Any, step: Any, rank: Any, reason: str) -> None:
-    loader = od.DataLoader(dataset, batch_size=4, dp=(0, 2), num_threads=0)
-    with pytest.raises((ValueError, TypeError), match=reason):
-        loader.step_at(epoch, step, rank=rank)

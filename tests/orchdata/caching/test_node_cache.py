@@ -309,21 +309,6 @@ def test_workers_that_are_forked_fetch_nothing_and_a_warning_says_so(remote: Rem
     assert loader._runtime._filler is None
 
 
-def test_a_server_that_gives_no_whole_shard_costs_one_warning(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pieces(*_: Any) -> Any:
-        raise od.StorageError("s3://bucket/key", "cannot be read: no")
-
-    expected = epoch(remote.loader())
-    monkeypatch.setattr("orchdata.caching.filler._PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("orchdata.loaders.storage.remote.objects.Objects.pieces", lambda *_: iter(pieces, None))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert epoch(remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30))) == expected
-    assert len([each for each in said if "cannot be read: no" in str(each.message)]) == 1
-
-
 def test_a_shard_that_was_replaced_is_not_copied(
     s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
 import pytest
 import warm_job
 from shard_factory import RECIPE, omni_shards
@@ -81,17 +80,6 @@ def test_children_end_with_the_loader_and_with_its_process() -> None:
         gc.collect()
         wait_for_finalizers()
         assert child.returncode is not None
-
-
-@pytest.mark.parametrize("is_chosen", [False, True])
-def test_the_folder_of_kernels_is_numbas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chosen: bool) -> None:
-    chosen = str(tmp_path) if is_chosen else ""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", chosen)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", chosen)
-    function = warm._head("pipeline").py_func
-    numbas = Path(numba.njit(cache=True)(function).stats.cache_path)
-    assert numbas.is_relative_to(tmp_path) == is_chosen
-    assert warm._usual_folder(Path(function.__code__.co_filename)) == numbas
 
 
 def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
