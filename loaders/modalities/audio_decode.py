@@ -14,8 +14,9 @@ each first calls `torch_threads.use_one_thread`.
 from __future__ import annotations
 
 import io
+import struct
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,8 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.failures import as_failure
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import check_seconds
-from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
+from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, Payload, cut_reason, sound_chunk
 from orchdata.loaders.resampling import resample
 from orchdata.loaders.scratch import Scratch
 from orchdata.native.spectrum import split_complex
@@ -95,6 +95,36 @@ def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits:
     return file.getvalue()
 
 
+class PlainWav(NamedTuple):
+    """The samples of a WAV as a view of the file, int16 (num_frames, num_channels), and their rate in Hz."""
+
+    samples: NDArray[np.int16]
+    rate: int
+
+
+def plain_wav(data: Payload) -> PlainWav | None:
+    """Return the samples of a plain 16-bit WAV, as most programs write it: its format first, then at most one chunk
+    before the samples, then the samples to the end. None for any other, which libsndfile reads.
+    """
+    if bytes(data[:4]) != b"RIFF" or bytes(data[8:16]) != b"WAVEfmt " or len(data) < 44:
+        return None
+    size, kind, channels, rate, _, frame_bytes, bits = struct.unpack_from("<IHHIIHH", data, 16)
+    if (
+        (size, kind, bits) != (16, 1, 16)
+        or not 0 < channels <= 8
+        or frame_bytes != 2 * channels
+        or not 0 < rate < 1 << 31
+    ):
+        return None
+    between = 0
+    if bytes(data[36:40]) in (b"LIST", b"fact"):
+        between = 8 + int.from_bytes(data[40:44], "little")
+    size, start = sound_chunk(data, "little")
+    if not size or start != 44 + between + (between & 1) or start + size != len(data) or size % frame_bytes:
+        return None
+    return PlainWav(np.frombuffer(data, "<i2", offset=start).reshape(-1, channels), rate)
+
+
 @as_failure(DecodeError, "damaged audio")
 def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """Return the mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
@@ -122,7 +152,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
                 wave = _read_blocks(sound, rate, limits)
                 is_mp3 = sound.format == "MP3"
         # A decoder may have stopped early.
-        reason = cut_reason(data, len(wave), rate) or (mp3_reason(data, len(wave), rate) if is_mp3 else None)
+        reason = cut_reason(data, len(wave), rate, is_mp3=is_mp3)
         if reason is not None:
             raise DecodeError(reason)
         return wave, rate

@@ -19,16 +19,16 @@ from orchdata.loaders.failures import as_failure
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import starts_with
-from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
+from orchdata.loaders.modalities.cut_audio import cut_reason, read_mp3, unclosed_wav, walk_mp3
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.video.containers import BOXES, EBML
-from orchdata.native.scan.mp3 import count_mp3, scan_mp3
 
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.track import SoundTrack
 
 _BLOCK_FRAMES = 1 << 16
-_ID3V1_BYTES = 128
+_MOST_FLAC_FRAMES = 65535 / 10
+"""In a byte: the largest block takes 10 bytes at least."""
 
 
 UNKNOWN_FRAMES = 1 << 48
@@ -96,9 +96,9 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
     # Compare it with what the file declares.
     if frames < 1:
         raise DecodeError("audio without a single frame")
-    reason = cut_reason(data, frames, rate) or flac_reason(data, frames)
-    if reason is None and is_mp3:
-        reason = mp3_reason(data, frames, rate)
+    if data[:4] == b"fLaC" and frames > len(data) * _MOST_FLAC_FRAMES:  # memory would be taken for them
+        raise DecodeError(f"cut: {len(data)} bytes cannot hold the {frames} frames that its header tells")
+    reason = cut_reason(data, frames, rate, is_mp3=is_mp3)
     if reason is not None:
         raise DecodeError(reason)
     return frames, rate
@@ -132,44 +132,15 @@ def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
 
 def _mp3_frames(data: bytes, header_frames: int) -> int:
     """Return the number of frames that decoding an MP3 gives, or -1 if only decoding can find it."""
-    frames, samples, tagged = scan_mp3(np.frombuffer(data, np.uint8))
-    if frames < 0:
+    mp3 = read_mp3(data)
+    if mp3 is None or not mp3.is_sure:
         return -1
+    count, is_whole, _ = walk_mp3(data, mp3.at)
     # With a Xing/Info tag that fits, libsndfile knows the length without the encoder's delay. Without one, it guesses
     # from the bit rate of the first frame, and stops there even if more follows.
-    return header_frames if tagged else min(header_frames, int(frames * samples))
-
-
-def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
-    """Return why libsndfile does not decode all of an MP3, or None.
-
-    Args:
-        data: the whole file.
-        frames: number of decoded frames per channel; rate: in Hz.
-    """
-    end = mp3_stream_bytes(data)
-    if end is None:
-        count, samples = count_mp3(np.frombuffer(data, np.uint8))
-        whole = int(count * samples)
-        if lacks(frames, whole, rate):
-            return (
-                f"VBR MP3 without a Xing tag: the decoder stops at {frames / rate:.3f} of {whole / rate:.3f} s; remux "
-                "it, for example ffmpeg -i in.mp3 -c copy out.mp3"
-            )
-        return None
-    rest = bytes(data[end:])
-    if len(rest) > _ID3V1_BYTES and lacks(frames, frames + _frames_of(rest), rate):
-        return "several MP3 streams after one another, of which only the first would be read: join or split them"
-    return None
-
-
-def _frames_of(data: bytes) -> int:
-    """Frames of an MP3; 0 for anything else."""
-    try:
-        with Sound(data) as sound:
-            return int(sound.frames) if sound.format == "MP3" else 0
-    except soundfile.LibsndfileError:
-        return 0
+    if not is_whole or mp3.tagged not in (None, count - 1):
+        return -1
+    return min(header_frames, count * mp3.samples) if mp3.tagged is None else header_frames
 
 
 def _count_frames(sound: Sound, limit: int) -> int:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import lru_cache
 from math import prod
 from typing import Final, Literal, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 TOLERANCE_SECONDS: Final = 0.05
 TOLERANCE_SHARE: Final = 0.01
@@ -20,7 +18,12 @@ TOLERANCE_SHARE: Final = 0.01
 
 _MOST_CHUNKS: Final = 10_000
 _MP3_SEARCH_BYTES: Final = 4096
-_LEAST_FLAC_FRAME: Final = 10  # header 6, subframe 2, checksum 2
+_ID3V1_BYTES: Final = 128
+_KBITS: Final = (
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+)
+_SEVERAL: Final = "after one another, of which only the first would be read: join or split them"
 
 Payload = bytes | memoryview
 _Order: TypeAlias = Literal["little", "big"]
@@ -33,81 +36,36 @@ class Extent(NamedTuple):
     present: int
 
 
-class PlainWav(NamedTuple):
-    """The samples of a WAV as a view of the file, int16 (num_frames, num_channels), and their rate in Hz."""
-
-    samples: NDArray[np.int16]
-    rate: int
-
-
-def plain_wav(data: Payload) -> PlainWav | None:
-    """Return the samples of a plain 16-bit WAV, as most programs write it: its format first, then at most one chunk
-    before the samples, then the samples to the end. None for any other, which libsndfile reads.
-    """
-    if bytes(data[:4]) != b"RIFF" or bytes(data[8:16]) != b"WAVEfmt " or len(data) < 44:
-        return None
-    size, kind, channels, rate, _, frame_bytes, bits = struct.unpack_from("<IHHIIHH", data, 16)
-    if (
-        (size, kind, bits) != (16, 1, 16)
-        or not 0 < channels <= 8
-        or frame_bytes != 2 * channels
-        or not 0 < rate < 1 << 31
-    ):
-        return None
-    between = 0
-    if bytes(data[36:40]) in (b"LIST", b"fact"):
-        between = 8 + int.from_bytes(data[40:44], "little")
-    size, start = _chunk(data, "little")
-    if not size or start != 44 + between + (between & 1) or start + size != len(data) or size % frame_bytes:
-        return None
-    return PlainWav(np.frombuffer(data, "<i2", offset=start).reshape(-1, channels), rate)
-
-
-def cut_reason(data: Payload, frames: int, rate: int) -> str | None:
+def cut_reason(data: Payload, frames: int, rate: int, *, is_mp3: bool = False) -> str | None:
     """Return why a clip is not complete, or None.
 
     Args:
         data: the whole file.
-        frames: number of frames per channel in the file; rate: in Hz.
+        frames: number of frames per channel that are decoded of it; rate: in Hz.
     """
     head = bytes(data[:16])
-    if head[:4] == b"OggS":
-        extent = _ogg(bytes(data))
-        if isinstance(extent, str):
-            return extent
+    if is_mp3:
+        extent = _mp3(data, frames, rate)
     else:
-        extent = _mp3(data, frames) if _is_mp3(head) else _container(head, data)
-    if extent is None or extent.present >= extent.declared:
-        return None
+        extent = _ogg(bytes(data)) if head[:4] == b"OggS" else _container(head, data)
+    if extent is None or isinstance(extent, str):
+        return extent
     seconds = frames / rate
     declared_seconds = seconds * extent.declared / max(1, extent.present)
-    if declared_seconds - seconds <= max(TOLERANCE_SECONDS, TOLERANCE_SHARE * declared_seconds):
+    if not _lacks(seconds, declared_seconds):
         return None
     share = max(0, extent.present) / extent.declared
     return f"cut: {seconds:.3f} of {declared_seconds:.3f} s of sound are there, {share:.0%} of what the header declares"
 
 
-def flac_reason(data: Payload, frames: int) -> str | None:
-    """Return why a FLAC cannot contain the frames in its header, or None. Smaller cuts show when it is decoded."""
-    least = least_flac_bytes(data, frames)
-    if len(data) >= least:
-        return None
-    return f"cut: {len(data)} bytes cannot hold the {frames} frames that its header tells"
-
-
-def least_flac_bytes(data: Payload, frames: int) -> int:
-    """Return the minimum size of a FLAC with this number of frames: the largest blocks, each of the smallest size."""
-    if bytes(data[:4]) != b"fLaC":
-        return 0
-    largest_block = max(1, int.from_bytes(data[10:12], "big"))
-    smallest = max(_LEAST_FLAC_FRAME, int.from_bytes(data[12:15], "big"))
-    return 42 + (-(-frames // largest_block) - 1) * smallest  # the last block may be shorter
+def _lacks(seconds: float, declared: float) -> bool:
+    return declared - seconds > max(TOLERANCE_SECONDS, TOLERANCE_SHARE * declared)
 
 
 def _container(head: bytes, data: Payload) -> Extent | None:
     magic = head[:4]
     if magic in (b"RIFF", b"RIFX", b"FORM"):
-        size, start = _chunk(data, "little" if magic == b"RIFF" else "big")
+        size, start = sound_chunk(data, "little" if magic == b"RIFF" else "big")
         return None if _is_placeholder(size) else Extent(size, len(data) - start)
     if magic in (b"RF64", b"BW64"):
         return _rf64(data)
@@ -125,7 +83,7 @@ def _is_placeholder(size: int) -> bool:
     return size == 0 or 0x7FFF0000 <= size <= 0x80000000 or size >= 0xFFFF0000
 
 
-def _chunk(data: Payload, order: _Order) -> tuple[int, int]:
+def sound_chunk(data: Payload, order: _Order) -> tuple[int, int]:
     """Return (declared bytes, start) of the sound chunk of a RIFF or IFF file; (0, 0) without such a chunk."""
     at = 12
     for _ in range(_MOST_CHUNKS):
@@ -142,7 +100,7 @@ def _chunk(data: Payload, order: _Order) -> tuple[int, int]:
 
 def unclosed_wav(data: Payload) -> int:
     """Return the start of the sound in a WAV that was piped out with sizes of 0; 0 for any other file."""
-    size, start = _chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
+    size, start = sound_chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
     if size or not start or start == len(data):
         return 0
     next_name, next_size = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
@@ -151,7 +109,7 @@ def unclosed_wav(data: Payload) -> int:
 
 
 def _rf64(data: Payload) -> Extent | None:
-    size, start = _chunk(data, "little")
+    size, start = sound_chunk(data, "little")
     if size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
         size = int.from_bytes(data[28:36], "little")
     return None if size in (0, 0xFFFFFFFF) or size >> 62 else Extent(size, len(data) - start)
@@ -204,9 +162,7 @@ def _ogg(data: bytes) -> Extent | str | None:
         # A page that begins a stream, or continues one.
         if flags & 2:
             if sound_begun:
-                return (
-                    "several Ogg streams after one another, of which only the first would be read: join or split them"
-                )
+                return f"several Ogg streams {_SEVERAL}"
             open_streams.add(serial)
         else:
             sound_begun = True
@@ -219,69 +175,107 @@ def _ogg(data: bytes) -> Extent | str | None:
     return "cut: it ends inside an Ogg packet" if unfinished else None
 
 
-def _is_mp3(head: bytes) -> bool:
-    return head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2)
+class Mp3(NamedTuple):
+    """What the first frame of an MP3 says.
+
+    Attributes:
+        at: where it is; samples: in each frame.
+        tagged: frames by its Xing, Info or VBRI tag, -1 if the tag does not say it; None if it is a frame of sound.
+        added: samples that the encoder added at both ends, by a tag of LAME.
+        end: of the stream, by the tag.
+        is_sure: whether the frames begin where they should, and need no earlier ones.
+    """
+
+    at: int
+    samples: int
+    tagged: int | None
+    added: int
+    end: int
+    is_sure: bool
 
 
-def _mp3(data: Payload, frames: int) -> Extent | None:
-    """Return what a Xing, Info or VBRI tag declares; None without one."""
-    first = _mp3_first_frame(data)
-    if first is None:
-        return None
-    at, samples, side = first
-    tag = at + 4 + side
-    name = bytes(data[tag : tag + 4])
-    if name in (b"Xing", b"Info"):
-        flags = int.from_bytes(data[tag + 4 : tag + 8], "big")
-        if not flags & 1:
-            return None
-        declared = int.from_bytes(data[tag + 8 : tag + 12], "big") * samples
-        # LAME's fields follow those that the flags name: 21 bytes on, the padding by the encoder and the last frame.
-        added = tag + 12 + 4 * (flags >> 1 & 1) + 100 * (flags >> 2 & 1) + 4 * (flags >> 3 & 1) + 21
-        delay = int.from_bytes(data[added : added + 3], "big")
-        declared -= (delay >> 12) + (delay & 0xFFF)
-    elif bytes(data[at + 36 : at + 40]) == b"VBRI":
-        declared = int.from_bytes(data[at + 50 : at + 54], "big") * samples
-    else:
-        return None
-    return Extent(declared - samples, frames)  # encoders disagree whether the tag's own frame counts
-
-
-def mp3_stream_bytes(data: Payload) -> int | None:
-    """Return the end of the stream by an MP3's tag: None without a tag, the file's end if the tag does not say it."""
-    first = _mp3_first_frame(data)
-    if first is None:
-        return None
-    at, _, side = first
-    tag = at + 4 + side
-    if bytes(data[tag : tag + 4]) not in (b"Xing", b"Info"):
-        return len(data) if bytes(data[at + 36 : at + 40]) == b"VBRI" else None
-    flags = int.from_bytes(data[tag + 4 : tag + 8], "big")
-    if flags & 3 != 3:
-        return len(data)
-    size = int.from_bytes(data[tag + 12 : tag + 16], "big")
-    return at + size if size else len(data)
-
-
-def lacks(frames: int, declared: int, rate: int) -> bool:
-    """Whether a clip lacks more of its declared length than is tolerated."""
-    return declared - frames > max(TOLERANCE_SECONDS * rate, TOLERANCE_SHARE * declared)
-
-
-def _mp3_first_frame(data: Payload) -> tuple[int, int, int] | None:
-    """Return (offset, samples, bytes of side information) of the first frame."""
-    at = 0
-    while bytes(data[at : at + 3]) == b"ID3" and at + 10 <= len(data):
+def read_mp3(data: Payload) -> Mp3 | None:
+    """Return what the first frame of an MP3 says; None without one."""
+    start, end = 0, len(data)
+    while bytes(data[start : start + 3]) == b"ID3" and start + 10 <= end:
         size = 0
-        for byte in data[at + 6 : at + 10]:
+        for byte in data[start + 6 : start + 10]:
             size = size << 7 | byte & 0x7F
-        at += 10 + size + (10 if data[at + 5] & 0x10 else 0)
-    window = bytes(data[at : at + _MP3_SEARCH_BYTES])
-    for match in re.finditer(rb"\xff[\xe2-\xff]", window):
-        header = int.from_bytes(window[match.start() : match.start() + 4], "big")
-        version, layer = header >> 19 & 3, header >> 17 & 3
-        if version != 1 and layer == 1 and header >> 12 & 15 not in (0, 15) and header >> 10 & 3 != 3:
-            first, mono = version == 3, header >> 6 & 3 == 3
-            side = (17 if mono else 32) if first else (9 if mono else 17)
-            return at + match.start(), 1152 if first else 576, side
+        start += 10 + size + (10 if data[start + 5] & 0x10 else 0)
+    window = bytes(data[start : start + _MP3_SEARCH_BYTES])
+    for match in re.finditer(rb"(?s)\xff[\xe2-\xff]..", window):
+        frame = _frame(int.from_bytes(match[0], "big"))
+        if frame is None:
+            continue
+        at, (_, samples, mono) = start + match.start(), frame
+        side = (17 if mono else 32) if samples == 1152 else (9 if mono else 17)
+
+        def number(place: int, size: int = 4) -> int:
+            return int.from_bytes(data[place : place + size], "big")
+
+        # A frame of a tag: how many follow, and their bytes. LAME's fields follow those that the flags name.
+        tag, vbri = at + 4 + side, at + 36
+        if bytes(data[tag : tag + 4]) in (b"Xing", b"Info"):
+            flags = number(tag + 4)
+            has_frames, has_bytes = flags & 1, flags >> 1 & 1
+            more = tag + 8 + 4 * has_frames
+            delays = number(more + 4 * has_bytes + 100 * (flags >> 2 & 1) + 4 * (flags >> 3 & 1) + 21, 3)
+            stated = number(more) if has_frames and has_bytes else 0
+            tagged = number(tag + 8) if has_frames else -1
+            added = (delays >> 12) + (delays & 0xFFF)
+            return Mp3(at, samples, tagged, added, at + stated if stated else end, match.start() == 0)
+        if bytes(data[vbri : vbri + 4]) == b"VBRI":
+            return Mp3(at, samples, number(at + 50), 0, end, False)
+        begin = number(at + (4 if data[at + 1] & 1 else 6), 2) >> (7 if samples == 1152 else 8)
+        return Mp3(at, samples, None, 0, end, match.start() == 0 and begin == 0)
     return None
+
+
+def walk_mp3(data: Payload, at: int) -> tuple[int, bool, bool]:
+    """Return the number of frames from `at` on, whether they fill the file, and whether their bit rates differ."""
+    count, end, first, bits = 0, len(data), None, set()
+    if bytes(data[-_ID3V1_BYTES:][:3]) == b"TAG":
+        end -= _ID3V1_BYTES
+    while at + 4 <= end:
+        (header,) = struct.unpack_from(">I", data, at)
+        frame = _frame(header)
+        kind = header >> 19, header >> 10 & 3, header >> 6 & 3 == 3
+        first = kind if first is None else first
+        if frame is None or kind != first or at + frame[0] > end:
+            break
+        count, at = count + 1, at + frame[0]
+        bits.add(header >> 12 & 15)
+    return count, at == end, len(bits) > 1
+
+
+@lru_cache(1024)
+def _frame(header: int) -> tuple[int, int, bool] | None:
+    """Return (bytes, samples, whether it is mono) of a layer III frame; None if it is none."""
+    version, kbits, rate = header >> 19 & 3, header >> 12 & 15, header >> 10 & 3
+    if header >> 21 != 0x7FF or version == 1 or header >> 17 & 3 != 1 or kbits in (0, 15) or rate == 3:
+        return None
+    samples, hertz = (1152 if version == 3 else 576), (44100, 48000, 32000)[rate] >> (2, 0, 1, 0)[version]
+    length = samples // 8 * _KBITS[version == 3][kbits] * 1000 // hertz + (header >> 9 & 1)
+    return (length, samples, header >> 6 & 3 == 3) if length >= 40 else None
+
+
+def _mp3(data: Payload, frames: int, rate: int) -> Extent | str | None:
+    """Return what a tag declares, or a reason: several streams, or a variable bit rate that no tag tells."""
+    mp3 = read_mp3(data)
+    if mp3 is None:
+        return None
+    if mp3.tagged is None:
+        count, is_whole, is_variable = walk_mp3(data, mp3.at)
+        if _lacks(frames / rate, count * mp3.samples / rate) or (is_variable and not is_whole):
+            return (
+                "VBR MP3 without a Xing tag: the decoder may stop before its end; remux it, for example "
+                "ffmpeg -i in.mp3 -c copy out.mp3"
+            )
+        return None
+    rest = data[mp3.end :]
+    if len(rest) > _ID3V1_BYTES and (other := read_mp3(rest)) is not None:
+        count, _, _ = walk_mp3(rest, other.at)
+        if count > 1 and _lacks(frames / rate, (frames + count * other.samples) / rate):
+            return f"several MP3 streams {_SEVERAL}"
+    # Encoders disagree whether the tag's own frame counts.
+    return Extent((mp3.tagged - 1) * mp3.samples - mp3.added, frames) if mp3.tagged > 0 else None

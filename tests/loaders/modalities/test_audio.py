@@ -14,8 +14,7 @@ from torchaudio_anyway import torchaudio
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio_decode import decode_audio, fit, read_mono
-from orchdata.loaders.modalities.cut_audio import plain_wav
+from orchdata.loaders.modalities.audio_decode import decode_audio, fit, plain_wav, read_mono
 from orchdata.loaders.recipe import AudioPreprocessor
 
 pytestmark = pytest.mark.cpus

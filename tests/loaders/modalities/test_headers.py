@@ -190,6 +190,7 @@ CUT = {
     "l3-test45.bit",
     "l3-he_mode.bit",
     "l3-nonstandard-compl-sideinfo-size.bit",
+    "l3-nonstandard-he_44_48khz.bit",
     "id3_frames.mp3",
     "detect_ogg_opus.x",
     "flac_application.flac",
@@ -302,13 +303,9 @@ def test_an_mp3_without_a_tag_cannot_be_known_to_be_cut() -> None:
 
 def test_a_flac_header_alone_is_refused() -> None:
     """A header of 42 bytes that tells 100 hours must not have memory taken for them."""
-    data = noise("FLAC", "PCM_16")
-    with pytest.raises(DecodeError, match=r"cut: \d+ bytes cannot hold the 80000 frames"):
-        header(AUDIO, data[: len(data) // 5])
-    head = bytearray(data[:42])
-    head[12:18] = bytes(6)  # without the sizes of frames
-    head[21:26] = (head[21] & 0xF0 << 32 | 1 << 34).to_bytes(5)
-    with pytest.raises(DecodeError, match="cannot hold|damaged audio"):
+    head = bytearray(noise("FLAC", "PCM_16")[:42])
+    head[21] = head[21] & 0xF0 | 4  # 1 << 34 frames
+    with pytest.raises(DecodeError, match="cannot hold"):
         header(AUDIO, bytes(head) + bytes(1_000))
 
 
@@ -329,7 +326,9 @@ def test_a_vbr_mp3_without_a_tag_is_refused_where_the_decoder_stops_early() -> N
     whole = mp3(4, "VARIABLE")
     assert header(AUDIO, whole).frames == 4 * 16_000
     untagged = without_tag(whole)
-    with pytest.raises(DecodeError, match=r"VBR MP3 without a Xing tag: the decoder stops at .* ffmpeg -i"):
+    with pytest.raises(
+        DecodeError, match=r"VBR MP3 without a Xing tag: the decoder may stop before its end.* ffmpeg -i"
+    ):
         header(AUDIO, untagged)
     with pytest.raises(DecodeError, match="VBR MP3 without a Xing tag"):
         read_mono(untagged, Limits())
