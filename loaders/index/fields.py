@@ -14,7 +14,7 @@ from contextlib import closing
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,16 +61,12 @@ from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.versions import TABLE_FORMAT
 
-_MOST_NAMED: Final = 20
-_MOST_SEEN: Final = 40
-
 
 class _Read(NamedTuple):
-    """What was read of a shard: keys of its samples, columns by name, and names that its samples have."""
+    """What was read of a shard: keys of its samples, and the columns that it has."""
 
     keys: Sequence[str]
     columns: Mapping[str, Piece]
-    seen: Iterable[str]
 
 
 def with_fields(
@@ -149,7 +145,7 @@ def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -
     workers = min(8, os.cpu_count() or 1, total)
     with measuring(), ThreadPoolExecutor(workers, thread_name_prefix="orchdata-fields") as pool:
         futures = [
-            pool.submit(read, info) if _is_readable(index, number) else pool.submit(_Read, (), {}, ())
+            pool.submit(read, info) if _is_readable(index, number) else pool.submit(_Read, (), {})
             for number, info in enumerate(index.shards)
         ]
         try:
@@ -177,18 +173,17 @@ def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.Re
         StaleIndexError: a shard has other samples than in the index.
     """
     bad = index.bad_rows()
-    rows = [_rows_of(index, number, keys, bad) for number, (keys, _, _) in enumerate(read)]
+    rows = [_rows_of(index, number, keys, bad) for number, (keys, _) in enumerate(read)]
+    is_any_readable = any(_is_readable(index, number) for number in range(len(read)))
     columns = []
     for name in names:
         pieces = [
             of_shard.get(name) or Piece(info.url, pa.nulls(len(keys)), False)
-            for info, (keys, of_shard, _) in zip(index.shards, read, strict=True)
+            for info, (keys, of_shard) in zip(index.shards, read, strict=True)
         ]
         arrays = joined(pieces, name)
-        known = list(dict.fromkeys(each for _, _, seen in read for each in seen))
-        if known and name not in known:  # none are known if no shard can be read
-            others = ", ".join(map(repr, [each for each in known if each not in names][:_MOST_NAMED])) or "none"
-            raise ValueError(f"index_fields names {name!r}, and no sample has a field of this name; there are {others}")
+        if is_any_readable and not any(name in of_shard for _, of_shard in read):
+            raise ValueError(f"index_fields names {name!r}, and no sample has a field of this name with a value")
         columns.append(pa.concat_arrays([array.take(mine) for array, mine in zip(arrays, rows, strict=True)]))
     return pa.RecordBatch.from_arrays(columns, names=list(names))
 
@@ -252,13 +247,13 @@ def _of_columns(shard: ParquetShard | ArrowShard, names: Sequence[str]) -> _Read
         whole = pa.concat_arrays(array.chunks)
         labels = values.labels.get(name, ())
         columns[name] = Piece(shard.url, column_of_array(whole, labels, shard.url, values.keys, name), False)
-    return _Read(values.keys, columns, [*columns, *values.names[:_MOST_SEEN]])
+    return _Read(values.keys, columns)
 
 
 def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
     keys: list[str] = []
     values: dict[str, list[Any]] = {name: [] for name in names}
-    texts, others, seen = set[str](), set[str](), dict[str, None]()
+    texts, others = set[str](), set[str]()
     start = 0
     for _, group in groupby(table.sample):
         rows = range(start, start + sum(1 for _ in group))
@@ -266,18 +261,16 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
         text, own = dict[str, Any](), dict[str, Any]()
         try:
             if not isinstance(shard, JsonLinesShard):
-                text, own = _of_members(shard, names, table, [row for row in rows if row not in table.errors], seen)
+                text, own = _of_members(shard, names, table, [row for row in rows if row not in table.errors])
             elif rows.start not in table.errors:
                 record = shard.value(table.offset[rows.start], table.size[rows.start])
                 if isinstance(record, dict):
-                    _see(seen, record)
                     own = {name: record[name] for name in names if name in record}
                 if table.encoding[rows.start] == TABLE_ROW:  # where numbers are text too
                     text, own = own, text
         except (DecodeError, FieldError):
             text, own = {}, {}  # the sample is bad
         found = own | text
-        seen |= dict.fromkeys(found)
         texts |= text.keys()
         others |= {name for name, value in own.items() if value is not None}
         keys.append(table.key[rows.start])
@@ -286,16 +279,16 @@ def _of_samples(shard: Shard, names: Sequence[str], table: FactsTable) -> _Read:
     columns = {
         name: Piece(shard.url, column_of_values(column, shard.url, keys, name), name in texts - others)
         for name, column in values.items()
+        if any(value is not None for value in column)
     }
-    return _Read(keys, columns, list(seen))
+    return _Read(keys, columns)
 
 
 def _of_members(
-    shard: Shard, names: Sequence[str], table: FactsTable, rows: Sequence[int], seen: dict[str, None]
+    shard: Shard, names: Sequence[str], table: FactsTable, rows: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a sample of members has: members with these names, which are text, and keys of JSON members."""
     members = {table.field[row].lower(): row for row in rows}
-    _see(seen, members)
     text, own = dict[str, Any](), dict[str, Any]()
 
     def read(row: int) -> bytes | memoryview:
@@ -317,11 +310,5 @@ def _of_members(
         if missing and table.kind[row] == TEXT and has_keys(field):
             record = parse_json(read(row))
             if isinstance(record, dict):
-                _see(seen, record)
                 own |= {name: record[name] for name in missing if name in record}
     return text, own
-
-
-def _see(seen: dict[str, None], names: Iterable[str]) -> None:
-    if len(seen) < _MOST_SEEN:
-        seen.update(dict.fromkeys(names))

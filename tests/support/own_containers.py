@@ -160,11 +160,10 @@ class Lines:
     def facts(self) -> Any:
         keys = [f"line{number}" for number in range(len(self._lines))]
         others = {"same keys": [*keys[:-1], keys[0]], "numbers": list(range(len(keys))), "no keys": []}
-        fields = {"name": ["text", "", "text"]}.get(self._how, ["text"] * len(keys))
         if self._how == "same fields":
             keys = [keys[0], *keys[:-1]]
         keys = others.get(self._how, keys)
-        return "abc" if self._how == "keys" else pa.table({"key": keys, "field": fields[: len(keys)]})
+        return "abc" if self._how == "keys" else pa.table({"key": keys, "field": ["text"] * len(keys)})
 
     def read(self, rows: Sequence[int]) -> Any:
         return [self._make(self._lines[row]) for row in rows if self._how != "few"]

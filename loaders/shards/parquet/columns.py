@@ -33,13 +33,11 @@ class ColumnValues(NamedTuple):
         keys: of its rows; empty if it has none of the columns.
         columns: name -> the values of all rows.
         labels: name -> names of the classes that a column has the numbers of.
-        names: of all columns of the file.
     """
 
     keys: list[str]
     columns: Mapping[str, pa.ChunkedArray]
     labels: Mapping[str, tuple[str, ...]]
-    names: tuple[str, ...]
 
 
 def read_columns(reader: RowReader, table: FactsTable) -> ColumnValues:
@@ -57,4 +55,4 @@ def read_columns(reader: RowReader, table: FactsTable) -> ColumnValues:
     first = [row for row, sample in enumerate(table.sample) if not row or sample != table.sample[row - 1]]
     columns = {name: pa.chunked_array(pieces[name], reader.schema.field(name).type) for name in names}
     labels = {column.name: column.labels for column in reader.columns if column.labels}
-    return ColumnValues([table.key[row] for row in first], columns, labels, tuple(reader.schema.names))
+    return ColumnValues([table.key[row] for row in first], columns, labels)

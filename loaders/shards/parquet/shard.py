@@ -139,7 +139,7 @@ class ColumnShard:
         with as_failure(partial(ShardError, self.url), f"not a readable {self.kind}"):
             reader = self.reader(self._file, self._limits, rules)
             if not reader.columns:
-                return ColumnValues([], {}, {}, tuple(reader.schema.names))
+                return ColumnValues([], {}, {})
             columns = read_columns(reader, self._measured(reader, rules))
             self._file.check_unchanged()
             return columns

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -142,15 +141,6 @@ def test_open_index_finds_only_what_was_built(shards: list[str], monkeypatch: py
     assert opened is not None and opened.path == built.path
 
 
-def test_data_that_moved_have_the_same_fingerprint(tmp_path: Path, shards: list[str]) -> None:
-    first = build_index(shards, Recipe())
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    moved = [shutil.copy(url, folder) for url in shards]
-    assert build_index(moved, Recipe()).fingerprint == first.fingerprint
-    assert build_index(moved[::-1], Recipe()).fingerprint != first.fingerprint
-
-
 def test_bad_shards_and_samples_are_rows(tmp_path: Path, shards: list[str]) -> None:
     (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
     (tmp_path / "empty.tar").write_bytes(b"")
@@ -178,22 +168,9 @@ def test_bad_shards_and_samples_are_rows(tmp_path: Path, shards: list[str]) -> N
     assert order.rows(0, 0, order.num_samples)[1].tolist() == good.tolist()
 
 
-def test_only_bad_rows(tmp_path: Path) -> None:
-    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
-    index = build_index([str(tmp_path / "junk.tar")], Recipe())
-    assert index.bad_rows().tolist() == [0]
-    assert index.failure(0).shard.endswith("junk.tar")
-
-
 def test_a_missing_shard_is_an_error(tmp_path: Path, shards: list[str]) -> None:
     with pytest.raises(StorageError, match="absent.tar: cannot be opened: No such file"):
         build_index([*shards, str(tmp_path / "absent.tar")], Recipe())
-
-
-@pytest.mark.parametrize("arguments, text", [({"urls": []}, "no shards"), ({"num_threads": 0}, "at least 1, got 0")])
-def test_arguments_are_checked(shards: list[str], arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        build_index(**{"urls": shards, "recipe": Recipe(), **arguments})
 
 
 def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str], tmp_path: Path) -> None:
@@ -223,28 +200,6 @@ def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]
     assert [path for path in old.path.parent.iterdir() if path.suffix != NOTE_SUFFIX] == [old.path]
 
 
-def test_an_interrupted_merge_leaves_nothing(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(StorageError, match="No space left"):
-        build_index(shards, Recipe(), retry_seconds=0)
-    assert not list(CacheFolder().root.rglob("*.tmp"))
-    assert open_index(shards, Recipe()) is None
-
-
-def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:
-    code = (
-        "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"
-        "print(build_index(sys.argv[1:], Recipe(), force=True).fingerprint)"
-    )
-    programs = [ForkedProgram(code, *shards, folder=tmp_path) for _ in range(3)]
-    ended = [program.finish() for program in programs]
-    assert [each.returncode for each in ended] == [0, 0, 0], ended
-    assert {each.stdout.strip() for each in ended} == {build_index(shards, Recipe()).fingerprint}
-
-
 def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = [write_shard(tmp_path / f"{number:03d}.tar", [{"__key__": "k", "txt": b"t"}]) for number in range(130)]
     steps: list[BuildProgress] = []
@@ -263,23 +218,6 @@ def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="disk on fire"):
         build_index(urls, Recipe(), num_threads=1, force=True)
     assert len(started) < 20
-
-
-def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    urls = omni_shards(tmp_path, shards=30, samples=1)
-    started: list[str] = []
-    lock = threading.Lock()
-
-    def failing(url: str, *_: object, **__: object) -> None:
-        with lock:
-            started.append(url)
-        time.sleep(0.02)
-        raise StorageError(url, "disk on fire")
-
-    monkeypatch.setattr(builder, "load_facts", failing)
-    with pytest.raises(StorageError, match="disk on fire"):
-        build_index(urls, Recipe(), num_threads=2, retry_seconds=0)
-    assert len(started) < 15
 
 
 def test_costs_of_earlier_versions_are_replaced(shards: list[str]) -> None:
@@ -338,7 +276,7 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
     assert build_index([url], recipe).bad_rows().size == 0
 
 
-@pytest.mark.parametrize("topic", ["tar", "parquet", "image", "video", "chats", "counts"])
+@pytest.mark.parametrize("topic", ["tar", "parquet", "image"])
 def test_another_rule_scans_what_it_names(
     shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:

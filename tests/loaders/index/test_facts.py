@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from orchdata.loaders.errors import StorageError
 from orchdata.loaders.index.facts import KIND, facts_path, load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsTable
@@ -127,18 +126,3 @@ def test_facts_that_do_not_fit_in_one_batch_are_not_kept_in_part(
     monkeypatch.setattr(FactsTable, "arrow", lambda self: pa.concat_tables([whole(self)[:3], whole(self)[3:]]))
     assert [len(load(url, cache=cache).table) for _ in range(2)] == [10, 10]
     assert load.scans == 2
-
-
-def test_a_damaged_compressed_shard_is_one_row(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(b"\x1f\x8b\x08 and then nonsense")
-    (row,) = load(str(path), cache=cache).table.arrow().to_pylist()
-    assert row["error"].startswith("cannot be decompressed: gzip data damaged")
-    assert (row["sample"], row["key"], row["field"], row["kind"]) == (0, "", "", 255)
-
-
-def test_an_absent_shard_raises(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
-    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened"):
-        load(str(tmp_path / "absent.tar"), cache=cache)
-    with pytest.raises(ValueError, match="unknown kind of shard"):
-        load("a.zip", cache=cache)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_program import run_forked
-from shard_factory import chat, jpeg, omni_shards, write_shard
+from shard_factory import chat, jpeg, write_shard
 
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.foreign import check_head
@@ -29,30 +28,6 @@ ARRAYS = [name for name in Columns.__slots__ if name.startswith(("part_", "membe
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return synthetic_index(tmp_path_factory.mktemp("index") / "synthetic.index", 50_000, seed=3, num_shards=7)
-
-
-def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
-    assert len(synthetic) == synthetic.num_samples == 50_000
-    assert synthetic.shard_rows[[0, -1]].tolist() == [0, 50_000]
-    assert np.array_equal(np.bincount(synthetic.shard), np.diff(synthetic.shard_rows))
-    for kind in ("part", "member"):
-        offsets = getattr(synthetic, f"{kind}_offsets")
-        assert offsets[0] == 0 and (np.diff(offsets) >= 0).all()
-        assert {len(getattr(synthetic, name)) for name in ARRAYS if name.startswith(kind)} - {50_001} == {offsets[-1]}
-
-    image, audio = synthetic.part_modality == IMAGE, synthetic.part_modality == AUDIO
-    assert (image | audio).all() and image.any() and audio.any()
-    grid = synthetic.part_extent[image].prod(axis=1)
-    assert np.array_equal(synthetic.part_positions[image], grid)
-    assert np.array_equal(synthetic.part_tokens[image], grid // 4)
-    assert np.array_equal(synthetic.part_tokens[audio], np.maximum(1, -(-synthetic.part_extent[audio, 0] // 640)))
-    row_of_part = np.repeat(np.arange(50_000), np.diff(synthetic.part_offsets))
-    media_tokens = np.bincount(row_of_part, synthetic.part_tokens, 50_000)
-    assert (synthetic.llm_tokens - media_tokens >= 4).all()
-    assert (synthetic.loss_tokens >= 1).all() and (synthetic.loss_tokens <= synthetic.llm_tokens - media_tokens).all()
-    member = synthetic.member_offsets[row_of_part] + synthetic.part_member
-    assert np.array_equal(synthetic.member_kind[member], synthetic.part_modality)
-    assert synthetic.bad_rows().size == 0
 
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
@@ -86,12 +61,6 @@ def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthet
     assert again.fingerprint == synthetic.fingerprint != other.fingerprint
     assert not np.array_equal(other.llm_tokens, synthetic.llm_tokens)
     assert len(synthetic_index(tmp_path / "one.index", 1, seed=0)) == 1
-
-
-@pytest.mark.parametrize("arguments", [(0, None), (5, 0), (5, 6)])
-def test_synthetic_refuses_impossible_counts(tmp_path: Path, arguments: tuple[int, int | None]) -> None:
-    with pytest.raises(ValueError, match=r"num_samples|num_shards"):
-        synthetic_index(tmp_path / "x.index", arguments[0], 0, num_shards=arguments[1])
 
 
 def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index) -> None:
@@ -157,21 +126,3 @@ def test_opening_and_reading_copies_nothing(tmp_path: Path) -> None:
         index.members(1000)
     assert anonymous_bytes() - before < 8 << 20
     assert seconds < 0.5  # 1 ms each
-
-
-def test_an_index_outlives_its_file(tmp_path: Path) -> None:
-    index = synthetic_index(tmp_path / "x.index", 1000, seed=0)
-    tokens = index.llm_tokens.copy()
-    index.path.unlink()  # as a rebuild replaces it
-    assert np.array_equal(index.llm_tokens, tokens)
-
-
-def test_another_process_finds_the_same_index(tmp_path: Path) -> None:
-    urls = omni_shards(tmp_path, shards=2, samples=5)
-    index = build_index(urls, Recipe())
-    code = (
-        "import sys; from orchdata.loaders.index.locations import open_index; "
-        "from orchdata.loaders.recipe import Recipe; "
-        "print(open_index(sys.argv[1:], Recipe()).fingerprint)"
-    )
-    assert run_forked(code, *urls, folder=tmp_path).stdout.strip() == index.fingerprint

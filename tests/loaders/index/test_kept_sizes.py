@@ -142,8 +142,7 @@ def test_what_does_not_hold_is_counted_again(
     assert content(build_index([shard], recipe)) == in_new_cache(shard, recipe, tmp_path / "other")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_recipes_in_any_order_have_the_index_of_each(shard: str, tmp_path: Path, seed: int) -> None:
+def test_recipes_in_any_order_have_the_index_of_each(shard: str, tmp_path: Path) -> None:
     recipes = [
         Recipe(points=kind(group=group), limits=Limits(sample_parts=most), image=ImagePreprocessor(max_tokens=tokens))
         for kind in (Clouds, Labelled)
@@ -151,7 +150,7 @@ def test_recipes_in_any_order_have_the_index_of_each(shard: str, tmp_path: Path,
         for most in (2, 6, 100)
         for tokens in (9, 100)
     ]
-    random.Random(seed).shuffle(recipes)
+    random.Random(0).shuffle(recipes)
     for number, recipe in enumerate(recipes):
         expected = in_new_cache(shard, recipe, tmp_path / str(number))
         assert content(build_index([shard], recipe)) == expected, recipe
