@@ -141,18 +141,6 @@ def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: st
     assert sorted(key for batch in loader for _, key in batch.sample_ids) == ["a", "b", "f", "g"]
 
 
-def test_the_reason_names_the_limit_and_the_way_out(tmp_path: Path) -> None:
-    index = build_index([tar_of(tmp_path / "a.tar", [*BOMBS["png"], ("evil.txt", b"hello")])], Recipe())
-    reason = index.failure(int(index.bad_rows()[0])).reason
-    # 2,000 images of 4,096 tokens, four patches each; one image of 10^8 pixels
-    decoded = sum(part.size.positions for part in measured([Member("png", IMAGE, (10_000, 10_000))], Limits()).parts)
-    expected = 2_000 * decoded * 588 * 4 + 4 * 10**8
-    assert reason == (
-        f"the sample has {expected} bytes of media once decoded, above Limits.sample_decoded_bytes=17179869184: "
-        "raise it in Recipe(limits=...), or split it"
-    )
-
-
 def test_texts_of_a_sample_count_together_and_decompressed(tmp_path: Path) -> None:
     text = b"x" * 1_000
     shard = tar_of(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)])

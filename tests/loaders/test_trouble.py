@@ -17,7 +17,7 @@ import pytest
 from shard_factory import omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
+from orchdata.loaders.errors import StorageError, TooManyFailures
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.locations import open_index
@@ -294,17 +294,6 @@ def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
     assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
 
 
-def test_a_damaged_file_alone_of_its_format_counts_as_the_others_do(tmp_path: Path, texts: list[str]) -> None:
-    (tmp_path / "cut.json").write_text("[nonsense" + " and more" * 500)
-    with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset([*texts, str(tmp_path / "cut.json")]),
-            batch_size=10,
-            on_error=od.ErrorPolicy("skip", max_failures=None),
-        )
-    assert loader.stats()["failures"]["count"] == 100  # as many as a shard of texts has, not one for each of its bytes
-
-
 def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> None:
     shard = write_shard(
         tmp_path / "a.tar", [{"__key__": f"k{i}", "txt": b"\xff" if i == 3 else b"x"} for i in range(9)]
@@ -313,14 +302,6 @@ def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> Non
         od.ShardDataset(shard), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None)
     ).stats()["failures"]
     assert (failures["count"], failures["lost"]) == (1, 0)
-
-
-def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Any:
-        raise FieldError("txt", "no")
-
-    monkeypatch.setattr(chunk, "prepare", fail)
-    assert build_index(texts, Recipe()).failure(0).field == "txt"
 
 
 def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(

@@ -23,7 +23,6 @@ from orchdata.loaders.modalities.image_header import load_formats, probe_image
 from orchdata.loaders.required import load_required
 
 LIMITS = Limits()
-AVIF = b"\0\0\0\x20ftypavif" + bytes(100)
 HEADS = {"MP3": b"ID3\x04", "FLAC": b"fLaC", "OGG": b"OggS"}
 
 
@@ -48,14 +47,6 @@ def test_a_pillow_without_a_decoder_is_no_damage(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(Image.core, "jpeg2k_decoder")
     with pytest.raises(PackageError, match="decoder jpeg2k not available"):
         load_rgb(data, LIMITS)
-
-
-@pytest.mark.parametrize("read", [probe_image, load_rgb])
-def test_a_pillow_from_before_avif_is_no_damage(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
-    monkeypatch.delitem(Image.OPEN, "AVIF")
-    monkeypatch.setattr(image_header, "find_spec", lambda _: None)
-    with pytest.raises(PackageError, match="before AVIF"):
-        read(AVIF, LIMITS)
 
 
 def test_a_reader_that_pillow_failed_to_import_is_an_error_before_the_first_image(

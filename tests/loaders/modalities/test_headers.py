@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
 from orchdata.loaders.errors import DecodeError
@@ -23,7 +21,6 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
 from orchdata.loaders.modalities.audio_header import Sound
 from orchdata.loaders.modalities.checks import check_pixels
-from orchdata.loaders.modalities.cut_audio import cut_reason
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.probing import read_header
@@ -420,18 +417,6 @@ def test_a_flac_header_alone_is_refused() -> None:
     head[21:26] = (head[21] & 0xF0 << 32 | 1 << 34).to_bytes(5)
     with pytest.raises(DecodeError, match="cannot hold|damaged audio"):
         header(AUDIO, bytes(head) + bytes(1_000))
-
-
-@given(st.binary(max_size=400), st.sampled_from(WHOLE_OR_CUT), st.integers(0, 3_000))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes_have_a_length_or_a_reason(junk: bytes, kind: tuple[str, str], at: int) -> None:
-    data = STARTS[kind]
-    mixed = data[: at % (len(data) + 1)] + junk + data[at % (len(data) + 1) + len(junk) :]
-    assert cut_reason(mixed, 1_000, 16_000) is None or isinstance(cut_reason(mixed, 1_000, 16_000), str)
-    assert cut_reason(junk, 1, 1) is None or isinstance(cut_reason(junk, 1, 1), str)
-
-
-STARTS = {kind: noise(*kind, 2_000) for kind in WHOLE_OR_CUT}
 
 
 def mp3(seconds: float, mode: str = "CONSTANT") -> bytes:

@@ -18,7 +18,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import AudioPreprocessor, ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose, text_members
+from orchdata.loaders.samples.compose import MediaSlot, Span, compose, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
@@ -374,13 +374,6 @@ def test_parts_become_tensors_of_the_recipes_dtype(rng_image, rng_clip):
     exact = decode_sample(members, {0: rng_image, 1: rng_clip}, sizes, exactly)
     torch.testing.assert_close(image.tensor(), exact[0].tensor().to(torch.bfloat16), rtol=0, atol=0)
     torch.testing.assert_close(audio.tensor(), exact[1].tensor().to(torch.bfloat16), rtol=0, atol=0)
-
-
-def test_spans_hold_int32_ids():
-    (span,) = composed(*sample(txt="é"), RECIPE)
-    assert isinstance(span, TextSpan)
-    assert span.token_ids.dtype == np.int32
-    assert span.token_ids.tolist() == [0xC3, 0xA9]
 
 
 @pytest.fixture

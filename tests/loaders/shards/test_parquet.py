@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,49 +287,6 @@ def test_parquet_of_others(fixtures_dir: Path) -> None:
         for row in opened.facts().table.arrow().to_pylist():
             assert row["error"] is None, (path, row)
             assert len(read(opened, row)) == row["size"]
-
-
-HOSTILE = """
-import sys, resource, warnings
-resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-warnings.simplefilter("error")
-sys.path.insert(0, {tests!r})
-from test_parquet import *
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.parquet.children import measuring
-paths = sorted(Path({folder!r}).rglob("*.parquet"))
-index = build_index([str(path) for path in paths], Recipe(), num_threads=2)
-assert index.shards[int(index.shard[-1])].url == str(paths[-1])
-good = 0
-with measuring():
-    for path in paths:
-        opened = shard(path)
-        for row in opened.facts().table.arrow().to_pylist()[:300]:
-            if row["error"] is None and row["kind"] != OTHER:
-                assert len(read(opened, row)) == row["size"], (path, row)
-                good += 1
-print(good)
-"""
-
-
-def test_hostile_files_never_raise(fixtures_dir: Path) -> None:
-    script = HOSTILE.format(tests=str(Path(__file__).parent), folder=str(fixtures_dir / "hostile" / "parquet-testing"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 100
-
-
-def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.parquet", {"image": [png(9, 9)] * 3, "text": ["a", "b", "c"]}).read_bytes()
-    rng = np.random.default_rng(4)
-    for _ in range(150):
-        data = bytearray(source)
-        for at in rng.integers(0, len(data), 4):
-            data[at] = rng.integers(0, 256)
-        path = tmp_path / "b.parquet"
-        path.write_bytes(data)
-        assert rows(path)
 
 
 def test_rows_of_one_id_are_samples_of_their_own(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import errno
 import os
 import select
@@ -31,7 +30,6 @@ from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.parquet import children as parquet_children
 from orchdata.loaders.shards.parquet import process as measuring_process
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.file import _Stream
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
@@ -291,21 +289,6 @@ def test_what_a_storage_raises_while_a_cell_is_decoded_is_raised(tmp_path: Path,
         assert ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).read(4, size, 3, "text")[:1] == b"x"
 
     assert outcomes(read, error) >= 3  # the footer, and the column chunk
-
-
-def test_what_a_storage_raised_is_raised_though_pyarrow_goes_on(tmp_path: Path) -> None:
-    error = StorageError("a", "gone for a moment")
-    stream = _Stream(FailingAt(write(tmp_path / "a.parquet"), 0, error))
-    gone = pytest.raises(StorageError, match="gone for a moment")
-    with gone, stream.surfacing(), contextlib.suppress(StorageError):
-        stream.read(4)
-    with pytest.raises(StorageError, match="gone for a moment"), stream.surfacing():
-        try:
-            stream.read(4)
-        except StorageError:
-            raise OSError("Unexpected end of stream") from None
-    with stream.surfacing():
-        pass  # what was raised once is over
 
 
 def test_after_a_read_that_failed_the_next_one_is_right(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from shard_factory import png, write_shard
 
@@ -535,39 +533,6 @@ def test_a_parquet_column_of_chats_may_have_any_name(tmp_path: Path):
     (batch,) = od.DataLoader(dataset, batch_size=2, num_threads=0)
     text = f"[user]{ASK['content']};[assistant]It rains.;"
     assert bytes(batch.llm.input_ids.tolist()).decode() == text * 2
-
-
-SURROGATES = st.text(st.characters(codec=None), max_size=6)
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | SURROGATES | st.sampled_from(["user", "text", "image"])
-)
-KEYS = st.sampled_from(
-    ["role", "from", "content", "value", "type", "text", "image", "index", "messages", "tools", "chosen", "weight"]
-)
-ANY_JSON = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | SURROGATES, inner, max_size=5),
-    max_leaves=25,
-)
-TURNS = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "human", 3, None]), "content": ANY_JSON},
-        optional={"from": ANY_JSON, "tool_calls": ANY_JSON, "weight": ANY_JSON, "value": ANY_JSON, "name": ANY_JSON},
-    ),
-    max_size=3,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(value=ANY_JSON | TURNS | st.dictionaries(KEYS, TURNS | ANY_JSON), images=st.integers(0, 2), field=st.booleans())
-def test_any_json_is_counted_or_refused_with_field_and_reason(value, images, field):
-    try:
-        counts = measured(images=images, **{"json" if field else "tools": json.dumps(value).encode()})
-    except FieldError as error:
-        assert error.field and error.reason
-        assert len(error.reason) < 1000
-    else:
-        assert counts.llm_tokens > 0
 
 
 @pytest.mark.parametrize(
