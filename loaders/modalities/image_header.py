@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.environment import way_out
@@ -39,7 +38,6 @@ _PLUGINS: Final = {
     "JPEG2000": "Jpeg2KImagePlugin",
 }
 _LACKS_DECODER: Final = re.compile(r"decoder \w+ not available")
-_AVIF: Final = (b"ftypavif", b"ftypavis")
 
 _formats_lock = threading.Lock()
 _warnings_lock = threading.Lock()
@@ -103,9 +101,8 @@ def load_formats() -> tuple[str, ...]:
     with _formats_lock:
         Image.init()
         for name in IMAGE_FORMATS:
-            module = f"PIL.{_PLUGINS[name]}"
-            if name not in Image.OPEN and find_spec(module) is not None:
-                import_module(module)
+            if name not in Image.OPEN:
+                import_module(f"PIL.{_PLUGINS[name]}")
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
 
 
@@ -127,8 +124,6 @@ def refuse_unsupported(data: bytes) -> None:
         with suppress(Exception):
             said = accept(data[:16]) if accept is not None else None
             reason = said if reason is None and isinstance(said, str) else reason
-    if reason is None and "AVIF" not in Image.OPEN and data[4:12] in _AVIF:
-        reason = "it is from before AVIF"
     if reason is not None:
         raise PackageError("PIL", reason, way_out("PIL"), "an image")
 
