@@ -9,10 +9,11 @@ from __future__ import annotations
 import dis
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Final, NamedTuple
 
 OWN: Final = "orchdata"
@@ -34,11 +35,29 @@ def failed_import(error: BaseException) -> FailedImport | None:
     for _ in range(_MOST_CAUSES):
         if cause is None:
             return None
+        cause = _of_lost_module(cause) or cause
         imported = list(map(_package, _imports(cause)))
         if imported or isinstance(cause, ImportError):
             return FailedImport(_at_fault(cause, imported), cause)
         cause = cause.__cause__
     return None
+
+
+def _of_lost_module(error: BaseException) -> BaseException | None:
+    """Return the exception of importing a module that another thread was importing at the same time; else None.
+
+    A thread that waits for another thread's import continues with the module even if that import fails (CPython 3.11 to
+    3.13). It then misses an attribute of a module that `sys.modules` no longer has. The import is tried once more here,
+    because only its error says what is wrong.
+    """
+    module = error.obj if isinstance(error, AttributeError) else None
+    if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is module:
+        return None
+    try:
+        importlib.import_module(module.__name__)
+    except Exception as failed:  # noqa: BLE001 - a module may raise anything
+        return failed
+    return ImportError(f"{module.__name__} could not be imported at first: {error}", name=module.__name__)
 
 
 def _at_fault(error: BaseException, imported: list[str]) -> str:

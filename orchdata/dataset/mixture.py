@@ -9,19 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.sharded import Sharded
-from orchdata.dataset.shards import prepare_shards
 from orchdata.dataset.views.seen import mixture_view
 from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files
 from orchdata.order.merge import By, Stage, Stop
+
+if TYPE_CHECKING:
+    from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 
 Weights = Mapping[str, float]
 
@@ -142,6 +143,8 @@ class Mixture(Sharded):
 
     def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
         """Return what a loader needs of it. Raises as `DataLoader`."""
+        from orchdata.dataset.shards import prepare_shards  # which imports torch
+
         return prepare_shards(self, options, quarantine)
 
     def shares(self) -> tuple[tuple[int, tuple[float, ...]], ...]:

@@ -30,7 +30,6 @@ from orchdata.dataset.indexed.first import num_first_samples
 from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
 from orchdata.dataset.indexed.named_file import NamedFile
 from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -42,7 +41,6 @@ from orchdata.dataset.selection import (
     left_out,
 )
 from orchdata.dataset.sharded import Sharded
-from orchdata.dataset.shards import prepare_shards
 from orchdata.dataset.views.seen import dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
@@ -65,6 +63,8 @@ from orchdata.ranks.first_comer import done_by_first
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.compute as pc
+
+    from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
 
 _listings: Counter[str] = Counter()
 """How often this process has asked for the listing of some patterns."""
@@ -373,6 +373,8 @@ class ShardDataset(Sharded):
 
     def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
         """Return what a loader needs of it. Raises as `DataLoader`."""
+        from orchdata.dataset.shards import prepare_shards  # which imports torch
+
         return prepare_shards(self, options, quarantine)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:

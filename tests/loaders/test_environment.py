@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import ANY
@@ -15,6 +19,12 @@ from orchdata.loaders import environment
 from orchdata.loaders.environment import failed_import
 from orchdata.loaders.errors import DataError, FieldError, PackageError, pass_trouble
 from orchdata.loaders.failures import as_field_error
+
+
+def _calls_of(thread: threading.Thread) -> list[str]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [each.f_code.co_name for each, _ in traceback.walk_stack(frame)] if frame else []
+
 
 RAISES = {
     "ModuleNotFoundError": ("import planted_nowhere", "ModuleNotFoundError: No module named 'planted_nowhere'"),
@@ -113,3 +123,38 @@ def test_an_import_that_the_package_itself_reports_names_it() -> None:
     assert failed_import(ImportError("X needs the Y library", name="y.z")) == ("y", ANY)
     error = raised(lambda: pass_trouble(ImportError("this function needs more")))
     assert isinstance(error, PackageError) and "orchdata doctor" in str(error)
+
+
+def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given the module all the same, without what its body would have defined."""
+    started, go_on = threading.Event(), threading.Event()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(threading, "events_of_planted_slow", (started, go_on), raising=False)
+    (tmp_path / "planted_slow.py").write_text(
+        "import threading\n"
+        "started, go_on = threading.events_of_planted_slow\n"
+        "started.set()\n"
+        "go_on.wait()\n"
+        "raise OSError('planted.so')\n"
+    )
+
+    def use() -> None:
+        import planted_slow
+
+        planted_slow.help_out()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(raised, use)
+        started.wait()
+        second = pool.submit(raised, use)
+        while not any("_lock_unlock_module" in _calls_of(thread) for thread in pool._threads):
+            time.sleep(0.001)
+        go_on.set()
+        errors = [first.result(), second.result()]
+    for error in errors:
+        failed = failed_import(error)
+        assert failed is not None and failed.package == "planted_slow" and str(failed.cause) == "planted.so"
+    # The control: a module that was imported is there, and what misses an attribute of it is no import.
+    assert failed_import(raised(lambda: sys.no_such_name)) is None  # type: ignore[attr-defined]

@@ -231,3 +231,15 @@ def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[st
         )
     delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
+
+
+def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
+    member = os.path.getsize(texts[0]) // 100 // 512 * 512
+    zero(texts[0], start=40 * member)
+    with pytest.warns(UserWarning, match="damaged"):
+        loader = od.DataLoader(
+            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
+        )
+    failures = loader.stats()["failures"]
+    assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
+    assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole

@@ -33,8 +33,8 @@ Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
-_CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGBUS SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
-"""Signals that a process causes itself. Others come from outside: SIGUSR1 of a batch system, SIGKILL of the kernel."""
+_CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
+"""Signals that a process causes itself. Others come from outside, as SIGBUS of a full or lost disk does."""
 _NOT_STARTED = "the process that measures Parquet files cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -424,3 +425,30 @@ def test_one_large_file_shows_progress_and_ends_at_ctrl_c(tmp_path: Path) -> Non
     steps: list[float] = []
     index = build_index([str(path)], Recipe(), under_way=lambda done, total: steps.append(done))
     assert index.num_rows == 4000 and steps == sorted(steps) and steps[-1] == 1
+
+
+def test_data_that_moved_have_the_same_fingerprint(tmp_path: Path, shards: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    moved = [shutil.copy(url, folder) for url in shards]
+    assert build_index(moved, Recipe()).fingerprint == first.fingerprint
+    assert build_index(moved[::-1], Recipe()).fingerprint != first.fingerprint
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
+    index = build_index([str(tmp_path / "junk.tar")], Recipe())
+    assert index.bad_rows().tolist() == [0]
+    assert index.failure(0).shard.endswith("junk.tar")
+
+
+def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"
+        "print(build_index(sys.argv[1:], Recipe(), force=True).fingerprint)"
+    )
+    programs = [ForkedProgram(code, *shards, folder=tmp_path) for _ in range(3)]
+    ended = [program.finish() for program in programs]
+    assert [each.returncode for each in ended] == [0, 0, 0], ended
+    assert {each.stdout.strip() for each in ended} == {build_index(shards, Recipe()).fingerprint}

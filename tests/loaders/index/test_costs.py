@@ -17,7 +17,7 @@ from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.measure import measure
@@ -256,3 +256,10 @@ def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StorageError, match="was removed or damaged"):
         table.body()
+
+
+def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.costs")
+    three_samples(0).write(path, "fake.tar", META)
+    with pytest.raises(ValueError, match=r"it belongs to fake\.tar"):
+        CostTable.open(path, "other.tar", KINDS)

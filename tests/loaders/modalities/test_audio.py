@@ -16,6 +16,7 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_decode import decode_audio, fit, plain_wav, read_mono
 from orchdata.loaders.recipe import AudioPreprocessor
+from orchdata.loaders.resampling import resample
 
 pytestmark = pytest.mark.cpus
 
@@ -145,3 +146,15 @@ def test_threads_share_kernels_and_get_equal_results():
     for mine in results:
         for got, expected in zip(mine, alone, strict=True):
             np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000])
+def test_resampling_is_torchaudios(rate):
+    wave = tone(rate // 2, rate)
+    expected = torchaudio().functional.resample(torch.from_numpy(wave), rate, 16_000).numpy()
+    np.testing.assert_allclose(resample(wave, rate, 16_000), expected, atol=1e-5)  # its kernel is less precise
+
+
+def test_the_limit_on_seconds_holds_while_decoding():
+    with pytest.raises(DecodeError, match=r"above Limits\.audio_seconds=1"):
+        features(encoded(tone(200_000, 16_000), 16_000), 200_000, limits=Limits(audio_seconds=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import TextPart
 from orchdata.loaders.shards.fields import classify
+
+
+def check_no_marks(text: str) -> None:
+    composed(*sample(txt=text), Recipe(text=TextPreprocessor(image_placeholder="", audio_placeholder="")))
+
 
 IMAGE, AUDIO = 1, 2
 
@@ -298,3 +304,31 @@ def test_a_mark_of_any_tool_that_is_left_in_a_text_makes_its_sample_bad(mark):
             else:
                 composed(*given)
             assert composed(*given, Recipe(text=TextPreprocessor(template=PLAIN, marks="keep")))
+
+
+def test_texts_of_other_subjects_have_no_marks(fixtures_dir):
+    for name in ("email", "idlelib", "xml", "html"):
+        for path in (Path(email.__file__).parents[1] / name).rglob("*.[pht]*"):
+            check_no_marks(path.read_text(errors="replace"))
+    for path in (fixtures_dir / "text").rglob("*.json*"):
+        check_no_marks(path.read_text())
+
+
+@pytest.mark.slow
+def test_the_standard_library_has_no_marks():
+    for path in Path(email.__file__).parents[1].rglob("*"):
+        if path.suffix in (".py", ".txt", ".rst", ".html") and "site-packages" not in path.parts:
+            check_no_marks(path.read_text(errors="replace"))
+
+
+def test_llava_records():
+    record = {
+        "id": "7",
+        "image": "coco/train/7.jpg",
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}],
+    }
+    assert shown(*sample(jpg=None, json=record)) == ["[user]", "<jpg>", "\nWhat?;[assistant]", "A cat.;!"]
+    with pytest.raises(FieldError) as caught:
+        composed(*sample(json=record), RECIPE)
+    assert caught.value.field == "image"
+    assert "names 1 ('coco/train/7.jpg'), the sample holds none" in caught.value.reason

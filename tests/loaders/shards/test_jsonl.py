@@ -396,3 +396,37 @@ def test_ids_that_come_back_are_distinguished(tmp_path: Path) -> None:
     assert [index.key(row) for row in range(3)] == ["7", "7#1", "2"]
     url = write(tmp_path / "b.jsonl", [{"__key__": "7", "text": "a"}, {"__key__": "7", "text": "b"}])
     assert build_index([url], Recipe()).bad_rows().tolist() == [0, 1]
+
+
+def test_media_fill_their_places_in_the_order_they_are_named(tmp_path: Path, root: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"text": "<image> and <image>", "images": ["3.jpg", "0.jpg"]}])
+    index = build_index([url], Recipe(), reading=Reading(media_root=str(root)))
+    assert [Image.open(io.BytesIO(bytes(data))).height for data in _media(index, 0)] == [4 * 56, 56]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_rows_of_csv_end_only_where_lines_of_the_file_do(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'id,text\n1,one{mark}two\n2,"three{mark}four"\n', newline="")
+    index = build_index([str(path)], Recipe())
+    texts = [f"one{mark}two", f"three{mark}four"]
+    assert index.llm_tokens.tolist() == [len(text.encode()) for text in texts]
+
+
+def test_a_clip_under_a_key_for_files_is_an_error_and_addresses_titles_and_ids_are_not(tmp_path: Path) -> None:
+    texts = [
+        {"url": "https://a.org/b.jpg"},
+        {"path": "https://a.org/b.jpg"},
+        {"id": "c.jpg"},
+        {"title": "Kitten.jpg"},
+        {"file": "a.py"},
+        {"tags": ["e.png"]},
+        {"question": "What is f.png?"},
+    ]
+    records = [{"recording": "0.flac"}, *texts]
+    url = write(
+        tmp_path / "a.jsonl", [{"text": "words", "id": str(number)} | one for number, one in enumerate(records)]
+    )
+    field, reason = reasons(build_index([url], Recipe())).pop("0")
+    assert field == "audio.0" and "call the key 'audio'" in reason
+    assert [*reasons(build_index([url], Recipe()))] == ["0"]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,15 +24,28 @@ import orchdata as od
 import orchdata.loaders.index.building.builder
 from orchdata.loaders.errors import StaleIndexError, StorageError
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.parquet import children as parquet_children
 from orchdata.loaders.shards.parquet import process as measuring_process
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import _Stream
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.storage.local import LocalFile
+
+
+def outcomes(act: Callable[[int], object], error: Exception) -> int:
+    """Count how often `act(n)` raises exactly this error, for n = 0, 1, ..., before it succeeds."""
+    for n in range(100):
+        try:
+            act(n)
+        except type(error) as raised:
+            assert raised is error
+        else:
+            return n
+    raise AssertionError("it never succeeds")
 
 
 def write(path: Path, texts: Sequence[str] = ("one", "two", "three"), **options: object) -> Path:
@@ -320,3 +334,46 @@ def test_a_footer_that_counts_other_rows_fails_the_shard(tmp_path: Path, claimed
             else:
                 assert [index.key(row) for row in range(index.num_samples)] == ["0", "1", "2"]
     assert refused >= 2
+
+
+def test_an_encrypted_file_with_a_plain_footer_is_called_so(tmp_path: Path) -> None:
+    assert errors(write(tmp_path / "plain.parquet")) == []
+    (reason,) = errors(write_encrypted(tmp_path / "a.parquet"))
+    assert reason.startswith("it is encrypted, with a plain footer")
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("a", "gone"), StaleIndexError("a", "changed"), MemoryError("none left")]
+)
+def test_what_a_storage_raises_while_a_cell_is_decoded_is_raised(tmp_path: Path, error: Exception) -> None:
+    size = 700_000
+    path = write(tmp_path / "a.parquet", ["x" * size] * 5, use_dictionary=False, compression="none")
+
+    def read(n: int) -> None:
+        assert ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).read(4, size, 3, "text")[:1] == b"x"
+
+    assert outcomes(read, error) >= 3  # the footer, and the column chunk
+
+
+def test_a_file_that_changes_after_it_was_measured_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", ["first text"], compression="none", use_dictionary=False)
+
+    def measured_then_changed(url: str, opened: Any, **options: Any) -> Facts:
+        loaded = load_facts(url, opened, **options)
+        status = path.stat()
+        path.write_bytes(path.read_bytes().replace(b"first", b"other"))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+        return loaded
+
+    monkeypatch.setattr(orchdata.loaders.index.building.builder, "load_facts", measured_then_changed)
+    with pytest.raises(StaleIndexError, match=r"a\.parquet: was changed while it was open"):
+        build_index([str(path)], Recipe(), retry_seconds=0)
+
+
+def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [str(write_aborting(tmp_path / "b.parquet"))]
+    build_index(bad, Recipe())
+    monkeypatch.setattr(measuring_process, "_PROGRAM", "raise SystemExit('no child is needed')")
+    assert len(build_index(bad, Recipe()).bad_rows()) == 1

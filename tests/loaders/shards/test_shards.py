@@ -9,6 +9,7 @@ import os
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,22 @@ def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_pa
     shards.close()
     shards.get(str(path))
     assert shards.reads.storage.value == 12 + path.stat().st_size
+
+
+def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"x"))
+    size = path.stat().st_size
+    indexed = indexed_as(path)
+    assert shards.get(str(path), indexed).size == size
+    shards.close()
+    with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
+        shards.get(str(path), replace(indexed, size=7))
+
+
+def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"one"))
+    indexed = indexed_as(path)
+    os.utime(path, ns=(1, 1))
+    assert shards.get(str(path), indexed).checksum() == indexed.checksum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from fresh_index import whole
 from shard_factory import omni_samples, write_shard
 
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.errors import DamagedIndexError, StorageError
+from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index
@@ -217,3 +218,23 @@ def test_an_index_that_cannot_be_read_now_is_no_damage(shards: list[str], monkey
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(StorageError, match="cannot be read: Input/output error"):
         open_index(shards, RECIPE)
+
+
+def test_damage_to_the_index_is_never_a_failed_sample() -> None:
+    error = DamagedIndexError("x.index", "cut")
+    assert isinstance(error, NOT_DATA) and isinstance(error, MissingIndexError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_rows_outside_are_refused(shards: list[str]) -> None:
+    index = build_index(shards, RECIPE)
+    for row in (-1, len(index)):
+        for ask in (index.key, index.members, index.read_spec, index.shard_of, index.part_range):
+            with pytest.raises(ValueError, match=f"row {row} of an index of 12 rows"):
+                ask(row)
+        with pytest.raises(ValueError, match="of an index of 12 rows"):
+            index.parts_of(np.array([0, row]), IMAGE)
+        with pytest.raises(ValueError, match="of an index of 12 rows"):
+            IndexCosts(index).positions("image", np.array([0, row]))
+    with pytest.raises(ValueError, match="row 0 is not a bad sample"):
+        index.failure(0)

@@ -23,6 +23,7 @@ from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.text.conversation import document_of, parse_json
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -348,3 +349,70 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     assert reasons.keys() == {"calling", "tools", "thinking"}
     for key, name in (("calling", "tool_calls"), ("tools", "tools"), ("thinking", "thinking")):
         assert f"has '{name}'" in reasons[key]
+
+
+@pytest.mark.parametrize("container", ["jsonl", "parquet"])
+def test_texts_have_the_same_names_everywhere(tmp_path: Path, container: str):
+    for name in ("txt", "text", "caption", "transcript", "transcription", "sentence"):
+        assert not is_bad(tmp_path, container, {name: "words"})
+    for name in ("prompt", "response", "question", "answer", "instruction"):
+        assert is_bad(tmp_path, container, {name: "words"})
+
+
+@pytest.mark.parametrize("container", ["jsonl", "tar", "parquet"])
+def test_strings_of_a_sample_without_a_text_are_kept_or_an_error(tmp_path: Path, container: str):
+    for value in ("B", ["a"], [{"q": "a"}]):
+        row = {"image": PIXELS} if container == "parquet" else {"messages": [ASK]}
+        assert is_bad(tmp_path, container, {**row, "reply": value}), value
+        assert not is_bad(tmp_path, container, {**row, "reply": value}, Recipe(keep=("reply",))), value
+        assert not is_bad(tmp_path, container, {**row, "license": "MIT", "score": 4})
+    assert is_bad(tmp_path, "parquet", {"image": PIXELS, "text": "<image>", "reply": "B"})
+
+
+@pytest.mark.parametrize(
+    ("record", "advised"),
+    [
+        ({"utterance": "a"}, True),
+        ({"utterance": "a", "label": 4}, False),
+        ({"instruction": "a"}, False),
+        ({"instruction": "a", "output": ["b"]}, False),
+        ({"question": "a", "answer": 4}, False),
+    ],
+)
+def test_a_key_is_renamed_only_if_that_makes_the_sample_whole(record: dict[str, Any], advised: bool):
+    with pytest.raises(FieldError) as caught:
+        measured(json=record)
+    assert ("': 'text'}" in caught.value.reason) == advised
+
+
+@pytest.mark.parametrize("item", [{"audio_url": "a.wav"}, {"source": {"type": "base64", "data": "UklGRg=="}}])
+def test_an_item_names_its_media_under_any_of_their_words(item: dict[str, Any]):
+    value = {"messages": [{"role": "user", "content": [{"type": "audio", **item}]}, ANSWER]}
+    (media,) = media_of(value, file_names=False)
+    assert media.path == item.get("audio_url") and media.error is None
+
+
+def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():
+    with pytest.raises(FieldError, match=r'TextPreprocessor\(audio_placeholder=""\)'):
+        measured(txt="the tag <audio>")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({key: "words"} for key in "utterance content TEXT raw_transcription".split()),
+        {"captions": ["a cat"]},
+        ["a cat", "a dog"],
+        {"texts": [{"user": "q", "assistant": "a"}]},
+        {"data": [{"user": "q", "assistant": "a"}]},
+        {"text_list": ["a", None]},
+        {"qa": {"q": "a"}},
+        {"pairs": [{"Question": "q", "Answer": "a"}]},
+        {"Question": "q", "Answer": "a"},
+    ],
+)
+def test_words_under_any_usual_key_are_refused_where_the_sample_has_no_others(value):
+    payload = json.dumps(value).encode()
+    with pytest.raises(FieldError, match=r"its words are|a bare string|a list of"):
+        measured(images=1, json=payload)
+    assert measured(images=1, json=payload, txt="the text").loss_tokens == len("the text")

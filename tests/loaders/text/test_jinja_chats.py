@@ -366,3 +366,19 @@ def test_odd_chats_are_read_or_refused_and_nothing_else():
         except FieldError as error:
             assert error.reason
     assert read > 20
+
+
+def test_tools_may_each_be_json_in_a_string():
+    recipe, chat = recipe_of(QWEN3), openai()["messages"]
+    whole = composed(recipe, {"messages": chat, "tools": [TOOL, TOOL]})
+    for tools in ([json.dumps(TOOL)] * 2, [TOOL, json.dumps(TOOL)]):
+        assert composed(recipe, {"messages": chat, "tools": tools}) == whole
+    with pytest.raises(FieldError, match="no JSON"):
+        composed(recipe, {"messages": chat, "tools": ["get_weather(city)"]})
+
+
+def test_a_chat_whose_answers_are_all_masked_has_no_loss():
+    masked = [ASK, {**ANSWER, "train": False}]
+    for template in (CHATML, untagged(CHATML)):
+        assert not any(composed(recipe_of(template), masked).loss)
+        assert any(composed(recipe_of(template), [ASK, ANSWER]).loss)

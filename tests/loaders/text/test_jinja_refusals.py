@@ -89,3 +89,11 @@ def test_ignored_keys_may_be_lost():
     record = openai()
     record["messages"][3] |= {"tool_call_id": "call_1", "name": "weather"}
     assert composed(recipe_of(QWEN3), record) == composed(recipe_of(QWEN3), openai())
+
+
+def test_thoughts_that_a_template_cuts_out_may_be_lost():
+    chat = [ASK, {**ANSWER, "content": "<think>It is warm.</think>Sun."}]
+    assert decoded(recipe_of(CUTS_THOUGHTS, ignore_keys=("<think>",)), chat)[1] == "Sun.</s>"
+    assert decoded(recipe_of(QWEN3), chat)[1].startswith("<think>\nIt is warm.")
+    empty = [ASK, {**ANSWER, "content": "<think>\n\n</think>Sun."}]
+    assert decoded(recipe_of(CUTS_THOUGHTS), empty)[1] == "Sun.</s>"

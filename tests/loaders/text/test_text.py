@@ -124,3 +124,8 @@ def test_ids_are_copied_before_the_next_thread_may_overwrite_them():
     pre = TextPreprocessor(fill, id="reuses")
     first, second = pre.encode("1"), pre.encode("2")
     assert first.tolist() == [1, 1, 1] and second.tolist() == [2, 2, 2]
+
+
+def test_a_lone_surrogate_is_an_error():
+    with pytest.raises(DecodeError, match="not valid Unicode: surrogates not allowed at character 1"):
+        TextPreprocessor().encode("a\ud800")

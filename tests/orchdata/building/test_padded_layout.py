@@ -12,8 +12,23 @@ from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
-from examples.model import ModelConfig, Sizes, fit_to_recipe, make_cost
+from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
 from orchdata.planning.layout import Layout
+
+
+def trained(model: MultimodalLM, dataset: od.ShardDataset, layout: Layout, **options: Any) -> list[Tensor]:
+    """The loss of each step, and the gradients summed over the epoch."""
+    torch.manual_seed(0)
+    model.double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    losses = []
+    for batch in loader(dataset, layout, **options):
+        loss = model(**batch.model_inputs()).loss_sum * batch.loss_scale
+        loss.backward()
+        losses.append(loss.detach())
+    return [torch.stack(losses).sum(), *[parameter.grad for parameter in model.parameters()]]  # type: ignore[list-item]
+
 
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
@@ -220,3 +235,25 @@ def test_a_cap_on_padded_encoders_is_refused(dataset: od.ShardDataset) -> None:
         loader(dataset, od.Padded(encoders="padded"), balance=balance)
     for batch in loader(dataset, od.Padded(), balance=balance):
         assert batch.image.patches.shape[0] <= 600
+
+
+@pytest.mark.parametrize("positions", ["restart", "mrope"])
+def test_padded_training_has_the_loss_and_gradients_of_packed(dataset: od.ShardDataset, positions: Any) -> None:
+    packed = trained(MultimodalLM(CONFIG), dataset, od.Packed(positions=positions))
+    microbatched = od.Balance(max_tokens=640)
+    for encoders, balance in (("packed", "none"), ("padded", "none"), ("padded", microbatched)):
+        layout = od.Padded(positions=positions, encoders=encoders, multiple_of=16)  # type: ignore[arg-type]
+        for ours, theirs in zip(trained(PaddedLM(CONFIG), dataset, layout, balance=balance), packed, strict=True):
+            assert (ours - theirs).norm() <= 1e-9 * theirs.norm()
+
+
+def test_every_rank_has_the_same_microbatches_and_every_sample_is_there_once(dataset: od.ShardDataset) -> None:
+    balance = od.Balance(max_tokens=500)
+    ranks = [list(loader(dataset, od.Padded(), balance=balance, dp=(rank, 3)).steps()) for rank in range(3)]
+    keys = [key for steps in ranks for microbatches in steps for batch in microbatches for key in batch.sample_ids]
+    assert len(keys) == len(set(keys)) == 30
+    for step in zip(*ranks, strict=True):
+        assert len({len(microbatches) for microbatches in step}) == 1
+        assert len({batch.plan.hash for microbatches in step for batch in microbatches}) == 1
+        tokens = sum(batch.loss_tokens for microbatches in step for batch in microbatches)
+        assert {batch.global_loss_tokens for microbatches in step for batch in microbatches} == {tokens}

@@ -392,3 +392,17 @@ def test_a_mixture_gives_a_file_to_each_source(shards: str, tmp_path: Path, monk
     keys = {key for batch in loader for _, key in batch.sample_ids}
     assert any(key.startswith("m-") for key in keys)
     assert any(key.startswith("s0-") for key in keys)
+
+
+def test_secrets_are_in_no_file(bucket: Bucket, tmp_path: Path, private_cache: Path) -> None:
+    secrets = [bucket.options[name].encode() for name in ("secret_access_key", "access_key_id")]
+    bucket.index()
+    ranks = run_ranks(JOB, _arguments(bucket, tmp_path, 1), num_ranks=2, folder=tmp_path)
+    dataset = bucket.dataset()
+    dataset.index()
+    files = [path for folder in (tmp_path, private_cache) for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > SHARDS
+    shown = [bucket.server.get(bucket.name, "index/train.index"), json.dumps(ranks).encode(), repr(dataset).encode()]
+    shown += [repr(dataset.named_file(bucket.file)).encode(), dataset.index_command.encode()]
+    for content in [*(path.read_bytes() for path in files), *shown]:
+        assert not any(secret in content for secret in secrets)

@@ -11,10 +11,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, jpeg, write_shard
+from tars import wav
+from typer.testing import CliRunner
 
 import orchdata as od
+from orchdata.cli import app
 from orchdata.dataset.indexed.unread import unread_of, warn_of_unread
 from orchdata.loaders.samples import compose
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}"
+    "{{ m.time }}{{ m.name }}</s>\n{% endfor %}"
+)
+
+
+def run_cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments])
+
+
+CHAT = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 0}], "time": 3},
+    {"role": "assistant", "content": "ho", "weight": 1, "name": "assistant", "meta": {"x": 1}},
+]
 
 
 def warned(shards: str, recipe: od.Recipe, **options: Any) -> list[str]:
@@ -174,3 +192,60 @@ def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(json.dumps(chat) + "\n")
     dataset = od.ShardDataset(tmp_path / "b.jsonl", recipe=RECIPE, media_root=tmp_path)
     assert set(names_of(dataset)) == {"messages[].content[].data", "messages[].content[].url"}
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [(None, {}), (od.ChatTemplate.from_jinja(TEMPLATE), {"messages[].time"})],
+)
+def test_keys_of_turns_that_neither_the_library_nor_the_template_names(
+    tmp_path: Path, template: Any, read: Any
+) -> None:
+    options = {} if template is None else {"template": template}
+    tools = [{"type": "function", "function": {"name": "f", "arguments": {"own": 1}}}] if template is None else None
+    rows = [{"messages": CHAT, "loss_mask": [0, 1], "tools": [] if tools else None}]
+    dataset = records(tmp_path, *rows, **options)
+    of_turns = {"messages[].content[].weight", "messages[].time", "messages[].meta", "messages[].meta.x"} - {*read}
+    assert names_of(dataset) == dict.fromkeys(("loss_mask", *of_turns), 1)
+    (message,) = warned_of(dataset)
+    assert "'messages[].meta' (1)" in message and "messages[].meta.x" not in message
+
+
+def test_the_table_has_all_names_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    records(tmp_path, {"text": "abc", "weight": 0, "meta": {"id": 1}, "id": "x", "url": "u"})
+    path = str(tmp_path / "a.jsonl")
+    printed = run_cli("index", path, "--ignore", "meta")
+    assert printed.exit_code == 0 and all(f"1  {name}\n" in printed.stdout for name in ("meta", "meta.id", "url"))
+    assert "'weight' (1). " in printed.stderr and "'meta'" not in printed.stderr
+    names = {"weight": 1, "meta": 1, "meta.id": 1, "url": 1}
+    assert json.loads(run_cli("index", path, "--json").stdout)["totals"]["unread"] == {"names": names, "others": 0}
+    profiled = run_cli("profile", path, "--json", "--html", str(tmp_path / "a.html"))
+    assert json.loads(profiled.stdout)["unread"] == names
+    assert "<bdi>meta.id</bdi>" in (tmp_path / "a.html").read_text()
+
+
+def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(wav(16_000, 16_000))
+    row = {"audio": "a.wav", "text": "hello", "end": 1.0}
+    recipe = od.Recipe(image=None, audio=od.AudioPreprocessor())
+    for number, (start, said) in enumerate(((0.0, set()), ("0.0s", {"start"}), ([0.0], {"start"}))):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row | {"start": start}) + "\n")
+        cells = {name: [value] for name, value in (row | {"start": start}).items()}
+        pq.write_table(pa.table(cells | {"audio": [wav(16_000, 16_000)]}), path.with_suffix(".parquet"))
+        for each in (path, path.with_suffix(".parquet")):
+            dataset = od.ShardDataset(str(each), recipe=recipe, media_root=str(tmp_path))
+            assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
+
+
+def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> None:
+    (tmp_path / "0.jpg").write_bytes(jpeg(40, 30))
+    (tmp_path / "a.jsonl").write_text('{"image": "0.jpg", "text": "a cat"}\n')
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=od.Recipe(image=None), media_root=tmp_path)
+    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
+        od.DataLoader(dataset, batch_size=1)
+    pq.write_table(
+        pa.table({"image": [{"bytes": jpeg(40, 30), "path": None}], "text": ["a cat"]}), tmp_path / "a.parquet"
+    )
+    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
+        od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)

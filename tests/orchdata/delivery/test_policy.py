@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import orchdata as od
-from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.policy import FailureBudget, as_policy, most_frequent
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError
 
@@ -151,3 +152,32 @@ def test_of_data_without_a_length_a_share_is_of_what_was_delivered() -> None:
     budget.count([failure(number) for number in range(10)], 0)
     with pytest.raises(od.TooManyFailures, match="11 samples failed, the policy allows a share"):
         budget.count([failure("eleventh")], 0)
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_skip_is_offered_only_where_it_allows_as_many(tmp_path: Path, bad: int) -> None:
+    path = records(tmp_path / "a.jsonl", 100 - bad, bad)
+    with pytest.raises(od.DataError) as raised:
+        made(path, on_error="raise")
+    assert ("on_error='skip'" in str(raised.value)) == (bad == 1)
+    assert '`orchdata verify PATHS --out bad.jsonl` lists them all, and quarantine="bad.jsonl"' in str(raised.value)
+    if bad == 1:
+        made(path, on_error="skip")
+
+
+def test_every_rank_gives_the_same_verdict(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", 98, 2)
+    od.ShardDataset(path).index()
+    texts = []
+    for rank in range(3):
+        with pytest.raises(od.TooManyFailures) as raised:
+            made(path, dp=(rank, 3))
+        texts.append(str(raised.value))
+    assert len(set(texts)) == 1
+
+
+def test_all_failures_are_accounted_for() -> None:
+    reasons = Counter({"a": 2, "b": 2, "c": 1, "d": 1})
+    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c; and 1 more"
+    del reasons["d"]
+    assert most_frequent(reasons) == "2 x a; 2 x b; 1 x c"

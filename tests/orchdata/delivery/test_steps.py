@@ -260,3 +260,10 @@ def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardData
     assert position(next(iter(resumed))) == (5, 1)
     resumed.sampler.set_epoch(3)
     assert position(next(iter(resumed))) == (6, 0)
+
+
+def test_has_length_of_transformers_raises_an_error(dataset: od.ShardDataset) -> None:
+    has_length = pytest.importorskip("transformers.trainer_utils").has_length
+    with pytest.raises(ValueError, match="transformers takes len"):
+        has_length(make(dataset, **SEVERAL))
+    assert has_length(make(dataset, **SEVERAL).steps())

@@ -110,3 +110,15 @@ def test_runs_after_the_command_compile_none(tmp_path: Path) -> None:
     check = "import sys, orchdata as od; d = od.ShardDataset(sys.argv[1:]); d.index(); print(len(list(od.DataLoader("
     run(sys.executable, "-c", f"{check}d, batch_size=2, shuffle=True, dp=(0, 2)))))", *map(str, tmp_path.glob("*.tar")))
     assert stored() == before
+
+
+@pytest.mark.usefixtures("absent")
+def test_a_loader_says_at_once_that_kernels_are_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warming = Warming(["padded"])
+    assert capsys.readouterr().err.startswith("compiling kernels, once on this machine: about 30 s (`orchdata warm`")
+    warming.wait()
+    monkeypatch.undo()
+    Warming(["padded"])
+    assert not capsys.readouterr().err

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -229,3 +231,12 @@ def test_ranks_whose_verdicts_differ_are_named() -> None:
     check_accounts({rank: texts[rank] for rank in (0, 1)})
     with pytest.raises(ValueError, match="inputs.packs is true on ranks 0, 1, false on rank 2"):
         check_accounts(texts)
+
+
+def test_state_of_the_user_is_untouched() -> None:
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    with torch.device("meta"), torch.inference_mode():
+        inputs = od.hf.Inputs(llama())
+    assert inputs.verdict.packs and inputs.scales_loss
+    after = torch.random.get_rng_state(), np.random.get_state()[1], random.getstate()  # noqa: NPY002
+    assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.order.order import Order, Shuffle
@@ -99,3 +101,43 @@ def test_a_step_outside_the_epoch_is_an_error() -> None:
 def test_bad_balances(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Balance(**options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(1, 200),
+    num_ranks=st.integers(1, 20),
+    global_batch_size=st.integers(1, 80),
+    drop_last=st.booleans(),
+    scope=st.sampled_from(["none", "global"]),
+    cap=st.sampled_from([None, 900, 5000]),
+)
+def test_each_sample_is_planned_once(
+    num_samples: int, num_ranks: int, global_batch_size: int, drop_last: bool, scope: Any, cap: int | None
+) -> None:
+    plans = spec(
+        num_samples,
+        num_ranks=num_ranks,
+        batches=GlobalBatches(size=global_batch_size, drop_last=drop_last),
+        balance=Balance(scope=scope, max_tokens=cap),
+    )
+    seen: list[int] = []
+    for step in range(plans.num_steps):
+        plan = make_plan(plans, StepTask(0, step))
+        shares = [
+            plan.places(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
+        ]
+        assert sorted(np.concatenate(shares).tolist()) == list(range(len(plan.row)))
+        if cap is not None:
+            assert all(plan.llm_positions[share].sum() <= cap for share in shares)
+        seen += keys(plan)
+    assert len(seen) == len(set(seen))
+    assert len(seen) == (num_samples // global_batch_size * global_batch_size if drop_last else num_samples)
+
+
+def test_membership_depends_on_neither_balance_nor_ranks() -> None:
+    plans = spec()
+    expected = [keys(make_plan(plans, StepTask(1, step))) for step in range(plans.num_steps)]
+    for changes in ({"num_ranks": 3}, {"balance": Balance(scope="none")}, {"balance": Balance(max_tokens=5000)}):
+        other = replace(plans, **changes)
+        assert [keys(make_plan(other, StepTask(1, step))) for step in range(other.num_steps)] == expected

@@ -165,3 +165,10 @@ def test_a_shard_that_changes_while_it_is_indexed_is_indexed_again(
     assert [shard.url for shard in index.shards] == list(urls)
     assert len(index.bad_rows()) == 0
     assert len(epoch(dataset)) == len(local.local)
+
+
+def test_another_index_finds_the_replaced_object(place: Place, local: Epochs) -> None:
+    place.put(Path(local.paths[0]).read_bytes())
+    place.dataset.index(rebuild=True)
+    assert len(place.epoch()) == len(local.local)
+    assert place.epoch() != local.local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,27 @@ def test_given_keys_take_no_token_of_the_environment(
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
     assert epoch(remote(f"s3://{bucket}/train/{BRACES}", s3_server.options)) == local.local
+
+
+def test_a_scheme_that_no_package_knows() -> None:
+    with pytest.raises(od.StorageError, match="foo://bucket/a.tar: cannot be looked at: .*Protocol not known: foo"):
+        remote("foo://bucket/a.tar").index()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "words"),
+    [
+        ("ftp://127.0.0.1:1/a.tar", od.StorageError, "the server cannot be reached: refused"),
+        (
+            "az://container/a.tar",
+            ValueError,
+            "az://container cannot be opened with these storage_options: .*Account must",
+        ),
+        ("github://owner/a.tar", od.StorageError, "github://owner/a.tar: .* 'org' and 'repo'"),
+    ],
+)
+def test_an_error_without_settings_names_the_url_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Exception], words: str
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    assert re.search(words, said(kind, url, {"retry_seconds": 0}))

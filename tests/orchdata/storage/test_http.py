@@ -126,3 +126,15 @@ def test_an_odd_answer_is_one_error_and_no_sample(server: OddServer, odd: str) -
         list(loader)
     assert "\n" not in str(caught.value)
     assert loader.stats()["failures"]["count"] == 0
+
+
+@pytest.mark.parametrize("odd", sorted(ODD.keys() - {"lost its etags", "sends more", "sends less", "compresses"}))
+def test_an_odd_answer_while_indexing_is_no_bad_shard(server: OddServer, odd: str) -> None:
+    switches, _ = ODD[odd]
+    for name, value in switches.items():
+        setattr(server, name, value)
+    with pytest.raises(od.StorageError):
+        remote(f"{server.endpoint}/d/{NAMES}", SHORT).index()
+    for name, value in switches.items():
+        setattr(server, name, type(value)())
+    assert len(remote(f"{server.endpoint}/d/{NAMES}", SHORT).index().bad_rows()) == 0

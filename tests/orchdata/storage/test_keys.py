@@ -182,3 +182,20 @@ def test_http_has_no_listing(http_server: HttpServer) -> None:
     with pytest.raises(ValueError, match="HTTP servers have no listing"):
         remote(http_server.url("a/[ab].tar"))
     assert remote(http_server.url("a/{a,b}.tar?x=*")).urls == tuple(http_server.url(f"a/{each}.tar") for each in "ab")
+
+
+def test_a_pattern_lists_no_more_than_its_folder(s3_server: S3Server, listed: str, proxied: Proxied) -> None:
+    proxy = proxied(s3_server)
+    assert len(remote(f"s3://{listed}/c/*.tar", s3_server.options_of("all", proxy.endpoint)).urls) == 1
+    (asked,) = proxy.requests()
+    assert "prefix=c%2F" in asked.query
+
+
+def test_many_pages_are_listed_once_each(gcs_server: GcsServer) -> None:
+    gcs_server.page_size = 100
+    bucket = gcs_server.make_bucket("many")
+    for number in range(10_000):
+        gcs_server.put(bucket, f"train/{number:05}.tar", b"")
+    dataset = remote(f"gs://{bucket}/train/*.tar", gcs_server.options)
+    assert dataset.urls == tuple(f"gs://{bucket}/train/{number:05}.tar" for number in range(10_000))
+    assert len(gcs_server.requests()) == 100

@@ -384,3 +384,48 @@ def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
     assert len(pictures) == size.extent[3]
     assert pictures == sorted(set(pictures))
     assert pictures[0] == 0
+
+
+def test_counts_and_positions_are_those_of_the_docs() -> None:
+    pre = od.VideoPreprocessor(fps=2, max_tokens=64, total_tokens=256, positions_per_second=25)
+    size = pre.count_header((1280, 720, 300, 10, 1), LIMITS)  # 10 s at 30 a second
+    grid_t, grid_h, grid_w, count = size.extent[:4]
+    assert (count, grid_t) == (20, 10)
+    assert (grid_h, grid_w) == (6, 12)  # 256 // 10 = 25 tokens, at 16:9
+    assert size.tokens == 10 * 3 * 6 and size.positions == size.num_rows == 4 * size.tokens
+    extras = pre.extras([size, size])
+    assert extras["grid_thw"].tolist() == [[10, 6, 12]] * 2
+    assert extras["seconds_per_grid"].tolist() == [1.0, 1.0]
+    assert extras["timestamps"].tolist() == [each + 0.25 for each in range(10)] * 2
+    rope = pre.rope(size)
+    assert rope.shape == (3, size.tokens)
+    assert rope[0].reshape(10, 18)[:, 0].tolist() == [25 * each for each in range(10)]
+    assert rope[1].reshape(10, 3, 6)[4].tolist() == [[row] * 6 for row in range(3)]
+    assert rope[2].reshape(10, 3, 6)[4].tolist() == [list(range(6))] * 3
+
+
+def test_a_picture_made_from_a_damaged_one_after_the_first_is_an_error() -> None:
+    import av
+
+    data, random = without_first_group(noise(40, OPEN_H264), "matroska", leading=False), np.random.default_rng(3)
+    with av.open(io.BytesIO(data)) as container:
+        packet = [packet for packet in container.demux(video=0) if packet.size][1]
+    start, stop = packet.pos + 64, packet.pos + packet.size
+    refused = 0
+    for at in random.integers(start, stop, 20):
+        changed = data[:at] + random.bytes(8) + data[at + 8 :]
+        try:
+            with open_video(changed, LIMITS) as video:
+                assert len(list(video.frames([7]))) == 1
+        except DecodeError as error:
+            assert "damaged video" in error.reason
+            refused += 1
+    assert refused >= 5
+
+
+def test_a_slant_is_refused() -> None:
+    data = turn(clip("h264", size=(96, 64)), 90)
+    at = data.index(b"tkhd") + 4
+    at += 52 if data[at] == 1 else 40
+    with pytest.raises(DecodeError, match="turns by no quarter"):
+        header_of(data[:at] + (1 << 14).to_bytes(4, "big") + data[at + 4 :])
