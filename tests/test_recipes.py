@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -354,3 +355,86 @@ def test_the_sum_of_the_loss(shards: list[str]) -> None:
     names = {"torch": torch, "logits": logits.requires_grad_(), "labels": labels, "batch": batch}
     exec(recipe_of("training.md", "loss_sum = torch.nn.functional.cross_entropy"), names)
     assert names["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_recipe_of_one_length(shards: list[str]) -> None:
+    from examples.model import make_cost
+
+    model, _ = small(shards)
+    names: dict[str, Any] = {"od": od, "cost": make_cost(model.config)}
+    names["dataset"] = od.ShardDataset(shards, recipe=RECIPE)
+    exec(recipe_of("batches.md", "od.Packed(length=16_384)", "cost=cost"), names)
+    for batch in names["loader"]:
+        assert batch.model_inputs()["input_ids"].shape == (16_384,)
+        assert torch.isfinite(model(**batch.model_inputs()).loss_sum)
+
+
+def test_the_evaluation_of_the_page_takes_a_model_of_transformers(vl: VL) -> None:
+    names: dict[str, Any] = {}
+    exec(recipe_of("training.md", "def evaluate(model, loader)"), names)
+    assert names["evaluate"](vl.model(), vl.loader()) == pytest.approx(plain_loss(vl), rel=1e-5)
+
+
+def test_lightning_goes_on_with_the_next_epoch_where_its_checkpoint_ends_one(shards: list[str], tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.keys = torch.nn.Linear(1, 1), []
+
+        def train_dataloader(self) -> Any:
+            return small(shards, shuffle=True, seed=1)[1].steps()
+
+        def training_step(self, microbatches: Any, step: int) -> torch.Tensor:
+            self.keys.append(sorted(key for batch in microbatches for _, key in batch.sample_ids))
+            return self.model(torch.ones(1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(folder: Path, epochs: int, path: Any = None, **options: Any) -> list[list[str]]:
+        module, kept = Module(), ModelCheckpoint(folder, save_last=True)  # by default at the end of each epoch
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[kept], **(quiet | options)
+        )
+        trainer.fit(module, ckpt_path=path)
+        return module.keys
+
+    for number, options in enumerate(({}, {"limit_train_batches": 1})):
+        whole = train(tmp_path / f"whole-{number}", 2, **options)
+        cut = tmp_path / f"cut-{number}"
+        begun = train(cut, 1, **options)
+        assert whole[0] != whole[len(begun)]
+        assert begun + train(cut, 2, cut / "last.ckpt", **options) == whole
+
+
+def test_a_collate_fn_of_ones_own_scales_as_the_batch_does(shards: list[str]) -> None:
+    names: dict[str, Any] = {"od": od, "my_tensors": lambda samples: {"keys": [sample.key for sample in samples]}}
+    exec(recipe_of("training.md", "step: od.StepInfo"), names)
+    _, loader = small(shards)
+    expected = [(batch.loss_scale, sorted(key for _, key in batch.sample_ids)) for batch in loader]
+    _, own = small(shards, collate_fn=names["collate"])
+    assert [(found["loss_scale"], sorted(found["keys"])) for found in own] == expected
+
+
+def test_the_recipe_of_a_route(shards: list[str]) -> None:
+    ranks = np.zeros(3, np.int64)
+    names: dict[str, Any] = {"od": od, "rank": 0, "num_ranks": 1, "encoder_rank": ranks, "llm_rank": ranks}
+    names |= {"tokens": np.array([2, 1, 3]), "encoder": torch.nn.Identity(), "patches": torch.randn(6, 4)}
+    names["flags"] = torch.tensor([1, 0, 1], dtype=torch.uint8)
+    exec(recipe_of("encoders_apart.md", "od.make_route(rank"), names)
+    assert torch.equal(names["features"], names["patches"]) and torch.equal(names["valid"], names["flags"])
+
+
+def test_a_model_that_gets_encoded_media_leaves_them_out_by_itself(vl: VL) -> None:
+    (batch,) = vl.loader()
+    given = batch.model_inputs()
+    without = batch.model_inputs(media=False)
+    assert given.keys() - without.keys() == {"pixel_values", "image_grid_thw"}
+    own = od.Recipe(image=od.ImagePreprocessor(patch_size=14, max_tokens=64), audio=None)
+    dataset = od.ShardDataset(list(vl.shards), recipe=own)
+    (batch,) = od.DataLoader(dataset, global_batch_size=COUNT, num_threads=0)
+    assert "image_patches" in batch.model_inputs()  # of no processor: the names of a model of one's own

@@ -216,8 +216,8 @@ def test_what_a_decoder_is_refused_is_no_damage(
         raise OSError(number, os.strerror(number), "/lib/some_decoder.so")
 
     with monkeypatch.context() as patch:
-        patch.setattr("orchdata.loaders.shards.tar.read_header", refuse)
-        patch.setattr("orchdata.loaders.shards.tar.scan_heads", refuse)
+        patch.setattr("orchdata.loaders.shards.tar_scan.read_header", refuse)
+        patch.setattr("orchdata.loaders.shards.tar_scan.scan_heads", refuse)
         with pytest.raises(StorageError, match=rf"some_decoder.so: cannot be used: {os.strerror(number)}"):
             build_index(shard, Recipe(), retry_seconds=0)
     assert not len(build_index(shard, Recipe()).bad_rows())
