@@ -99,8 +99,8 @@ def _print_sample(sample: dict[str, Any], *, full: bool) -> None:
     for span in sample["spans"]:
         if "modality" in span:
             kind, sizes = span["modality"], span["sizes"].items()
-            told = "".join(f", {size} {_shortened(_number(value), full=full)}" for size, value in sizes)
-            content = _visible(f"{span['field']}, {span['positions']:,} positions{told}")
+            shown = "".join(f", {size} {_shortened(_number(value), full=full)}" for size, value in sizes)
+            content = _visible(f"{span['field']}, {span['positions']:,} positions{shown}")
         else:
             kind = "trained" if span["trained"] else "masked"
             said = "ids " + " ".join(map(str, span["token_ids"])) if span["text"] is None else span["text"]

@@ -215,7 +215,9 @@ def test_given_keys_take_no_token_of_the_environment(
 
 
 def test_a_scheme_that_no_package_knows() -> None:
-    with pytest.raises(od.StorageError, match="foo://bucket/a.tar: cannot be looked at: .*knows no file system of foo.*store="):
+    with pytest.raises(
+        od.StorageError, match="foo://bucket/a.tar: cannot be looked at: .*knows no file system of foo.*store="
+    ):
         remote("foo://bucket/a.tar").index()
 
 
