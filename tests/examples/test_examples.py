@@ -267,13 +267,13 @@ def run_ray_train(cluster: TestCluster, shards: Path, folder: Path, steps: int, 
         env=os.environ | {"RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("examples")
 def test_ray_train_resumes_on_one_worker_and_on_three(ray_cluster: TestCluster, shards: Path, tmp_path: Path) -> None:
     expected = plain_loop("ddp", shards)
