@@ -64,12 +64,6 @@ class ReadBytes:
         self.used = ByteCount()
         self.requests = RequestCounts()
 
-    @property
-    def amplification(self) -> float | None:
-        """Bytes read from storage per byte used; None if nothing was used."""
-        used = self.used.value
-        return self.storage.value / used if used else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return the sums; `requests` by kind only if there were any."""
         sums: dict[str, Any] = {

@@ -203,11 +203,6 @@ class Padding(ABC):
         microbatches, without regard to caps: int64 (num_ranks, num_microbatches).
         """
 
-    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """Return what ranks would cost with samples dealt out in turn, int64 (num_ranks,)."""
-        loads: Ints = self.cells_in_turn(costs, positions, num_ranks, num_microbatches).sum(axis=1)
-        return loads
-
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
         """Return a bound: no assignment of whole samples has a smaller largest load."""
         return lower_bound(costs, num_ranks)
