@@ -30,9 +30,11 @@ from orchdata.dataset.options import (
 )
 from orchdata.dataset.sharded import is_mixture, is_sharded
 from orchdata.delivery.policy import ErrorPolicy, as_policy
-from orchdata.engines.choice import EngineChoice, choose_engine
+from orchdata.engines.choice import EngineChoice
+from orchdata.engines.choose import choose_engine
 from orchdata.engines.engine import OpensEngine
-from orchdata.engines.warm import Warming, kernel_families
+from orchdata.engines.kernel_families import kernel_families
+from orchdata.engines.warm import Warming
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.notices import warn_user
 from orchdata.order.order import Shuffle

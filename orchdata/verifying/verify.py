@@ -24,9 +24,10 @@ from orchdata.building.contents import IndexedShards
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import EngineRun, WorkerEngine, WorkerOptions
+from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine, Workers
-from orchdata.engines.warm import Warming, kernel_families
+from orchdata.engines.warm import Warming
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe

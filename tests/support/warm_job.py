@@ -16,7 +16,7 @@ from numba.core.registry import CPUDispatcher
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.building.map_items import MapContent
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.warm import warm
+from orchdata.engines.kernel_families import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance

@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import EngineRun, Job, JobEngine
+from orchdata.engines.engine import EngineRun
+from orchdata.engines.jobs import Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
 from orchdata.engines.on_ray.fleet import (
     ANSWER_SECONDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from orchdata.engines.engine import Job
+from orchdata.engines.jobs import Job
 from orchdata.engines.on_ray.actor import StepActor
 from orchdata.engines.on_ray.cluster import outside_of_groups
 from orchdata.engines.on_ray.compare import expected_by

@@ -12,7 +12,8 @@ from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from orchdata.engines.engine import JobEngine, WorkerOptions
+from orchdata.engines.engine import WorkerOptions
+from orchdata.engines.jobs import JobEngine
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.message import packed
 from orchdata.engines.processes.supervisor import Supervisor

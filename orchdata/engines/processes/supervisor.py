@@ -24,7 +24,7 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from orchdata.engines.engine import Job
+from orchdata.engines.jobs import Job
 from orchdata.engines.processes.isolate import FORK_SECONDS, FORKED, START_SECONDS, CrashSuspects, Trial
 from orchdata.engines.processes.message import read_step, unpacked
 from orchdata.engines.processes.process import Process
