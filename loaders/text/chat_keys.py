@@ -68,6 +68,8 @@ def says(value: Any) -> bool:
 
 def says_nothing(value: Any) -> bool:
     """Whether a JSON value is null, false, blank, or lists and dicts of nothing else: `datasets` fills structs."""
+    if isinstance(value, str):
+        return not says(value)
     return all(leaf is None or leaf is False or (isinstance(leaf, str) and not says(leaf)) for leaf in _leaves(value))
 
 

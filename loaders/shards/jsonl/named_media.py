@@ -107,7 +107,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     if isinstance(value, dict):
         _check_once(value)
         for key, modality in _RECORD_KEYS.items():
-            names = _list_of(value.get(key))
+            names = _list_of(value[key]) if key in value else []
             if names and by_key.setdefault(modality, names) != names:
                 raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
