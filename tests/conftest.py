@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,18 @@ def no_hang() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture(scope="session")
+def new_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders that are made without a look at those that are there, as pytest's are: of thousands it takes long."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def private_cache(new_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test gets a cache folder of its own."""
-    path = tmp_path_factory.mktemp("cache")
+    path = next(new_caches)
+    path.mkdir(mode=0o700)
     monkeypatch.setenv("ORCHDATA_CACHE", str(path))
     return path
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
@@ -61,6 +63,7 @@ print(json.dumps(answer))
 """
 
 
+@pytest.mark.slow
 def test_the_same_without_numba() -> None:
     compiled, interpreted = (
         subprocess.run(

@@ -21,6 +21,7 @@ from orchdata.bench.harness import Result, WideTable
 NAMES = list(pictures())
 
 
+@pytest.mark.slow
 def test_a_picture_that_was_changed_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.pictures", str(tmp_path)])
     monkeypatch.setattr(program, "pictures", lambda: {name: pictures()[name] for name in NAMES[:2]})

@@ -42,7 +42,9 @@ STEPS, SIZE, MAX_TOKENS = 6, 8, 1500
 DIES_AT, SAVED = 5, 4
 
 # Those that take longest: others are of the same kind, or have tests of their own.
-SLOW = dict.fromkeys(("lightning_trainer", "deepspeed_zero", "hf_trainer", "hsdp_tp"), pytest.mark.slow)
+SLOW = dict.fromkeys(
+    ("lightning_trainer", "deepspeed_zero", "hf_trainer", "hsdp_tp", "fsdp2", "accelerate_loop"), pytest.mark.slow
+)
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -217,12 +219,13 @@ LAUNCHERS = {
 """What the commands of docstrings start with -> the same in this environment."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "ddp" else pytest.mark.slow)
+        name
         for name in PROGRAMS
-        if name not in ("ray_train", "finetune_a_vlm")  # they need a cluster, or a published model: tests of their own
+        if name not in ("ray_train", "finetune_a_vlm")  # they have tests of their own
     ],
 )
 def test_an_example_runs_as_its_docstring_says_from_any_folder(name: str, shards: Path, tmp_path: Path) -> None:

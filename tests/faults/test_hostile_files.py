@@ -274,6 +274,7 @@ def in_batches(hunt: Hunt, things: Sequence[Any], write: Callable[[Sequence[Any]
     "way, end",
     {"abort": "signal SIGABRT", "spin": "signal SIGKILL", "hang": "no end after 2 s", "allocate": "raised"}.items(),
 )
+@pytest.mark.slow
 def test_how_a_child_ends_is_said(way: str, end: str, runners: list[Runner]) -> None:
     answer = runners[0].run(
         [], cpu_seconds=1 if way == "spin" else 30, wall_seconds=2 if way == "hang" else 60, misbehave=way
@@ -303,7 +304,7 @@ def product(files: Sequence[Path], ways: Sequence[str]) -> list[tuple[Path, str]
 
 def test_hostile_files_as_shards(hunt: Hunt, hostile: list[Path]) -> None:
     own = [(path, suffix) for suffix in SHARD_SUFFIXES for path in hostile if path.name.endswith(suffix)]
-    in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 30), as_shards, 100)
+    in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 15), as_shards, 100)
 
 
 def test_hostile_files_as_members(hunt: Hunt, hostile: list[Path]) -> None:
@@ -318,6 +319,7 @@ def test_made_samples_fail_alone(hunt: Hunt) -> None:
     in_batches(hunt, [each for each in hostile_samples() if not each.heavy], as_samples, 80)
 
 
+@pytest.mark.slow
 def test_made_shards_fail_alone(hunt: Hunt) -> None:
     in_batches(hunt, [each for each in hostile_shards() if not each.heavy], as_made_shards, 80)
 

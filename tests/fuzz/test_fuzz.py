@@ -28,10 +28,10 @@ def run(fuzzer: Fuzzer, kinds: tuple[str, ...], each: int, start: int = 0) -> li
 
 def test_mutated_files_are_refused_or_counted_right(runner: Runner, tmp_path: Path) -> None:
     fuzzer = Fuzzer(runner, tmp_path, 0)
-    each = 3
+    each = 1
     assert run(fuzzer, KINDS, each) == []
     assert sum(of.delivered for of in fuzzer.figures.values()) > each
-    assert sum(of.failed for of in fuzzer.figures.values()) > 4 * each
+    assert sum(of.failed for of in fuzzer.figures.values()) > 4
 
 
 def test_a_child_that_ends_is_a_finding_of_each_case_and_minimised(runner: Runner, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pyt
     np.testing.assert_array_equal(resampled["ours"], resampled["theirs"])
 
 
+@pytest.mark.slow
 def test_without_torchaudio_clips_are_resampled_to_the_same_bits_and_nothing_requires_it() -> None:
     code = """
 import hashlib, io, sys

@@ -64,6 +64,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert outcome["after"] == HEALTHY
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None:
     (said,) = run(tmp_path, ("soundfile", "RuntimeError", "media"))
     check(said)

@@ -97,6 +97,7 @@ def _iterated(number: int, loader: od.DataLoader, queue: Any) -> None:
     queue.put((number, contents(loader, 1)))
 
 
+@pytest.mark.slow
 def test_a_loader_is_an_argument_of_spawned_processes(dataset: od.ShardDataset) -> None:
     loader = od.DataLoader(dataset, global_batch_size=8, shuffle=True, num_workers=1)
     broken_off(loader)

@@ -126,6 +126,7 @@ def is_running(pid: int) -> bool:
     return stat_of(pid)[:1] not in ([], ["Z"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by prctl, which is Linux's")
 def test_no_process_outlives_the_demo(tmp_path: Path) -> None:
     runner = tmp_path / "runner.py"

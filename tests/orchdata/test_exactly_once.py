@@ -47,7 +47,7 @@ ENGINES = (
     (("num_threads", 4), ("prefetch_factor", 5)),
     (("num_workers", 1), ("num_threads", 4)),
     (("num_workers", 2), ("num_threads", 1)),
-    (("num_workers", 5), ("num_threads", 0)),
+    (("num_workers", 3), ("num_threads", 0)),
 )
 BALANCES = {
     "global": {},
@@ -111,7 +111,7 @@ def expected(dataset: od.ShardDataset, module_cache: Path) -> dict[str, list[str
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_any_number_of_ranks(ranks: int, balance: str, dataset: od.ShardDataset, expected: Any) -> None:
     engine = ENGINES[ranks % len(ENGINES)]
     assert run(dataset, [Stretch(ranks, engine, 0)], 2, **BALANCES[balance]) == expected[balance]
@@ -144,13 +144,16 @@ def test_what_came_after_the_last_state_comes_again_and_counts_once(saved: int, 
     assert len(rows) > 4 and sum(len(row["keys"]) for run in rows for row in run) > 2 * SAMPLES
 
 
-stretches = st.builds(Stretch, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(ENGINES), st.integers(0, STEPS))
-EPOCHS = {"stretched": st.lists(stretches, min_size=1, max_size=5), "balance": st.sampled_from(list(BALANCES))}
+def epochs(engines: Sequence[Any], ranks: Sequence[int]) -> dict[str, Any]:
+    stretches = st.builds(Stretch, st.sampled_from(ranks), st.sampled_from(engines), st.integers(0, STEPS))
+    return {"stretched": st.lists(stretches, min_size=1, max_size=5), "balance": st.sampled_from(list(BALANCES))}
+
+
 UNHURRIED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
 
-@settings(UNHURRIED, max_examples=6)
-@given(**EPOCHS)
+@settings(UNHURRIED, max_examples=8)
+@given(**epochs(ENGINES[:4], [1, 2, 3, 4, 8]))
 def test_any_run_is_the_undisturbed_one(
     stretched: list[Stretch], balance: str, dataset: od.ShardDataset, expected: Any
 ) -> None:
@@ -159,8 +162,8 @@ def test_any_run_is_the_undisturbed_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(UNHURRIED, max_examples=40)
-@given(**EPOCHS)
+@settings(UNHURRIED, max_examples=30)
+@given(**epochs(ENGINES, [1, 2, 3, 4]))
 def test_very_many_runs_are_the_undisturbed_one(
     stretched: list[Stretch], balance: str, dataset: od.ShardDataset, expected: Any
 ) -> None:

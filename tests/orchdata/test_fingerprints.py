@@ -56,6 +56,7 @@ def test_subclasses_are_obeyed(tmp_path: Path) -> None:
     assert (only(text=Lowered(shift=1)).text.input_ids - 1).tolist() == list(text(plain).lower().encode())
 
 
+@pytest.mark.slow
 def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
     recipes = {name: od.Recipe(**BASES | changed) for name, changed in SUBCLASSES.items()}
     recipes |= {

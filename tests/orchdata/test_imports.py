@@ -111,11 +111,15 @@ def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 @cache
 def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
     imported = set()
-    for node in _nodes(ast.parse(path.read_text()), typing=typing):
+    for node in _nodes(_tree(path), typing=typing):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

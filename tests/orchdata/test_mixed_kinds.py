@@ -146,6 +146,7 @@ def check_run(data: Any, kind: Any, stretched: list[Stretch], size: Any, scope: 
 RUNS = {"kind": kinds, "stretched": stretches, "size": sizes, "scope": scopes, "shuffle": shuffles}
 
 
+@pytest.mark.slow
 @settings(UNHURRIED, max_examples=12)
 @given(**RUNS)
 def test_any_run_is_the_undisturbed_one(data: Any, **given: Any) -> None:

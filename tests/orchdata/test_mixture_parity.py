@@ -1,7 +1,7 @@
 """Training parity of mixtures with loss weights, of steps measured in tokens, and of microbatches of one length.
 
 A job of gloo ranks trains each case (mixture_parity_job.py) and one process the same samples, which counts and weighs
-its loss by itself. Daily: three ranks and a few cases; slow: one, three and four, and every pair of values.
+its loss by itself. Daily: three ranks and a few cases; slow: one and four, and every pair of values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
 A job of gloo ranks trains each suite (parity_job.py), and the tests check its results. Daily: two ranks,
-{DDP, FSDP2} x assignments x {packed, padded}, and each value of every other option. Slow: every two of all values, and
+{DDP, FSDP2} x assignments, and each value of every other option. Slow: every two of all values, and
 three and four ranks; ORCHDATA_EVERY_CASE=1 trains all combinations. Steps are laid out so that each modality is missing
 on one rank, on all, and on none.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, WRAPPERS, Case, Suite
+from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, Case, Suite
 from parity_job import __file__ as JOB
 from rank_jobs import run_ranks
 from webdataset import TarWriter
@@ -121,9 +121,8 @@ def test_every_layout_trains_the_same(trained: Trained) -> None:
 
 @pytest.mark.parametrize("trained", [next(iter(SUITES))], indirect=True)
 def test_a_per_rank_mean_loss_does_not_pass(trained: Trained) -> None:
-    by_rank_mean = [result for case, result in trained.cases.items() if case.loss == "rank mean"]
-    assert len(by_rank_mean) == len(WRAPPERS)
-    assert all(result["from_reference"] > 1e4 * TOLERANCE for result in by_rank_mean)
+    (by_rank_mean,) = [result for case, result in trained.cases.items() if case.loss == "rank mean"]
+    assert by_rank_mean["from_reference"] > 1e4 * TOLERANCE
 
 
 @pytest.mark.parametrize("trained", [next(iter(SUITES))], indirect=True)

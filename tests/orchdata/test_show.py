@@ -107,6 +107,7 @@ def test_what_fails_to_decode_is_not_shown_as_seen(tmp_path: Path, monkeypatch: 
     assert "field 'jpg'" in failed["error"]
 
 
+@pytest.mark.slow
 def test_a_stream_without_the_letters_of_the_data(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "named.tar", [{"__key__": "n", "txt": "gr\u00fc\u00df \u4f60".encode()}])
     result = subprocess.run(

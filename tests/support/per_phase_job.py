@@ -129,7 +129,7 @@ THREE = ("global", "image cap", "intact", "broken", "intact, llm cap", "broken, 
 FOUR = ("global", "grouped", "grid", "intact", "broken")
 SUITES = {
     "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed")),
-    "3 ranks": Suite(3, THREE, ("trained", "refused", "budget", "subgroup")),
+    "3 ranks": Suite(3, THREE, ("trained", "refused", "budget", "subgroup"), slow=True),
     "4 ranks": Suite(4, FOUR, ("mesh",)),
 }
 SUITES |= {

@@ -350,6 +350,7 @@ def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest
     assert build_index(shards, Recipe()).num_samples == 30
 
 
+@pytest.mark.slow
 def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
     folders = [fixtures_dir / "wds", fixtures_dir / "multimodal"]
     urls = sorted(str(path) for folder in folders for path in folder.rglob("*") if path.name.endswith(SUFFIXES))

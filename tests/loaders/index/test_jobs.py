@@ -80,6 +80,7 @@ def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert same(again, alone) and not any(each.measured for each in seen)
 
 
+@pytest.mark.slow
 def test_parts_of_one_large_file_are_measured_by_several_processes(tmp_path: Path) -> None:
     url = texts(tmp_path / "large.jsonl", 5000)
     recipe = jobs_recipes.recipe(tmp_path)
@@ -159,6 +160,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True, **pipes)
 
 
+@pytest.mark.slow
 def test_the_command_reports_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
     command = [

@@ -154,6 +154,7 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     assert children() == []
 
 
+@pytest.mark.slow
 def test_a_file_that_never_ends_ends_the_build_and_time_makes_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_file_that_never_ends_ends_the_build_and_time_makes_no_verdict(
     assert raised.value.errno == errno.ETIME
 
 
+@pytest.mark.slow
 def test_a_child_that_waits_for_ever_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, "signal.pause()")
     monkeypatch.setattr(measuring_process, "_SILENT_SECONDS", 1.0)
@@ -197,6 +199,7 @@ def test_a_child_that_was_killed_from_outside_is_no_word_about_the_file(tmp_path
         assert errors(path) == []
 
 
+@pytest.mark.slow
 def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), signal.SIGKILL)), limits=Limits())
@@ -277,6 +280,7 @@ def partial_popen(inherited: int) -> Callable[..., subprocess.Popen[bytes]]:
     return start
 
 
+@pytest.mark.slow
 def test_a_busy_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     ready, write_end = os.pipe()

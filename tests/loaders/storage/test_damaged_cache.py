@@ -54,10 +54,10 @@ def kept_files() -> list[Path]:
 
 def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Alter every byte of the head, and alter, zero and cut the rest at some offsets."""
-    places = [*range(head_bytes), *range(head_bytes, len(data), 97), len(data) - 1]
+    places = [*range(head_bytes), *range(head_bytes, len(data), 211), len(data) - 1]
     for offset in places:
         yield f"byte {offset}", data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :]
-    for offset in range(0, len(data), max(1, len(data) // 16)):
+    for offset in range(0, len(data), max(1, len(data) // 8)):
         yield f"cut to {offset}", data[:offset]
         if any(data[offset : offset + 512]):
             yield f"zeros from {offset}", (data[:offset] + bytes(512) + data[offset + 512 :])[: len(data)]

@@ -86,9 +86,8 @@ def test_every_engine_builds_the_same_batches_of_every_spec(
         running.close()
 
 
-@pytest.mark.parametrize(
-    "method", ["forkserver", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork", "spawn"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 def test_worker_processes_build_the_same_batches_of_every_spec(
     method: str, specs: Specs, alone: dict[str, list[str]], module_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from benchmarks.launch import LaunchError, torchrun
     ("ending", "status", "last_line"),
     [
         ("raise", 1, "RuntimeError: DataLoader timed out after 1 seconds, waiting for step 0 of epoch 0"),
-        ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param("interrupt", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.slow),
         pytest.param("exit", 3, "", marks=pytest.mark.slow),
         pytest.param("catch", 0, "", marks=pytest.mark.slow),
     ],

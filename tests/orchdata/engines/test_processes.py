@@ -461,18 +461,6 @@ def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
     assert not list(leftovers(tag))
 
 
-def test_a_script_without_a_guard_is_one_clear_error(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        "import orchdata as od\n"
-        "loader = od.DataLoader(list(range(9)), num_workers=2, multiprocessing_context='forkserver')\n"
-        "print(len(list(loader)))\n"
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 1 and "if __name__ == '__main__'" in ended.stderr
-    assert ended.stderr.count("Traceback") == 1, ended.stderr
-
-
 class Shares(torch.utils.data.IterableDataset[int]):
     """Splits itself over workers; the first worker ends early."""
 

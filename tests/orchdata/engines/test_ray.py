@@ -48,6 +48,7 @@ from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("default:.*Ray actors of this loader have not started"),  # on a loaded machine
 ]
@@ -62,16 +63,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
     return make_specs(tmp_path_factory.mktemp("omni"))
 
 
-QUICK = ("shards, per phase", "shards, collate_fn", "map-style")
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_actors_build_the_same_batches_of_every_spec(
-    names: tuple[str, ...] | None, specs: Specs, same_cache: None
-) -> None:
-    some = {name: specs[name] for name in names or specs}
-    running = {name: ENGINE.open(spec, EngineRun(options=OPTIONS)) for name, (spec, _) in some.items()}
-    for name, (spec, tasks) in some.items():
+def test_actors_build_the_same_batches_of_every_spec(specs: Specs, same_cache: None) -> None:
+    running = {name: ENGINE.open(spec, EngineRun(options=OPTIONS)) for name, (spec, _) in specs.items()}
+    for name, (spec, tasks) in specs.items():
         futures = [running[name].submit(task) for task in tasks]
         assert [digest(future.result(240)) for future in futures] == [
             digest(spec.open().build(task)) for task in tasks
@@ -85,7 +79,6 @@ def loader(data: Any, **options: Any) -> od.DataLoader[Any]:
     return od.DataLoader(data, **defaults | options)
 
 
-@pytest.mark.slow
 def test_an_epoch_of_shards_is_that_of_threads_and_batches_are_writable(tmp_path: Path) -> None:
     shards = omni_shards(tmp_path, shards=2, samples=12)
     dataset = od.ShardDataset(shards, RECIPE)
@@ -107,7 +100,6 @@ def test_an_epoch_of_shards_is_that_of_threads_and_batches_are_writable(tmp_path
     running.close()
 
 
-@pytest.mark.slow
 def test_map_style_batches_and_random_states_are_those_of_processes() -> None:
     def drawn(**options: Any) -> list[Any]:
         torch.manual_seed(5)
@@ -123,13 +115,11 @@ def members(batches: Any) -> list[Any]:
     return list(engine._dispatcher._fleet.members)
 
 
-@pytest.mark.slow
 def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
     with pytest.raises(ZeroDivisionError, match=r"(?s)DataLoader worker process 0 on .*__getitem__.*item 0"):
         next(iter(loader(Raising(), num_workers=1)))
 
 
-@pytest.mark.slow
 def test_persistent_actors_stay_over_epochs_and_after_break() -> None:
     running = loader(Drawn(), persistent_workers=True)
     first = iter(running)
@@ -184,7 +174,6 @@ def test_missing_cpus_are_a_warning_at_once_and_an_error_with_the_sum() -> None:
         next(iter(crowded))
 
 
-@pytest.mark.slow
 def test_a_sample_that_ends_its_process_twice_alone_is_a_failure(tmp_path: Path) -> None:
     data = Deadly(tmp_path, row=6, times=1000)
     running = loader(data, num_workers=1, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
@@ -197,7 +186,6 @@ def test_a_sample_that_ends_its_process_twice_alone_is_a_failure(tmp_path: Path)
     assert any("built again: step 1 of epoch 0" in str(each.message) for each in noted)
 
 
-@pytest.mark.slow
 def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> None:
     data = Deadly(tmp_path, row=6, times=1000, hangs=True)
     running = loader(data, num_workers=1, timeout=2, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
@@ -208,7 +196,6 @@ def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> N
     assert "timed out after 2 seconds" in str(running.gather_failures()[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 1])
 def test_a_sample_that_waits_for_storage_has_more_time(num_threads: int, tmp_path: Path) -> None:
     data = FromFarStorage(tmp_path, row=6, seconds=10)
@@ -218,7 +205,6 @@ def test_a_sample_that_waits_for_storage_has_more_time(num_threads: int, tmp_pat
     assert len(list(tmp_path.iterdir())) == 1  # its actor is not replaced
 
 
-@pytest.mark.slow
 def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +223,6 @@ def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     assert sent.options.worker_init_fn is not None and sent.options.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
 
-@pytest.mark.slow
 def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     specs: Specs, ray_cluster: TestCluster, same_cache: None
 ) -> None:
@@ -255,7 +240,6 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     assert digest(by_copy.open().build(tasks[0])) == digest(spec.open().build(tasks[0]))
 
 
-@pytest.mark.slow
 def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +338,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_nothing_is_left_once_the_trainer_has_ended(tmp_path: Path, ray_cluster: TestCluster) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
@@ -368,7 +351,6 @@ def test_nothing_is_left_once_the_trainer_has_ended(tmp_path: Path, ray_cluster:
     wait_until(lambda: not living(tmp_path / "pids"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_actors_and_a_node_that_are_killed_change_nothing(
     tmp_path: Path, ray_cluster: TestCluster, same_cache: None
@@ -441,7 +423,6 @@ def test_what_counts_against_a_sample() -> None:
     assert not is_loss(ValueError("no loss"))
 
 
-@pytest.mark.slow
 def test_trials_of_ray_tune_have_actors_outside_of_their_placement_groups(
     ray_cluster: TestCluster, tmp_path: Path
 ) -> None:
@@ -479,7 +460,6 @@ def test_data_that_a_node_does_not_see_is_an_error_that_names_the_node(tmp_path:
         check_same(spec, expected, "10.0.0.2")
 
 
-@pytest.mark.slow
 def test_actors_read_shards_from_a_store(tmp_path: Path, s3_server: Any) -> None:
     bucket = s3_server.make_bucket("ray")
     for path in omni_shards(tmp_path, shards=2, samples=8):

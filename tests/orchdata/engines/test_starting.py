@@ -209,6 +209,7 @@ def test_after_an_error_an_iteration_continues_as_torchs_does(options: dict[str,
     assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs
 
 
+@pytest.mark.slow
 def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> None:
     """The compiler takes 40 MiB in each process; only with threads does this process call kernels."""
     od.ShardDataset(omni_shards(tmp_path, shards=1, samples=6), recipe=RECIPE).index()

@@ -38,6 +38,7 @@ def check(folder: Path, *names: str) -> None:
         assert int(str(report["kernels"])) > 4  # else nothing was checked
 
 
+@pytest.mark.slow
 def test_after_warming_a_step_loads_no_kernel_and_none_has_two_signatures(tmp_path: Path) -> None:
     check(tmp_path, "per phase, caps", "grid", "accumulated")
 

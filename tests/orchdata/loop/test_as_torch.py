@@ -179,9 +179,12 @@ def repeating(loader: Any) -> None:
 CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_threads": 2}, FORKED], ids=["inline", "threads", "workers"])
+@pytest.mark.parametrize(
+    ("shuffle", "options"),
+    [(False, {}), (True, {}), (True, {"num_threads": 2}), (True, FORKED)],
+    ids=["in order", "inline", "threads", "workers"],
+)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("shuffle", [False, True])
 def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
     shuffle: bool, change: Callable[[Any], None], options: dict[str, Any]
 ) -> None:

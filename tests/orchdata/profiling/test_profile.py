@@ -133,6 +133,7 @@ def test_without_a_cost_model_every_phase_costs_its_positions(omni: Index) -> No
     assert result.scales == profile(omni, cost=same, ranks=(8,), batch_size=16, steps=2).scales
 
 
+@pytest.mark.slow
 def test_same_arguments_give_the_same_profile(tmp_path: Path) -> None:
     index = synthetic_index(tmp_path / "few.index", 1_000, seed=3)
     first = profile(index, cost=COST, ranks=(2, 8), batch_size=200, seed=5, steps=1)

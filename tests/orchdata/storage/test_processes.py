@@ -118,6 +118,7 @@ WAITING: dict[str, str] = {
 _QUICK = ("a read in threads",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "waiting",
     [each if each in _QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WAITING],

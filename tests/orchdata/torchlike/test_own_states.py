@@ -105,7 +105,7 @@ def saved(loader: Any) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -125,7 +125,7 @@ def test_every_state_goes_on_as_the_iteration_did(kind: Any, options: dict[str, 
         given.append(batch)
         states.append(saved(one))
     assert len(given) > 0 and len({str(batch) for batch in given}) == len(given)  # nothing of a share twice
-    for place in (1, len(given) // 2, len(given) - 1) if workers else range(len(given)):
+    for place in (1, len(given) - 1) if workers else range(len(given)):
         again = loader()
         again.load_state_dict(states[place])
         assert saved(again) == states[place]
@@ -137,7 +137,7 @@ def test_every_state_goes_on_as_the_iteration_did(kind: Any, options: dict[str, 
         assert list(again) == given[place + 1 :]
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", [Counted, Drawn])
 def test_a_state_between_epochs_tells_the_next_one(kind: Any, workers: int, persistent: bool) -> None:
     def loader() -> Any:
