@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclas
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from orchdata.loaders import versions
 from orchdata.loaders.field_names import is_kept_as, names_of
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
@@ -34,8 +35,6 @@ __all__ = [
     "image_grid",
 ]
 
-# Part of every fingerprint: raise it when the same recipe starts to give other counts or values.
-_RULES_VERSION: Final = 2
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
@@ -362,7 +361,7 @@ class Recipe:
             TypeError: a field of a modality has no JSON form.
         """
         described: dict[str, Any] = {
-            "rules_version": _RULES_VERSION,
+            "rules_version": versions.COUNTS,
             **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
             "limits": plain_fields(self.limits),

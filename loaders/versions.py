@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Final
 
 FACTS_FORMAT = 1
@@ -21,29 +19,15 @@ COSTS_FORMAT = 1
 TABLE_FORMAT = 1
 """Layout of the merged index."""
 
-RULES: Final = {
-    "tar": 11,
-    "parquet": 11,
-    "arrow": 11,
-    "records": 12,
-    "containers": 11,
-    "image": 10,
-    "audio": 10,
-    "video": 10,
-    "text": 12,
-    "chats": 12,
-    "counts": 10,
-}
-"""How samples are judged, by topic: a topic is increased by each change after which the same shard, under the same
-recipe, has other facts, costs or errors. What is kept of the topic is then made again, and nothing else:
+VERDICTS: Final = 1
+"""How samples are judged: raised by each change after which the same shard, under the same recipe, has other bad ones.
+An index file of another number is used as it is, with a warning."""
 
-- a container: the facts of its shards;
-- `image`, `audio`, `video`: the facts of shards that have such members;
-- `text`, `chats`: the counts of samples with plain text, and of chats;
-- `counts`: what is computed from facts and counts, which reads and tokenizes nothing.
-"""
+COUNTS: Final = 2
+"""How samples are counted: raised by each change after which they have other tokens, labels, frames, patches or values.
+It is part of every fingerprint. An index file of another number is refused."""
 
 
-def rules_digest() -> str:
-    """Return a digest of all rules."""
-    return hashlib.blake2b(json.dumps(RULES, sort_keys=True).encode(), digest_size=8).hexdigest()
+def rules() -> list[int]:
+    """Return the two numbers: what the cache folder keeps of others is made again."""
+    return [VERDICTS, COUNTS]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
-from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -22,8 +22,8 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, suffix_of
-from orchdata.loaders.versions import FACTS_FORMAT, RULES
+from orchdata.loaders.storage.suffixes import suffix_of
+from orchdata.loaders.versions import FACTS_FORMAT
 
 KIND = b"fact"
 _COMPRESSED_BYTES = 64 << 10
@@ -77,7 +77,7 @@ def load_facts(
     # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar") or rules.container is not None:
         cache.make("facts")
-        _keep(path, facts, topic_of(url, rules), limits)
+        _keep(path, facts, limits)
     return facts
 
 
@@ -89,22 +89,7 @@ def facts_path(url: str, *, cache: CacheFolder, media_root: str | None = None, r
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
-def topic_of(url: str, rules: FieldRules) -> str:
-    """Return the topic of `versions.RULES` under which a shard is scanned."""
-    if rules.container is not None:
-        return "containers"
-    suffix = suffix_of(url)
-    suffixes = {"tar": TAR_SUFFIXES, "parquet": PARQUET_SUFFIXES, "arrow": ARROW_SUFFIXES}
-    return next((topic for topic, each in suffixes.items() if suffix in each), "records")
-
-
-def _rules_of(table: FactsTable, topic: str) -> dict[str, int]:
-    """Return the rules that the facts of a shard depend on."""
-    kinds = {KINDS[kind] for kind in {*table.kind} if kind not in (TEXT, OTHER)}
-    return {name: RULES[name] for name in (topic, *sorted(kinds))}
-
-
-def _keep(path: str, facts: Facts, topic: str, limits: Limits) -> None:
+def _keep(path: str, facts: Facts, limits: Limits) -> None:
     """Store the table as one Arrow record batch, compressed if it is large; the head has the metadata."""
     batches = facts.table.arrow().to_batches()
     if len(batches) != 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
@@ -113,7 +98,7 @@ def _keep(path: str, facts: Facts, topic: str, limits: Limits) -> None:
     values: dict[str, Any] = {
         "meta": facts.meta.as_dict(),
         "limits": scan_limits(limits),
-        "rules": _rules_of(facts.table, topic),
+        "rules": versions.rules(),
     }
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
@@ -129,10 +114,8 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], file
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
-        meta, rules = FactsMeta(**values["meta"]), values["rules"]
-        if any(RULES.get(topic) != version for topic, version in rules.items()):
-            return None
-        if not is_fresh(meta, url, opened, files):
+        meta = FactsMeta(**values["meta"])
+        if values["rules"] != versions.rules() or not is_fresh(meta, url, opened, files):
             return None
         if uncompressed_bytes is not None:
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")

@@ -201,7 +201,7 @@ def _rows_of(index: Index, number: int, keys: Sequence[str], bad: Any) -> pa.Arr
     missing = start + np.flatnonzero(rows.is_null().to_numpy(zero_copy_only=False))
     if len(keys) and (good := missing[~np.isin(missing, bad)]).size:
         key = index.key(int(good[0]))
-        raise StaleIndexError(index.shards[number].url, f"has no sample {key!r} any more: run `orchdata index --force`")
+        raise StaleIndexError(index.shards[number].url, f"has no sample {key!r} any more: run `orchdata index --again`")
     return rows
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.foreign import check_columns, check_head
@@ -45,7 +46,7 @@ from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import Head, head_of, verify_body
 from orchdata.loaders.storage.suffixes import SUFFIXES, media_root_of
 from orchdata.loaders.storage.verified import forget, is_noted, note, still_used
-from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
+from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -611,7 +612,7 @@ def basename(url: str) -> str:
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
-    return digest([rules_digest(), recipe, _contents(shards)])
+    return digest([versions.rules(), recipe, _contents(shards)])
 
 
 def shards_fingerprint(shards: Iterable[ShardInfo]) -> str:

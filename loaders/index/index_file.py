@@ -50,7 +50,8 @@ class IndexFile(NamedTuple):
         size, version: as `Storage`.
         digest: of its head, which has the checksums of its body.
         root: the folder that its shards were in, with a final "/".
-        recipe, rules: fingerprint of the recipe, and digest of the rules, that it was made under.
+        recipe: fingerprint of the recipe that it was made under.
+        verdicts, counts: as in `versions`, of the release that made it.
     """
 
     url: str
@@ -59,7 +60,8 @@ class IndexFile(NamedTuple):
     digest: str
     root: str
     recipe: str
-    rules: str
+    verdicts: int
+    counts: int
 
 
 def look(url: str, files: Files) -> IndexFile:
@@ -78,8 +80,8 @@ def look(url: str, files: Files) -> IndexFile:
             head = head_by(file.read, version.size, KIND, TABLE_FORMAT)
         except ValueError as error:
             raise DamagedIndexError(url, str(error)) from error
-    made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "rules")]
-    if {*map(type, made)} != {str}:
+    made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "verdicts", "counts")]
+    if [*map(type, made)] != [str, str, int, int]:
         raise DamagedIndexError(url, "it was not written by `orchdata index --out`")
     return IndexFile(url, *version, head.digest, *made)
 
@@ -124,13 +126,16 @@ def root_of(paths: Sequence[str]) -> str:
     return "/".join(names[0] for names in common) + "/"
 
 
-def write_index_file(indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: str) -> None:
+def write_index_file(
+    indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: Sequence[int]
+) -> None:
     """Write an index, or one of the shards of several, as a file. It appears when it is complete.
 
     Args:
         indexes: of one recipe; none of their shards is in two of them.
         root: the folder that all shards are in.
-        recipe, rules: as in `IndexFile`.
+        recipe: as in `IndexFile`.
+        rules: its `verdicts` and `counts`.
 
     Raises ValueError if a shard is not in the folder, or comes twice; StorageError.
     """
@@ -144,7 +149,7 @@ def write_index_file(indexes: Sequence[Index], url: str, files: Files, *, root: 
         replace(shard, url=shard.url[len(root) :], media_root="." if shard.media_root else "").as_list()
         for shard in shards
     ]
-    values = {"shards": named, "root": root, "made_under": recipe, "rules": rules}
+    values = {"shards": named, "root": root, "made_under": recipe, "verdicts": rules[0], "counts": rules[1]}
     if not is_remote(url):
         _write(Path(url), indexes, values)
         return

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from orchdata.loaders import versions
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.versions import TABLE_FORMAT, rules_digest
+from orchdata.loaders.versions import TABLE_FORMAT
 
 _SOURCE = "record_source"
 
@@ -67,7 +68,7 @@ def refuse_other_source(before: str, recipe: Recipe) -> None:
         raise recipe.record.unfit(
             f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "
             "source text: give it another record_id. If both return the same, build the index again with `orchdata "
-            "index --force`"
+            "index --again`"
         )
 
 
@@ -85,5 +86,5 @@ def index_path(
         first: of the index of so many samples at the beginning; 0: of all.
     """
     only = [{"first": first}] if first else []
-    name = digest([TABLE_FORMAT, rules_digest(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
+    name = digest([TABLE_FORMAT, versions.rules(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"

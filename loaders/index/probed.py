@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
@@ -37,7 +38,7 @@ from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import identity as identity_of_file
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.versions import FACTS_FORMAT, RULES
+from orchdata.loaders.versions import FACTS_FORMAT
 
 KIND = b"head"
 _BOUND: Final = 1 << 63
@@ -217,7 +218,7 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
 def _sealed(headers: dict[int, Header | str], identity: Sequence[str], limits: Limits) -> Any:
     values = {
         "meta": identity,
-        "rules": RULES["containers"],
+        "rules": versions.rules(),
         "limits": scan_limits(limits),
         "headers": [[row, list(header)] for row, header in headers.items() if not isinstance(header, str)],
         "errors": [[row, header] for row, header in headers.items() if isinstance(header, str)],
@@ -231,7 +232,7 @@ def _cached(path: str, identity: Sequence[str], limits: Limits) -> dict[int, Hea
     """
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
-        if (head.values["meta"], head.values["rules"]) != (identity, RULES["containers"]):
+        if (head.values["meta"], head.values["rules"]) != (identity, versions.rules()):
             return {}
         if not still_holds(head.values["limits"], limits, ()):
             return {}

@@ -254,6 +254,6 @@ def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = Non
         return None if shard.version == indexed.version else "has another modification time than when it was indexed"
     is_unsure = shard.version not in (indexed.version, compared) or shard.is_new
     if is_unsure and shard.checksum() != indexed.checksum:
-        kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --force`)"
+        kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --again`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"
     return None

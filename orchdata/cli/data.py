@@ -79,7 +79,7 @@ def index(
     merge: Annotated[
         bool, typer.Option("--merge", help="Write one index of the index files that PATHS name, in their order.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
+    force: Annotated[bool, typer.Option("--again", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[
         int | None,
         typer.Option(help="Processes that measure shards; default: threads of this one."),
@@ -111,7 +111,7 @@ def index(
             raise ValueError("--limit measures in this process: leave --jobs out")
         if out is not None or share is not None or dataset.index_fields or force:
             raise ValueError(
-                "--limit indexes the first samples alone: leave --out, --share, --index-field, --force out"
+                "--limit indexes the first samples alone: leave --out, --share, --index-field, --again out"
             )
         dataset = dataset.take(limit)
     named = None if out is None else dataset.named_file(checked_target(out))

@@ -192,7 +192,7 @@ def compare_shard(
     ) as shard:
         if shard.checksum() != info.checksum:
             raise StaleIndexError(
-                info.url, "has another checksum than when it was indexed: run `orchdata index --force`"
+                info.url, "has another checksum than when it was indexed: run `orchdata index --again`"
             )
 
 

@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from orchdata.loaders import versions
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
@@ -43,7 +44,7 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.slow import here
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.versions import COSTS_FORMAT, rules_digest
+from orchdata.loaders.versions import COSTS_FORMAT
 
 _IN_MEMORY_BYTES = 256 << 20
 """Cost tables up to this total size stay in memory until they are merged; the others are read again."""
@@ -64,7 +65,7 @@ class Builder:
         self._fingerprint = fingerprint
         self._reading = reading
         self._files = reading.files
-        self._identity = blake2b(f"{COSTS_FORMAT} {rules_digest()} {fingerprint} ".encode(), digest_size=16)
+        self._identity = blake2b(f"{COSTS_FORMAT} {versions.rules()} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")

@@ -10,6 +10,7 @@ Only what was counted is kept. A sample that fails before its text is tokenized 
 from __future__ import annotations
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.table import offsets_of
 from orchdata.loaders.records import LeftOut
@@ -27,13 +29,12 @@ from orchdata.loaders.samples.spans import TextRun
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.unread_names import UnreadNames
-from orchdata.loaders.versions import RULES, TEXTS_FORMAT
+from orchdata.loaders.versions import TEXTS_FORMAT
 
 FOLDER: Final = "texts"
 KIND: Final = b"text"
 _NONE, _TEXT, _CHAT, _LEFT_OUT, _FAILED = range(5)
 _OTHER_NAME: Final = -1
-_TOPICS: Final = ("text", "chats")
 
 # Column -> its dtype, and the column of lengths that says how many values a sample has; None for one value a sample.
 _COLUMNS: Final[dict[str, tuple[Any, str | None]]] = {
@@ -164,8 +165,9 @@ def read_texts(path: str, identity: Sequence[str]) -> KeptTexts | None:
         offsets = {name: offsets_of(columns[name]) for name in _LENGTHS}
     except (OSError, ValueError, pa.ArrowException):
         return None  # absent, damaged or of another version
-    same = {topic: values["rules"].get(topic) == RULES[topic] for topic in _TOPICS}
-    states = {_TEXT: same["text"], _CHAT: same["chats"], **dict.fromkeys((_LEFT_OUT, _FAILED), all(same.values()))}
+    # Counts hold under other verdicts.
+    judged, counted = map(operator.eq, values["rules"], versions.rules())
+    states = {**dict.fromkeys((_TEXT, _CHAT), counted), **dict.fromkeys((_LEFT_OUT, _FAILED), judged and counted)}
     return KeptTexts(
         values["source"],
         values["limits"],
@@ -238,7 +240,7 @@ class TextsWriter:
         body = b"".join(columns.values())
         values = {
             "meta": identity,
-            "rules": {topic: RULES[topic] for topic in _TOPICS},
+            "rules": versions.rules(),
             "source": source,
             "limits": dict(limits),
             "modalities": list(self._codes),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.index import Index, Place, digest
 from orchdata.loaders.index.index_file import IndexFile, fetched, look, opened_copy, root_of, write_index_file
@@ -20,7 +21,7 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match
 from orchdata.loaders.storage.suffixes import media_root_of
-from orchdata.loaders.versions import rules_digest
+from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first
 
 
@@ -54,10 +55,18 @@ class NamedFile:
         """Return the index, of this node's copy. Raises MissingIndexError if it is of another recipe, of other shards,
         or of shards that were read otherwise; as `opened_copy`; FunctionError as `open_index`.
         """
+        verdicts, counts = versions.rules()
+        if file.counts != counts:
+            raise self._unfit("was made by a release that counts samples otherwise")
         if file.recipe != self.recipe.count_fingerprint():
             raise self._unfit("was made under another recipe")
-        if file.rules != rules_digest():
-            raise self._unfit("was made by a release that judges or counts samples otherwise")
+        if file.verdicts != verdicts:
+            again = self.command.replace("orchdata index", "orchdata index --again", 1)
+            warn_once(
+                f"verdicts of {file.digest}",
+                f"the index {self.url} was made by a release that judges samples otherwise, and is used as it is. To "
+                f"judge them again: {again}",
+            )
         place = Place(root_of(self.paths), self.reading.media_root)
         index = opened_copy(file, self.reading.files, place)
         check_function_of(index, self.recipe)
@@ -72,8 +81,8 @@ class NamedFile:
 
     def write(self, index: Index) -> None:
         """Write an index of the data set to the file. Raises ValueError, StorageError."""
-        how = {"root": root_of(self.paths), "recipe": self.recipe.count_fingerprint(), "rules": rules_digest()}
-        write_index_file([index], self.url, self.reading.files, **how)
+        root, recipe, files = root_of(self.paths), self.recipe.count_fingerprint(), self.reading.files
+        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules())
 
     def _check_paths(self, urls: Sequence[str]) -> None:
         """Raise MissingIndexError if the shards are not those of the paths, in their order, as far as that is known
@@ -106,12 +115,13 @@ def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
     Raises ValueError if they are not of one recipe, or have a shard twice; as `look` and `opened_copy`.
     """
     found = [look(url, reading.files) for url in urls]
+    recipe, rules = found[0].recipe, (found[0].verdicts, found[0].counts)
     for file in found:
-        if (file.recipe, file.rules) != (found[0].recipe, found[0].rules):
+        if (file.recipe, file.verdicts, file.counts) != (recipe, *rules):
             raise ValueError(f"{file.url} is of another recipe, or of another release, than {found[0].url}")
     indexes = [opened_copy(file, reading.files, Place(file.root, file.root)) for file in found]
     root = root_of([file.root + "x" for file in found])
-    write_index_file(indexes, out, reading.files, root=root, recipe=found[0].recipe, rules=found[0].rules)
+    write_index_file(indexes, out, reading.files, root=root, recipe=recipe, rules=rules)
     return sum(len(index.shards) for index in indexes)
 
 

@@ -20,6 +20,7 @@ from forked_program import ForkedProgram
 from fresh_index import content
 from shard_factory import omni_samples, omni_shards, write_shard
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import DataError, FieldError, StorageError
 from orchdata.loaders.index import table
 from orchdata.loaders.index.build import build_index
@@ -35,7 +36,6 @@ from orchdata.loaders.storage import local
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.suffixes import SUFFIXES
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
-from orchdata.loaders.versions import RULES
 from orchdata.order.order import Order
 
 
@@ -277,16 +277,16 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
     assert build_index([url], recipe).bad_rows().size == 0
 
 
-@pytest.mark.parametrize("topic", ["tar", "parquet", "image"])
-def test_another_rule_scans_what_it_names(
-    shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch, topic: str
+@pytest.mark.parametrize("number", ["VERDICTS", "COUNTS"])
+def test_under_another_number_of_rules_all_is_scanned(
+    shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     first = build_index(shards, Recipe())
-    monkeypatch.setitem(RULES, topic, RULES[topic] + 1)
+    monkeypatch.setattr(versions, number, 9)
     scans.clear()
     assert open_index(shards, Recipe()) is None
     second = build_index(shards, Recipe())
-    assert sorted(scans) == (names(shards) if topic in ("tar", "image") else [])
+    assert sorted(scans) == names(shards)
     assert second.path != first.path and second.fingerprint != first.fingerprint
 
 

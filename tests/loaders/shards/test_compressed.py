@@ -106,7 +106,7 @@ def test_a_compressed_file_that_keeps_size_and_time_is_read_again(tmp_path: Path
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert after.st_ctime_ns > copied
     for _ in range(2):  # the second process finds it too
-        with pytest.raises(StaleIndexError, match=r"same size and modification time \(use `orchdata index --force`\)"):
+        with pytest.raises(StaleIndexError, match=r"same size and modification time \(use `orchdata index --again`\)"):
             open_indexed(str(path), indexed, limits=Limits(), cache=cache)
     shard = open_shard(str(path), limits=Limits(), cache=cache)
     assert shard.facts().meta.checksum != meta.checksum

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.loaders import versions
 from orchdata.loaders.index.building import builder
 from orchdata.loaders.index.index import KIND
 from orchdata.loaders.storage.sealed import head_of, seal
@@ -200,11 +201,6 @@ class TestWhatDoesNotFit:
         with pytest.raises(od.MissingIndexError, match=r"another recipe: orchdata index"):
             od.DataLoader(od.ShardDataset(shards, index_file=tmp_path / "train.index"), batch_size=1)
 
-    def test_rules_of_another_release(self, shards: str, tmp_path: Path) -> None:
-        forged(tmp_path / "train.index", lambda values: values | {"rules": "of another"})
-        with pytest.raises(od.MissingIndexError, match="judges or counts"):
-            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index()
-
     @pytest.mark.parametrize("how", [{"columns": {"a": "b"}}, {"key": "last_dot"}])
     def test_how_shards_are_read(self, shards: str, tmp_path: Path, how: dict[str, Any]) -> None:
         with pytest.raises(od.MissingIndexError, match="or other columns, key or containers"):
@@ -375,6 +371,22 @@ def test_a_state_goes_on_with_the_same_file_and_is_refused_with_another(shards: 
     index(shards, "--out", tmp_path / "train.index")
     with pytest.raises(od.StateError):
         loader().load_state_dict(state)
+
+
+def test_a_file_serves_a_release_that_judges_otherwise_and_none_that_counts_otherwise(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> Any:
+        return od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index()
+
+    expected = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "VERDICTS", versions.VERDICTS + 1)
+        with pytest.warns(UserWarning, match=r"judges samples otherwise.*`?orchdata index --again .*--out "):
+            assert opened().build_id == expected.build_id
+    monkeypatch.setattr(versions, "COUNTS", versions.COUNTS + 1)
+    with pytest.raises(od.MissingIndexError, match=r"counts samples otherwise: .*orchdata index .*--out "):
+        opened()
 
 
 def test_a_mixture_gives_a_file_to_each_source(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
