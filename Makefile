@@ -26,7 +26,7 @@ test: $(STAMP)
 	$(PYTEST) -n 4 $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -n 3 -m slow $(ARGS)
+	$(PYTEST) -n 2 -m slow $(ARGS)
 
 # Processors that transformers makes with torchvision alone. Its wheels want a torch with CUDA: it lies beside, for these.
 test-torchvision: $(VENV)/torchvision

@@ -36,12 +36,13 @@ class TestCluster:
 
 
 def begin_ray() -> None:
-    """Set what Ray reads from the environment: no token in the user's home, no statistics, no dashboard."""
+    """Set what Ray reads from the environment: no token in the user's home, no statistics, no niceness."""
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",  # at its 15 other tests would starve actors
     }
 
 
