@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -51,6 +52,7 @@ class IndexFile(NamedTuple):
         digest: of its head, which has the checksums of its body.
         root: the folder that its shards were in, with a final "/".
         recipe: fingerprint of the recipe that it was made under.
+        share: the part of an index that it is, as "1/3"; "": it is whole.
         verdicts, counts: as in `versions`, of the release that made it.
     """
 
@@ -60,6 +62,7 @@ class IndexFile(NamedTuple):
     digest: str
     root: str
     recipe: str
+    share: str
     verdicts: int
     counts: int
 
@@ -80,8 +83,8 @@ def look(url: str, files: Files) -> IndexFile:
             head = head_by(file.read, version.size, KIND, TABLE_FORMAT)
         except ValueError as error:
             raise DamagedIndexError(url, str(error)) from error
-    made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "verdicts", "counts")]
-    if [*map(type, made)] != [str, str, int, int]:
+    made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "share", "verdicts", "counts")]
+    if [*map(type, made)] != [str, str, str, int, int]:
         raise DamagedIndexError(url, "it was not written by `orchdata index --out`")
     return IndexFile(url, *version, head.digest, *made)
 
@@ -127,14 +130,14 @@ def root_of(paths: Sequence[str]) -> str:
 
 
 def write_index_file(
-    indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: Sequence[int]
+    indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: Sequence[int], share: str = ""
 ) -> None:
     """Write an index, or one of the shards of several, as a file. It appears when it is complete.
 
     Args:
         indexes: of one recipe; none of their shards is in two of them.
         root: the folder that all shards are in.
-        recipe: as in `IndexFile`.
+        recipe, share: as in `IndexFile`.
         rules: its `verdicts` and `counts`.
 
     Raises ValueError if a shard is not in the folder, or comes twice; StorageError.
@@ -143,13 +146,14 @@ def write_index_file(
     for shard in shards:
         if not shard.url.startswith(root) or shard.reach:
             raise ValueError(f"{shard.url} is not in {root}, or indexed in part: the index cannot be written as a file")
-    if len({shard.url for shard in shards}) < len(shards):
-        raise ValueError("a shard is in two of the indexes that are to be merged")
+    if twice := [url for url, times in Counter(shard.url for shard in shards).items() if times > 1]:
+        raise ValueError(f"{twice[0]} is in two of the indexes that are to be merged")
     named = [
         replace(shard, url=shard.url[len(root) :], media_root="." if shard.media_root else "").as_list()
         for shard in shards
     ]
-    values = {"shards": named, "root": root, "made_under": recipe, "verdicts": rules[0], "counts": rules[1]}
+    values: dict[str, Any] = {"shards": named, "root": root, "made_under": recipe, "share": share}
+    values |= {"verdicts": rules[0], "counts": rules[1]}
     if not is_remote(url):
         _write(Path(url), indexes, values)
         return

@@ -126,7 +126,7 @@ def index(
     built = _with_fields(dataset, built, force=force)
     own = {} if built.own is None else fields_of(built.own)
     if named is not None:
-        named.write(built)
+        named.write(built, share or "")
         where["out"] = named.url
     if not dataset.recipe.text.learns_end:
         _warn_of_unended(dataset, built)

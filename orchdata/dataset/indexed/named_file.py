@@ -55,6 +55,10 @@ class NamedFile:
         """Return the index, of this node's copy. Raises MissingIndexError if it is of another recipe, of other shards,
         or of shards that were read otherwise; as `opened_copy`; FunctionError as `open_index`.
         """
+        if file.share:
+            raise MissingIndexError(
+                f"{self.url} is part {file.share} of an index: join all with `orchdata index --merge`"
+            )
         verdicts, counts = versions.rules()
         if file.counts != counts:
             raise self._unfit("was made by a release that counts samples otherwise")
@@ -79,10 +83,10 @@ class NamedFile:
         index.fetch = partial(fetched, file, self.reading.files, place)
         return index
 
-    def write(self, index: Index) -> None:
-        """Write an index of the data set to the file. Raises ValueError, StorageError."""
+    def write(self, index: Index, share: str = "") -> None:
+        """Write an index of the data set, or of a part of it, to the file. Raises ValueError, StorageError."""
         root, recipe, files = root_of(self.paths), self.recipe.count_fingerprint(), self.reading.files
-        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules())
+        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules(), share=share)
 
     def _check_paths(self, urls: Sequence[str]) -> None:
         """Raise MissingIndexError if the shards are not those of the paths, in their order, as far as that is known
@@ -112,13 +116,17 @@ class NamedFile:
 def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
     """Write one index of the shards of several index files, in their order. Return how many shards it has.
 
-    Raises ValueError if they are not of one recipe, or have a shard twice; as `look` and `opened_copy`.
+    Raises ValueError if they are not of one recipe, lack a part, or have a shard twice; as `look` and `opened_copy`.
     """
     found = [look(url, reading.files) for url in urls]
     recipe, rules = found[0].recipe, (found[0].verdicts, found[0].counts)
     for file in found:
         if (file.recipe, file.verdicts, file.counts) != (recipe, *rules):
             raise ValueError(f"{file.url} is of another recipe, or of another release, than {found[0].url}")
+    shares = {file.share for file in found} - {""}
+    for parts in {share.partition("/")[2] for share in shares}:
+        if missing := [share for n in range(int(parts)) if (share := f"{n + 1}/{parts}") not in shares]:
+            raise ValueError(f"parts {', '.join(missing)} of the index are not among the files")
     indexes = [opened_copy(file, reading.files, Place(file.root, file.root)) for file in found]
     root = root_of([file.root + "x" for file in found])
     write_index_file(indexes, out, reading.files, root=root, recipe=recipe, rules=rules)

@@ -170,8 +170,12 @@ def test_parts_of_several_machines_become_the_index_of_one(
     assert heads[0].values | {"build_id": ""} == heads[1].values | {"build_id": ""}
     assert len(od.ShardDataset(shards, RECIPE, index_file=tmp_path / "merged.index")) == SHARDS * SAMPLES
 
-    with pytest.raises(ValueError, match="a shard is in two"):
-        index("--merge", parts[0], parts[0], "--out", tmp_path / "merged.index", recipe=())
+    with pytest.raises(ValueError, match=r"parts 2/3 of the index are not among the files"):
+        index("--merge", parts[0], parts[2], "--out", tmp_path / "merged.index", recipe=())
+    with pytest.raises(od.MissingIndexError, match=r"is part 1/3 of an index: "):
+        od.ShardDataset(shards, RECIPE, index_file=parts[0]).index()
+    with pytest.raises(ValueError, match=r"omni-000000\.tar is in two"):
+        index("--merge", *parts, parts[0], "--out", tmp_path / "merged.index", recipe=())
     index(shards, "--out", tmp_path / "other.index", recipe=("--json",))
     with pytest.raises(ValueError, match="of another recipe"):
         index("--merge", parts[0], tmp_path / "other.index", "--out", tmp_path / "merged.index", recipe=())
