@@ -78,6 +78,7 @@ def test_all_kinds_of_data_are_read_whole_by_other_loaders(kind: str, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_command_trains_on_more_and_fewer_ranks() -> None:
     resumed, settings = run(ResumeBench(peers="none", kinds="text", samples=16, steps=2))
     lanes = ["orchdata, threads", "orchdata, processes"]
