@@ -18,7 +18,6 @@ ALLOWED = {
     "loaders/modalities/": "what they are",
     "native/scan/": "their headers",
     "loaders/limits.py": "how large they may be",
-    "loaders/versions.py": "rules about them",
     "loaders/recipe.py": "those of a recipe that names none",
     "loaders/text/media_words.py": "words of the marks that tools write for them",
     "loaders/shards/jsonl/stretch.py": "words before the names of a start and an end",
