@@ -42,6 +42,7 @@ _ATTEMPTS: Final = 3
 _OUTAGE_SECONDS: Final = 50.0
 """As `Files.limited` takes it: 0.6 of it."""
 _OPEN: Final = re.compile(r"[*?\[{\\]")
+_SHARE: Final = re.compile(r"([0-9]{1,6}/[0-9]{1,6})?")
 
 
 class IndexFile(NamedTuple):
@@ -84,7 +85,7 @@ def look(url: str, files: Files) -> IndexFile:
         except ValueError as error:
             raise DamagedIndexError(url, str(error)) from error
     made: list[Any] = [head.values.get(name) for name in ("root", "made_under", "share", "verdicts", "counts")]
-    if [*map(type, made)] != [str, str, str, int, int]:
+    if [*map(type, made)] != [str, str, str, int, int] or not _SHARE.fullmatch(made[2]):
         raise DamagedIndexError(url, "it was not written by `orchdata index --out`")
     return IndexFile(url, *version, head.digest, *made)
 

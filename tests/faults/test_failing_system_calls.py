@@ -227,7 +227,7 @@ def test_some_points_of_every_walk(
         there += len(points)
         found += [truth.trouble(points[n - 1]) for n in spread(len(points), 2 + number % 2)]
     record_property("points", len(found))
-    assert there >= LEAST_POINTS  # of `test_every_point_of_a_walk`, all together
+    assert there >= LEAST_POINTS  # that `test_every_point_of_a_walk` tries of these containers
     report(found)
 
 

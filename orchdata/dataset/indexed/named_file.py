@@ -126,7 +126,7 @@ def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
     shares = {file.share for file in found} - {""}
     for parts in {share.partition("/")[2] for share in shares}:
         if missing := [share for n in range(int(parts)) if (share := f"{n + 1}/{parts}") not in shares]:
-            raise ValueError(f"parts {', '.join(missing)} of the index are not among the files")
+            raise ValueError(f"parts {', '.join(missing[:9])} of the index are not among the files")
     indexes = [opened_copy(file, reading.files, Place(file.root, file.root)) for file in found]
     root = root_of([file.root + "x" for file in found])
     write_index_file(indexes, out, reading.files, root=root, recipe=recipe, rules=rules)

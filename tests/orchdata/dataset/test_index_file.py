@@ -170,6 +170,10 @@ def test_parts_of_several_machines_become_the_index_of_one(
     assert heads[0].values | {"build_id": ""} == heads[1].values | {"build_id": ""}
     assert len(od.ShardDataset(shards, RECIPE, index_file=tmp_path / "merged.index")) == SHARDS * SAMPLES
 
+    forged(parts[2], lambda values: values | {"share": f"3/{10**12}"})
+    with pytest.raises(ValueError, match=r"3\.index is damaged: it was not written by"):
+        index("--merge", *parts, "--out", tmp_path / "merged.index", recipe=())
+    forged(parts[2], lambda values: values | {"share": "3/3"})
     with pytest.raises(ValueError, match=r"parts 2/3 of the index are not among the files"):
         index("--merge", parts[0], parts[2], "--out", tmp_path / "merged.index", recipe=())
     with pytest.raises(od.MissingIndexError, match=r"is part 1/3 of an index: "):
