@@ -156,15 +156,13 @@ def names_of_record(
         media = [key for key, modality in rules.words.records.items() if modality in has] if has else ()
         keys, names = _others(tuple(record), (*mine, *media, *read))
         values = [record[key] for key in keys]
-        if False in values and not record.keys().isdisjoint(rules.words.records):  # in place of media it says nothing
-            no_media = [key for key in keys if record[key] is False and key in rules.words.records]
-            keys, names = _others(tuple(record), (*mine, *media, *read, *no_media))
-            values = [record[key] for key in keys]
-        near = any(isinstance(record.get(key), list | dict) for key in media)
-        if not is_chat and not near and _FLAT.issuperset(map(type, values)) and "" not in values:
+        is_false = False in values and not record.keys().isdisjoint(rules.words.records)
+        near = any(isinstance(record.get(key), list | dict | int | float) for key in media)
+        if not (is_chat or near or is_false) and _FLAT.issuperset(map(type, values)) and "" not in values:
             return names
-        for its_name, value in zip(names, values, strict=True):
-            _add(its_name, value, found)
+        for key, its_name, value in zip(keys, names, values, strict=True):
+            if value is not False or key not in rules.words.records:  # in place of media it says nothing
+                _add(its_name, value, found)
         for key in media if near else ():
             _add_next_to_file(_short(key), record.get(key), rules, found)
         for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
@@ -269,17 +267,20 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
         return  # the frames of a video: the other keys are about them
     names = (str(kind), *(word for word, its in words.items.items() if its == modality), *_ITEM_NAMES)
     used = next((key for key in names if item.get(key) is not None), None) if modality else None
+    cuts = bool(modality) and any(map(is_edge, item))  # a length alone is not read
     for key, value in item.items():
-        is_checked = is_edge(key) if modality else bool(named) and _names(named, key)
+        is_checked = cuts and says_edge(key, value) if modality else bool(named) and _names(named, key)
         if key != used and key not in _ITEM_KEYS and not is_checked:
             _add(_below(name, key), value, found)
 
 
 def _add_next_to_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
     """Add the keys that stand next to a file: `images[].bbox` of {"path": ..., "bbox": ...}. What stands next to the
-    frames of a video is about them.
+    frames of a video is about them. A number names no file.
     """
     for item in value if isinstance(value, list) else (value,):
+        if isinstance(item, int | float) and item is not False:
+            found[name] = None
         if isinstance(item, dict) and "frames" not in item:
             for key, its_value in item.items():
                 if key not in FILE_KEYS and key not in rules.words.items and not says_edge(key, its_value):

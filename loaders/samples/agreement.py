@@ -23,6 +23,7 @@ from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import Turn
 from orchdata.loaders.text.words import WORDS_SUFFIX
 from orchdata.loaders.text.work import Work
+from orchdata.loaders.unread_names import is_empty
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
@@ -86,10 +87,12 @@ def check_unread(
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
         kept = tuple(stem(name) for name in (field, *more))
+        said = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
+        way_out = _way_out(unread[0], more, alone=len(said) == 1)
         raise FieldError(
             field,
-            f"has the sample's only words and is not read: {_way_out(unread[0], more)}; Recipe(keep={kept!r}) delivers "
-            "what is not to be learned",
+            f"has the sample's only words and is not read: {way_out}; Recipe(keep={kept!r}) delivers what is not "
+            "to be learned",
         )
 
 
@@ -103,17 +106,13 @@ def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> b
     return says(text_of(member, payload, recipe))
 
 
-def _way_out(field: str, more: Sequence[str]) -> str:
-    """Say how to read the words of a field, or of several fields."""
-    if more:
-        return (
-            f"{', '.join(map(repr, more))} too: {OWN_LAYOUT}, or write them as one chat, a list of turns under "
-            "messages; leave them out if the model need not see them"
-        )
-    if field.endswith(WORDS_SUFFIX):
+def _way_out(field: str, more: Sequence[str], *, alone: bool) -> str:
+    """Say how to read the words of a field, or of several fields. An answer that is a number is not `alone`."""
+    if field.endswith(WORDS_SUFFIX) and not more:
         return f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
-    if not is_whole(field):
-        return f"{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
+    if more or not alone or not is_whole(field):
+        too = f"{', '.join(map(repr, more))} too: " if more else ""
+        return f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 

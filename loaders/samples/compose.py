@@ -255,7 +255,8 @@ def unread_in(
             continue
         if recipe.rules.words.records.get(name) in has or f"{name}s" in found:  # checked, or named by a key
             continue
-        if (member.size <= 2 and member.field.endswith(WORDS_SUFFIX)) or is_empty(payloads.get(index, _UNKNOWN)):
+        is_list = member.size <= 2 and member.field.endswith(WORDS_SUFFIX) and not any(member.header)
+        if is_list or is_empty(payloads.get(index, _UNKNOWN)):
             continue
         if not (composition.is_chat and name != REJECTED and index in payloads and is_chat_context(name)):
             found[name] = None
@@ -354,10 +355,7 @@ def _plain_segments(
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
-    for each in segments:
-        if isinstance(each, TextSegment) and each.loss and each.text and not each.text.isspace():
-            return True
-    return False
+    return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
 
 
 def _records(values: Mapping[int, Any], documents: Mapping[int, Document], used: Sequence[int]) -> list[ReadRecord]:

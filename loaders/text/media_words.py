@@ -22,12 +22,12 @@ _NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
 _BARS: Final = ("<|", "<\uff5c")
 _MEDIA: Final = frozenset(
     "image img im picture pic photo figure fig visual vision vis frame patch video vid movie audio speech sound voice "
-    "music mel wav clip media".split()
+    "music mel wav aud clip media gif tile crop thumbnail screenshot".split()
 )
 _GROUNDING: Final = frozenset(
-    "bbox box ref object obj region point quad polygon poly grounding det loc seg mask".split()
+    "bbox box ref object obj region point quad polygon poly grounding det loc coord seg mask".split()
 )
-_OFTEN_WORDS: Final = frozenset("figure fig mask movie".split())
+_OFTEN_WORDS: Final = frozenset("figure fig mask movie gif tile crop thumbnail screenshot coord".split())
 """They stand for media only in angle brackets with a number: `<figure>` is HTML, and [Figure 1] a reference."""
 _EDGES: Final = frozenset("start end begin bos eos break newline around".split())
 """Words of tokens that stand before, after or between the parts of media."""

@@ -219,14 +219,13 @@ def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords
     asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
     turns = [asked, value["output"]]
     history = value.get("history")
-    if says(history):
+    if not says_nothing(history):
         known = isinstance(history, list) and all(
-            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
-            for pair in history
+            isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history
         )
         if not known:
             raise DecodeError("'history' is no list of pairs of strings")
-        turns = [one for pair in history or () for one in pair] + turns
+        turns = [one for pair in history for one in pair] + turns
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
     rest = _without(value, *_ALPACA, "input", "history", "text")
     return chat_of_turns(messages, template, words).with_context(rest)

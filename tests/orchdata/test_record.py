@@ -547,10 +547,11 @@ def test_a_stretch_of_a_clip_is_not_the_whole_clip(tmp_path: Path, suffix: str, 
 
 
 def test_a_stretch_inside_of_a_struct_is_refused(tmp_path: Path) -> None:
-    cells = [{"bytes": audio(3.0), "path": "a.wav", "start": start, "end": None} for start in (0.5, None)]
-    pq.write_table(pa.table({"audio": cells, "text": ["said", "said"]}), tmp_path / "a.parquet")
+    said = [{"start": 0.5}, {"offset": 0.0, "duration": 1.0}, {"start": None}, {"duration": 1.0}]
+    cells = [{"bytes": audio(3.0), "path": "a.wav", "end": None, **each} for each in said]
+    pq.write_table(pa.table({"audio": cells, "text": ["said"] * len(cells)}), tmp_path / "a.parquet")
     index = od.ShardDataset(tmp_path / "a.parquet", recipe()).index()
-    assert index.bad_rows().tolist() == [0] and "has 'start' in its struct" in index.failure(0).reason
+    assert index.bad_rows().tolist() == [0, 1] and "has 'start' in its struct" in index.failure(0).reason
 
 
 def test_items_are_about_clips_in_their_order(tmp_path: Path) -> None:

@@ -113,8 +113,9 @@ class Column:
         content = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
         if self.form == "struct" and scalar.type.num_fields > 2:
             struct = _plain_scalar(scalar)
-            edges = [field.name for field in struct.type if is_edge(field.name) and struct[field.name].as_py()]
-            if edges:
+            known = {name: struct[name].as_py() for name in struct if is_edge(name, or_length=True)}
+            edges = [name for name, value in known.items() if value]
+            if edges and any(is_edge(name) for name, value in known.items() if value is not None):
                 raise PathOnly(f"has {edges[0]!r} in its struct, which is not read: write it as a column of the row")
         if content.is_valid:
             return text_bytes(content)

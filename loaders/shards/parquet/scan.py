@@ -28,6 +28,7 @@ from orchdata.loaders.text.words import WORDS_SUFFIX
 
 # A date or time outside of Python's range is an ArithmeticError.
 _CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
+_NUMBER = (1, *NO_HEADER[1:])  # header of a number that is no longer than an empty list
 
 
 class ScannedRows(NamedTuple):
@@ -156,6 +157,7 @@ class _Scan:
                     self._append(number, key, field + NULL, TEXT, 0, None)
                 return
             size = len(data)
+            header = _NUMBER if column.form == "words" and size <= 2 and data not in (b"[]", b"{}") else NO_HEADER
             kind = column.kind_of(data, path)
             if kind != OTHER or column.is_json:
                 error = self._limits.size_error(size, is_text=kind == TEXT or column.is_json)

@@ -272,6 +272,7 @@ MARKS = [
     "<|video|>",
     "<bbox_1>",
     "<loc_0123>",
+    "<crop_1>",
 ]
 NEXT_TO_MEDIA = [
     "<bbox>",
@@ -288,6 +289,7 @@ WORDS = [
     "[image](u)",
     "<Imagine>",
     "[Figure 1]",
+    "[crop]",
     "<|im_start|>",
 ]
 

@@ -383,6 +383,9 @@ def test_a_key_is_renamed_only_if_that_makes_the_sample_whole(record: dict[str, 
     with pytest.raises(FieldError) as caught:
         measured(json=record)
     assert ("': 'text'}" in caught.value.reason) == advised
+    with pytest.raises(FieldError) as caught:
+        measured(**{name if isinstance(value, str) else f"{name}_words": value for name, value in record.items()})
+    assert ("reads them" in caught.value.reason) == advised
 
 
 @pytest.mark.parametrize("item", [{"audio_url": "a.wav"}, {"source": {"type": "base64", "data": "UklGRg=="}}])

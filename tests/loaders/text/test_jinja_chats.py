@@ -224,13 +224,8 @@ def test_the_header_of_an_answer_is_not_learned_where_the_template_has_no_prompt
 
 def test_alpaca_records_are_chats():
     recipe = recipe_of(untagged(CHATML))
-    record = {
-        "instruction": "Translate.",
-        "input": "Katze",
-        "output": "cat",
-        "history": [["a", "b"]],
-        "system": "Be brief.",
-    }
+    record = {"instruction": "Translate.", "input": "Katze", "output": "cat", "history": [["a", "b"]]}
+    record["system"] = "Be brief."
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a"},
@@ -240,6 +235,9 @@ def test_alpaca_records_are_chats():
     ]
     assert composed(recipe, record) == composed(recipe, chat)
     assert composed(recipe, {**record, "text": "Below is an instruction"}) == composed(recipe, chat)
+    for history in (5, [["a", 1]], [["a"]]):
+        with pytest.raises(FieldError, match="no list of pairs of strings"):
+            composed(recipe, {**record, "history": history})
     columns = {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
     assert composed(recipe, None, **columns) == composed(recipe, chat)
     assert composed(recipe, None, **columns, text="Below is an instruction") == composed(recipe, chat)

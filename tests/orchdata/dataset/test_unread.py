@@ -77,20 +77,13 @@ def records(folder: Path, *rows: dict[str, Any], **options: Any) -> od.ShardData
     return od.ShardDataset(str(folder / "a.jsonl"), recipe=recipe)
 
 
+NOTHING: dict[str, Any] = {"n": None, "e": "", "l": [], "d": {}}
+
+
 def test_what_gives_way_or_says_nothing_is_no_unread_field(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     rows = [
-        {
-            "text": "four",
-            "question": "what is 2 + 2?",
-            "label": False,
-            "weight": 0,
-            "n": None,
-            "e": "",
-            "l": [],
-            "d": {},
-            "image": False,
-        },
+        {"text": "four", "question": "what is 2 + 2?", "label": False, "weight": 0, "image": False, **NOTHING},
         {"caption": "five", "meta": {"a": {"b": {"c": {"d": 1}}}}, "id": "1", "url": "https://a.b"},
         {"messages": turns, "text": "hi ho", "prompt": "hi", "many": {f"{at}": 1 for at in range(65)}},
     ]
@@ -108,11 +101,11 @@ def test_what_gives_way_or_says_nothing_is_no_unread_field(tmp_path: Path) -> No
 
 def test_members_of_tars_are_named_without_numbers_and_their_json_by_its_keys(tmp_path: Path) -> None:
     sample = {"0.jpg": jpeg(40, 30), "txt": b"a cat", "0.sph": b"...", "1.sph": b"...", "ts": b"..", "wv": b""}
-    said = json.dumps({"start_sample": 3, "sha256": "0", "caption": "b", "objects": [{"bbox": [1]}, {"ref": "x"}]})
+    said = json.dumps({"start_sample": 3, "image": 7, "caption": "b", "objects": [{"bbox": [1]}, {"ref": "x"}]})
     samples = [{"__key__": f"{at}", **sample, "json": said.encode()} for at in range(2)]
     path = write_shard(tmp_path / "a.tar", samples)
     first = od.ShardDataset(path, recipe=RECIPE, index_fields=("ts",))
-    names = ("sph", "start_sample", "sha256", "caption", "objects", "objects[].bbox", "objects[].ref")
+    names = ("sph", "start_sample", "image", "caption", "objects", "objects[].bbox", "objects[].ref")
     assert unread_of(first, first.index())["names"] == dict.fromkeys(names, 2)
     # Another recipe reads no JSON again, and counts the same.
     image = od.ImagePreprocessor(patch_size=14, merge=2, max_tokens=64)
@@ -133,14 +126,16 @@ def test_columns_are_counted_by_statistics_and_not_decoded(tmp_path: Path, monke
         "none": pa.nulls(3),
         "boxes": [[{"x": 1}], None, None],
         "response": ["a", "", None],
+        "answer": [7, 10, None],
+        "captions": [["a"], [], []],
         "id": [1, 2, 3],
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     dataset = od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)
-    assert names_of(dataset) == {"labels": 3, "weight": 2, "boxes": 1, "response": 1}
+    assert names_of(dataset) == {"labels": 3, "weight": 2, "boxes": 1, "response": 1, "answer": 2, "captions": 1}
     pq.write_table(pa.table(columns), tmp_path / "b.parquet", write_statistics=False)
     plain = od.ShardDataset(tmp_path / "b.parquet", recipe=RECIPE)
-    assert names_of(plain) == {"labels": 3, "weight": 3, "boxes": 3, "empty": 3, "response": 1}
+    assert names_of(plain) == names_of(dataset) | {"weight": 3, "boxes": 3, "empty": 3}
 
 
 def test_what_ignore_names_is_not_said_and_changes_nothing_else(tmp_path: Path) -> None:
@@ -186,12 +181,12 @@ def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
     pq.write_table(pa.table({"images": structs, "text": ["a cat", "a dog"]}), tmp_path / "a.parquet")
     assert names_of(od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)) == {"images[].bbox": 2}
     # Of two names in an item one is read.
-    item = {"type": "image", "image": "a.jpg", "data": "aGVsbG8=", "url": "b.jpg"}
+    item = {"type": "image", "image": "a.jpg", "data": "aGVsbG8=", "url": "b.jpg", "timestamps": "1-2"}
     turns = [{"role": "user", "content": [item, {"type": "text", "text": "What is it?"}]}]
     chat = {"messages": [*turns, {"role": "assistant", "content": "a cat"}]}
     (tmp_path / "b.jsonl").write_text(json.dumps(chat) + "\n")
     dataset = od.ShardDataset(tmp_path / "b.jsonl", recipe=RECIPE, media_root=tmp_path)
-    assert set(names_of(dataset)) == {"messages[].content[].data", "messages[].content[].url"}
+    assert set(names_of(dataset)) == {f"messages[].content[].{key}" for key in ("data", "url", "timestamps")}
 
 
 @pytest.mark.parametrize(
