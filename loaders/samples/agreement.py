@@ -14,7 +14,7 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, named_modality, stem, uses_of
 from orchdata.loaders.samples.placing import check_named
-from orchdata.loaders.samples.values import json_or_text, text_of
+from orchdata.loaders.samples.values import json_or_text, json_value, text_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, says, shown
 from orchdata.loaders.text.conversation import Document, is_whole, named_in, parse_json, why_unread
@@ -67,7 +67,7 @@ def check_unread(
     """
     for index in uses.json:
         document = documents[index]
-        record = json_or_text(members[index], texts[index], recipe)
+        record = json_value(members[index].field, texts[index])
         if isinstance(record, dict):
             read = document.text if index in used else None
             record = {key: value for key, value in record.items() if key.lower() not in recipe.keep and value != read}

@@ -118,7 +118,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         unfit=unfit,
         kept=_kept(names, recipe),
         records=_records(names, recipe),
-        made=_records_made(names, recipe),
+        made=tuple(index for index, (name, _) in enumerate(names) if name == RECORD_FIELD and recipe.keep),
         texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths, *unfit})),
     )
 
@@ -159,12 +159,6 @@ def _records(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, .
     if all(any(is_kept_as(field, name) for field, _ in names) for name in recipe.keep):
         return ()
     return tuple(index for index, (name, kind) in enumerate(names) if kind == TEXT and has_keys(name))
-
-
-def _records_made(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
-    if recipe.record is None or not recipe.keep:
-        return ()
-    return tuple(index for index, (name, _) in enumerate(names) if name == RECORD_FIELD)
 
 
 def has_keys(field: str) -> bool:

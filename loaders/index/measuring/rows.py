@@ -19,9 +19,9 @@ from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.measure import Measured, Sizes
-from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.members import Member, has_keys
 from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.unread_names import UnreadNames, above
+from orchdata.loaders.unread_names import UnreadNames, above, name_of_member
 
 Outcome = Measured | tuple[str, str] | None
 """Of one sample: its counts, the field and reason of its error, or None if the recipe's function leaves it out."""
@@ -88,18 +88,24 @@ class CostRows:
         else:
             self.add(sample, outcome)
             if text is not None and (text.unread or text.others):
-                self.unread.add(tuple(self._not_kept(text.unread)) if self._asked else text.unread, text.others)
+                unread = tuple(self._not_kept(text.unread, sample.members)) if self._asked else text.unread
+                self.unread.add(unread, text.others)
 
-    def _not_kept(self, names: tuple[str, ...]) -> Iterator[str]:
-        """Yield the names of what the recipe neither keeps nor counts, with all below it."""
+    def _not_kept(self, names: tuple[str, ...], members: Sequence[Member]) -> Iterator[str]:
+        """Yield the names of what the recipe neither keeps nor counts, and of no key of a kept record."""
         asked: set[str] = set()
+        records = [self._is_asked(member.field) for member in members if has_keys(member.field)]
+        fields = {name_of_member(member.field) for member in members} if records and all(records) else None
         for name in names:
-            if asked.isdisjoint(above(name)) and not any(
-                is_kept_as(name, each) for each in self._asked if "[" not in name
-            ):
+            if fields is not None and fields.isdisjoint(above(name)):
+                continue
+            if asked.isdisjoint(above(name)) and ("[" in name or not self._is_asked(name)):
                 yield name
             else:
                 asked.add(name)
+
+    def _is_asked(self, name: str) -> bool:
+        return any(is_kept_as(name, each) for each in self._asked)
 
     def add(self, sample: ShardSample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width

@@ -100,12 +100,12 @@ def test_what_gives_way_or_says_nothing_is_no_unread_field(tmp_path: Path) -> No
 
 
 def test_members_of_tars_are_named_without_numbers_and_their_json_by_its_keys(tmp_path: Path) -> None:
-    sample = {"0.jpg": jpeg(40, 30), "txt": b"a cat", "0.sph": b"...", "1.sph": b"...", "ts": b"..", "wv": b""}
+    sample = {"0.jpg": jpeg(40, 30), "txt": b"a", "0.sph": b"..", "1.sph": b"..", "a.npy": b".", "ts": b"..", "wv": b""}
     said = json.dumps({"start_sample": 3, "image": 7, "caption": "b", "objects": [{"bbox": [1]}, {"ref": "x"}]})
     samples = [{"__key__": f"{at}", **sample, "json": said.encode()} for at in range(2)]
     path = write_shard(tmp_path / "a.tar", samples)
     first = od.ShardDataset(path, recipe=RECIPE, index_fields=("ts",))
-    names = ("sph", "start_sample", "image", "caption", "objects", "objects[].bbox", "objects[].ref")
+    names = ("sph", "a.npy", "start_sample", "image", "caption", "objects", "objects[].bbox", "objects[].ref")
     assert unread_of(first, first.index())["names"] == dict.fromkeys(names, 2)
     # Another recipe reads no JSON again, and counts the same.
     image = od.ImagePreprocessor(patch_size=14, merge=2, max_tokens=64)
@@ -115,6 +115,7 @@ def test_members_of_tars_are_named_without_numbers_and_their_json_by_its_keys(tm
     # What is kept is read.
     counts = names_of(od.ShardDataset(path, recipe=od.Recipe(image=image, keep=("objects", "ts"))))
     assert counts == {name: 2 for name in names if not name.startswith("objects")}
+    assert names_of(od.ShardDataset(path, recipe=od.Recipe(image=image, keep=("json", "ts")))) == {"sph": 2, "a.npy": 2}
 
 
 def test_columns_are_counted_by_statistics_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
