@@ -21,7 +21,7 @@ After the name of a record: the record before a function of the user's.
 NUMBER: Final = re.compile(r"^(\d+)\.|\.(\d+)$")
 """The number of a field: before its name ("0.jpg"), or after it (an item of a list, "images.0")."""
 
-FILE_KEYS: Final = ("type", "path", "url", "base64", "bytes", "data", "format", "index")
+FILE_KEYS: Final = ("type", "path", "url", "base64", "bytes", "data", "format", "media_type", "index")
 """Keys of a file that a record names, or of the struct of its bytes, that are no data about it."""
 
 _ADDED: Final = (VALUE, NULL, EMPTY, WORDS_SUFFIX)

@@ -8,13 +8,14 @@ A name leads to a value by keys, with dots; `[]` stands for the items of a list:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
+from orchdata.loaders.modalities.video.timeline import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
@@ -181,7 +182,7 @@ def _listed(value: Any) -> Any:
 def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> list[str]:
     """Return the keys of a record that its document was made of."""
     if document.completion is not None:
-        return [key for key in (*_PAIR, *_ALPACA, "input") if _is_in(record.get(key), document.completion)]
+        return [*_PAIR]
     if document.text is not None:
         return [document.key]
     if not document.is_chat:
@@ -217,10 +218,6 @@ def _usual_chat(keys: tuple[str, ...], ignored: tuple[str, ...]) -> tuple[str, l
     if len(chats) != 1 or _context(keys, ignored):
         return None
     return chats[0], list(zip(*_others(keys, (chats[0],)), strict=True))
-
-
-def _is_in(value: Any, texts: Sequence[str]) -> bool:
-    return isinstance(value, str) and bool(value) and any(value in text for text in texts)
 
 
 @lru_cache(maxsize=256)
@@ -263,28 +260,30 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
     kind = item.get("type")
     kind = next((key for key in words.items if item.get(key) is not None), None) if kind is None else kind
     modality = words.items.get(kind) if isinstance(kind, str) else None
-    if modality in words.listed and isinstance(item.get(str(kind)), list):
-        return  # the frames of a video: the other keys are about them
+    frames = modality in words.listed and isinstance(item.get(str(kind)), list)
     names = (str(kind), *(word for word, its in words.items.items() if its == modality), *_ITEM_NAMES)
     used = next((key for key in names if item.get(key) is not None), None) if modality else None
     cuts = bool(modality) and any(map(is_edge, item))  # a length alone is not read
     for key, value in item.items():
         is_checked = cuts and says_edge(key, value) if modality else bool(named) and _names(named, key)
+        is_checked = is_checked or (frames and TIMING.search(key) is not None)
         if key != used and key not in _ITEM_KEYS and not is_checked:
             _add(_below(name, key), value, found)
+    if used is not None:
+        _add_next_to_file(_below(name, used), item[used], rules, found)
 
 
 def _add_next_to_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
-    """Add the keys that stand next to a file: `images[].bbox` of {"path": ..., "bbox": ...}. What stands next to the
-    frames of a video is about them. A number names no file.
+    """Add the keys that stand next to a file, or to a list of frames: `images[].bbox` of {"path": ..., "bbox": ...}. A
+    number names no file.
     """
     for item in value if isinstance(value, list) else (value,):
         if isinstance(item, int | float) and item is not False:
             found[name] = None
-        if isinstance(item, dict) and "frames" not in item:
-            for key, its_value in item.items():
-                if key not in FILE_KEYS and key not in rules.words.items and not says_edge(key, its_value):
-                    _add(_below(f"{name}[]" if isinstance(value, list) else name, key), its_value, found)
+        for key, its_value in item.items() if isinstance(item, dict) else ():
+            is_read = key == "frames" or TIMING.search(key) if "frames" in item else says_edge(key, its_value)
+            if key not in FILE_KEYS and key not in rules.words.items and not is_read:
+                _add(_below(f"{name}[]" if isinstance(value, list) else name, key), its_value, found)
 
 
 @lru_cache(maxsize=1024)

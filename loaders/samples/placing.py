@@ -31,16 +31,15 @@ def unplaced(
         if count < wanted:
             way_out = f"where the mark is text, {_unmarked(name)}"
             if isinstance(recipe.text.template, JinjaTemplate):
-                way_out = (
-                    "its bytes are a field or column of the sample; where the mark is text, take it out of the data"
-                )
+                way_out = "its bytes are a field of the sample; where the mark is text, take it out of the data"
             if recipe.record is not None:
                 way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
             raise FieldError(
                 where, f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; {way_out}"
             )
         if count > wanted:
-            raise FieldError(where, f"{count} {_plural(name, recipe)} but {wanted} {mark} placeholders")
+            parts = recipe.modalities[name].plural or f"{name} parts"
+            raise FieldError(where, f"{count} {parts} but {wanted} {mark} placeholders")
     return [name for name, indices in media.items() if indices and name not in marks]
 
 
@@ -126,10 +125,6 @@ def _own_field(name: str, fields: Collection[str]) -> str | None:
     """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
     base = name.lower().rpartition("/")[2]
     return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)
-
-
-def _plural(name: str, recipe: Recipe) -> str:
-    return recipe.modalities[name].plural or f"{name} parts"
 
 
 def _unmarked(name: str) -> str:

@@ -97,8 +97,12 @@ class Placeholder(NamedTuple):
     @classmethod
     def of(cls, modality: str, kind: str, item: Mapping[str, Any]) -> Placeholder:
         """Return the slot of an item of this type."""
-        about = {key: value for key, value in item.items() if key not in ("type", kind)}
-        return cls(modality, {**item[kind], **about} if isinstance(item.get(kind), dict) else about)
+        named = [key for key in item if key == kind or modality in key]
+        about = {key: value for key, value in item.items() if key not in ("type", *named)}
+        for value in [item[key] for key in named]:  # {"path": ..., "start": ...}, or a list of one
+            one = value[0] if isinstance(value, list) and len(value) == 1 else value
+            about = {**one, **about} if isinstance(one, dict) else about
+        return cls(modality, about)
 
 
 Segment = TextSegment | Placeholder

@@ -557,7 +557,8 @@ def test_a_stretch_inside_of_a_struct_is_refused(tmp_path: Path) -> None:
 def test_items_are_about_clips_in_their_order(tmp_path: Path) -> None:
     for name, seconds in (("a", 1.0), ("b", 3.0)):
         (tmp_path / f"{name}.wav").write_bytes(audio(seconds))
-    items = [{"type": "audio", "audio": "a.wav", "start": 7, "end": 8}, {"type": "audio", "audio": "b.wav", "end": 1}]
+    named: list[Any] = [{"audio": "a.wav", "start": 7, "end": 8}, {"audio": [{"path": "b.wav", "end": 1}]}]
+    items = [{"type": "audio", **each} for each in named]
     chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": "x"}] for each in (items[:1], items)]
     for template in (od.ChatTemplate(), od.ChatTemplate.from_jinja(EACH_ITEM)):
         reads = od.Recipe(text=od.TextPreprocessor(template=template))

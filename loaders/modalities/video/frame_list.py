@@ -23,13 +23,11 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image_decode import Pixels, to_rgb, upright_pixels
 from orchdata.loaders.modalities.image_header import ImageFiles
 from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.loaders.modalities.video.timeline import TIMING, Timeline
 
 _FRAMES: Final = ("frames", "video", "images")
 _RATES: Final = ("fps", "sample_fps")
 _TIMES: Final = "timestamps"
-_TIMING: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
-"""Keys about when frames are shown, or about which frames."""
 _OF_SOURCE: Final = ("raw_fps", "total_num_frames", "frames_indices", "duration", "video_duration")
 """Keys about the source of the frames: permitted next to a rate, or times."""
 _DEFAULT_FPS: Final = 2.0
@@ -54,7 +52,7 @@ def _timeline(metadata: Mapping[str, Any], count: int) -> Timeline:
     says = bool(rates) or metadata.get(_TIMES) is not None
     for key, value in metadata.items():
         known = key in (*_FRAMES, *_RATES, _TIMES) or (says and key in _OF_SOURCE)
-        if not known and value is not None and _TIMING.search(key) and not key.endswith("pixels"):
+        if not known and value is not None and TIMING.search(key) and not key.endswith("pixels"):
             raise DecodeError(
                 f"a list of frames with {key[:40]!r}, which is not read: give {_RATES[0]!r}, pictures a second, or "
                 f"{_TIMES!r}, seconds"

@@ -7,6 +7,7 @@ times of its pictures --Timeline--> their number and seconds (the header) --samp
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
@@ -25,6 +26,8 @@ _DEFAULT_RATE: Final = 25
 _MOST_TICKS: Final = 2**62
 _SIMPLE: Final = 100
 """The largest denominator of a plausible rate."""
+TIMING: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
+"""Keys about when the frames of a video are shown, or about which frames: they are read, or an error."""
 
 
 @dataclass(frozen=True)

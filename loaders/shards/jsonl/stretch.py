@@ -47,7 +47,7 @@ def says_edge(name: str, value: Any) -> bool:
         return len(value) == 2 and all(_seconds(each, "") is not None for each in value)
     if _plain(name) in _BOTH and isinstance(value, dict):
         return bool(value) and all(isinstance(key, str) and says_edge(key, each) for key, each in value.items())
-    return _seconds(value, "") is not None
+    return _plain(name) not in _BOTH and _seconds(value, "") is not None
 
 
 def is_edge(name: str, *, or_length: bool = False) -> bool:

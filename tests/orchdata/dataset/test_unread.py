@@ -175,29 +175,27 @@ def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(jpeg(40, 30))
     more = {"bbox": [1, 2, 3, 4], "weight": 0, "caption": None}
     rows = [{"images": [{"path": "a.jpg", **more}], "text": "a cat"}, {"image": {"path": "a.jpg"}, "text": "a cat"}]
+    rows.append({"video": {"frames": ["a.jpg"] * 2, "fps": 1, "weight": 0}, "text": "a cat"})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=RECIPE, media_root=tmp_path)
-    assert set(names_of(dataset)) == {"images[].bbox", "images[].weight"}
+    reads = od.Recipe(image=RECIPE.image, video=od.VideoPreprocessor(max_tokens=16, patch_size=14, merge=2))
+    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=reads, media_root=tmp_path)
+    assert set(names_of(dataset)) == {"images[].bbox", "images[].weight", "video.weight"}
     structs = [[{"bytes": jpeg(40, 30), "bbox": [1, 2], "score": None}], [{"bytes": jpeg(40, 30), "bbox": [3, 4]}]]
     pq.write_table(pa.table({"images": structs, "text": ["a cat", "a dog"]}), tmp_path / "a.parquet")
     assert names_of(od.ShardDataset(tmp_path / "a.parquet", recipe=RECIPE)) == {"images[].bbox": 2}
     # Of two names in an item one is read.
-    item = {"type": "image", "image": "a.jpg", "data": "aGVsbG8=", "url": "b.jpg", "timestamps": "1-2"}
-    turns = [{"role": "user", "content": [item, {"type": "text", "text": "What is it?"}]}]
-    chat = {"messages": [*turns, {"role": "assistant", "content": "a cat"}]}
-    (tmp_path / "b.jsonl").write_text(json.dumps(chat) + "\n")
+    item = {"type": "image", "image": {"path": "a.jpg", "b": 0}, "data": "aGVs", "url": "b.jpg", "timestamps": "1-2"}
+    turns = [{"role": "user", "content": [item]}, {"role": "assistant", "content": "a cat"}]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     dataset = od.ShardDataset(tmp_path / "b.jsonl", recipe=RECIPE, media_root=tmp_path)
-    assert set(names_of(dataset)) == {f"messages[].content[].{key}" for key in ("data", "url", "timestamps")}
+    assert set(names_of(dataset)) == {f"messages[].content[].{key}" for key in ("image.b", "data", "url", "timestamps")}
 
 
-@pytest.mark.parametrize(
-    ("template", "read"),
-    [(None, {}), (od.ChatTemplate.from_jinja(TEMPLATE), {"messages[].time"})],
-)
+@pytest.mark.parametrize(("template", "read"), [(None, {}), (TEMPLATE, {"messages[].time"})])
 def test_keys_of_turns_that_neither_the_library_nor_the_template_names(
     tmp_path: Path, template: Any, read: Any
 ) -> None:
-    options = {} if template is None else {"template": template}
+    options = {} if template is None else {"template": od.ChatTemplate.from_jinja(template)}
     tools = [{"type": "function", "function": {"name": "f", "arguments": {"own": 1}}}] if template is None else None
     rows = [{"messages": CHAT, "loss_mask": [0, 1], "tools": [] if tools else None}]
     dataset = records(tmp_path, *rows, **options)
@@ -222,7 +220,7 @@ def test_the_table_has_all_names_and_the_exit_code_is_0(tmp_path: Path) -> None:
 
 def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(wav(16_000, 16_000))
-    row = {"audio": "a.wav", "text": "hello", "end": 1.0}
+    row = {"audio": "a.wav", "text": "hello", "end": 1.0, "timestamp": 17}
     recipe = od.Recipe(image=None, audio=od.AudioPreprocessor())
     for number, (start, said) in enumerate(((0.0, set()), ("0.0s", {"start"}), ([0.0], {"start"}))):
         path = tmp_path / f"{number}.jsonl"
@@ -231,7 +229,7 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
         pq.write_table(pa.table(cells | {"audio": [wav(16_000, 16_000)]}), path.with_suffix(".parquet"))
         for each in (path, path.with_suffix(".parquet")):
             dataset = od.ShardDataset(str(each), recipe=recipe, media_root=str(tmp_path))
-            assert not dataset.index().totals["bad"] and set(names_of(dataset)) == said
+            assert not dataset.index().totals["bad"] and set(names_of(dataset)) == {"timestamp", *said}
 
 
 def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> None:
