@@ -87,8 +87,8 @@ def check_unread(
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
         kept = tuple(stem(name) for name in (field, *more))
-        said = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
-        way_out = _way_out(unread[0], more, alone=len(said) == 1)
+        filled = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
+        way_out = _way_out(unread[0], more, alone=len(filled) == 1)
         raise FieldError(
             field,
             f"has the sample's only words and is not read: {way_out}; Recipe(keep={kept!r}) delivers what is not "

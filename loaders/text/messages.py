@@ -225,7 +225,7 @@ def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords
         )
         if not known:
             raise DecodeError("'history' is no list of pairs of strings")
-        turns = [one for pair in history for one in pair] + turns
+        turns = [one for pair in history or () for one in pair] + turns
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
     rest = _without(value, *_ALPACA, "input", "history", "text")
     return chat_of_turns(messages, template, words).with_context(rest)
