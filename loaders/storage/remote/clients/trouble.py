@@ -34,6 +34,11 @@ _PATH: Final = re.compile(r"pars(e|ing) path|invalid path|control character", re
 _METADATA: Final = ("169.254.169.254", "metadata.google.internal", "fd00:ec2::254")
 _LOGIN: Final = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired", "InvalidToken")
 _REGION: Final = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+_BUSY: Final = re.compile(
+    r"""[>("'](RequestTimeout|SlowDown|TooManyRequests|PriorRequestNotComplete|\w*(Throttl|LimitExceeded))\w*[<)"']""",
+    re.I,
+)
+"""Codes, of any status, with which a server asks for another try."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _NETWORK: Final = (
     (r"dns error|failed to lookup|name or service not known", "the name of the host cannot be resolved"),
@@ -122,6 +127,8 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
         return Trouble(
             "final", "the endpoint is http://, which is not encrypted: allow it with storage_options allow_http=true"
         )
+    if "to load lib" in text:  # of hdfs://
+        return Trouble("final", f"{words}: set HADOOP_HOME and JAVA_HOME")
     if kind == "NotSupportedError" or "non-partial response" in text.lower():
         return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
     known = (said for pattern, said in _NETWORK if re.search(pattern, text, re.IGNORECASE))
@@ -134,6 +141,8 @@ def _of_status(status: int, code: str, text: str, name: str) -> Trouble:
     if code in _REGION or status in (301, 307):
         where = "name it, as storage_options region=... or AWS_REGION"
         return Trouble("final", f"the bucket is in another region ({said}): {where}")
+    if status >= 500 or status in (408, 409, 425, 429) or _BUSY.search(text):
+        return Trouble("passing", f"the server failed ({said})")
     if status in (401, 403) or code in _LOGIN:
         if "list request" in text:
             way_out = f"allow it, or {_NAMED}"
@@ -147,8 +156,6 @@ def _of_status(status: int, code: str, text: str, name: str) -> Trouble:
         return Trouble("changed", "was replaced since it was indexed")
     if status == 416:
         return Trouble("changed", "is shorter than when it was indexed (HTTP 416)")
-    if status >= 500 or status in (408, 409, 425, 429) or "RequestTimeout" in text:
-        return Trouble("passing", f"the server failed ({said})")
     if status < 400:
         return Trouble("final", f"the server redirects to where no request may go ({said})")
     return Trouble("final", f"the server refuses ({said})")

@@ -54,7 +54,8 @@ PASSING: list[Any] = [
     handling(KeyError("bad"), ReadTimeout()),
     raised(TypeError("bad"), ExceptionGroup("some", [Unknown("a"), OSError("b")])),
     Unknown("status code: 409 Conflict: <Code>OperationAborted</Code>"),
-    Unknown("status code: 400 Bad Request: <Code>RequestTimeout</Code>"),
+    *(Unknown(f"status code: {each}</Code>") for each in ("400: <Code>RequestTimeout", "403: <Code>SlowDown")),
+    Unknown('status code: 403 Forbidden: {"reason": "userRateLimitExceeded"}'),
     *map(Unknown, ("Content-Range header not present in partial response", "Requested 1536..1636, got 1539..1639")),
     *(Unknown(METADATA.format(status=each)) for each in (429, 503)),
 ]
@@ -73,6 +74,8 @@ FINAL: list[tuple[Any, str]] = [
     (json.JSONDecodeError("a page of HTML", "<", 0), "final"),
     (handling(ValueError("a mistake"), Unknown("before")), "final"),
     (Unknown("status code: 400 Bad Request: <Code>InvalidArgument</Code>"), "final"),
+    (Unknown("status code: 403: <Code>AccessDenied</Code><Key>a/SlowDown.tar</Key>"), "credentials"),
+    (OSError("Prior attempt to load libhdfs failed"), "final"),
     (Unknown("Received non-partial response when range requested"), "final"),
     (Unknown(METADATA.format(status=404)), "final"),
 ]
