@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loaders.errors import StateError
 from orchdata.planning.balance import Balance, as_balance
@@ -77,6 +78,7 @@ def post_balance(
     if ranks.size > 1 and ranks.group is None:
         raise ValueError(f"samples move in a process group: group={group!r} names none")
     rule = _rule(as_balance(balance), ranks.size, float(gain))
+    Warming(["moves"] if ranks.size > 1 else []).wait()
     try:
         rank_group = RankGroup(ranks.group, timeout)
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)

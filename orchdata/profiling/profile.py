@@ -33,6 +33,8 @@ from orchdata.dataset.shards import (
     unchosen_rows,
 )
 from orchdata.dataset.views.chosen_totals import chosen_totals, totals_of_sources
+from orchdata.engines.kernel_families import kernel_families
+from orchdata.engines.warm import Warming
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.html import never_raises
@@ -276,6 +278,8 @@ def profile(
     content = content_of(
         index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
     )
+    most = replace(balance, scope="global", assignment="per_phase")
+    Warming(kernel_families(most, max(ranks), phases=source.phases, padded=True, in_shards=False, fixed=True)).wait()
     scales = tuple(
         make_scale(
             source,
