@@ -27,6 +27,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import (
     above_budget,
     check_caps,
+    check_cost,
     check_layout,
     layout_costs,
     oversize_rows,
@@ -232,6 +233,7 @@ def profile(
             + (f"; {num_unchosen} are left out by filter and split" if len(unchosen) else "")
         )
 
+    check_cost(cost)
     _refuse_what_is_not_profiled(balance, layout)
     check_layout(balance, layout)
     length = fixed_length(layout)
@@ -278,7 +280,7 @@ def profile(
     content = content_of(
         index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
     )
-    most = replace(balance, scope="global", assignment="per_phase")
+    most = Balance(assignment="per_phase")
     Warming(kernel_families(most, max(ranks), phases=source.phases, padded=True, in_shards=False, fixed=True)).wait()
     scales = tuple(
         make_scale(
