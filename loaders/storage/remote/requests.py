@@ -40,6 +40,8 @@ RETRY_SECONDS: Final = 300.0
 FORKED_SECONDS: Final = 10.0
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 8.0
+_MOST_ODD: Final = 5
+"""Answers without a range, of a server that may have none: a proxy before another one may make a single one."""
 _SAID_EVERY: Final = 60.0
 _MOST_IN_FLIGHT: Final = 64
 """Requests of a rank at the same time."""
@@ -164,7 +166,7 @@ class Requests:
             StorageError: it failed for a lasting reason, or for too long.
             StaleIndexError: the object is another one than was indexed.
         """
-        pause, attempts, is_refreshed, until = _FIRST_PAUSE, 1, False, None
+        pause, attempts, num_odd, is_refreshed, until = _FIRST_PAUSE, 1, 0, False, None
         while True:
             try:
                 result = request.call()
@@ -180,7 +182,9 @@ class Requests:
             else:
                 now = time.monotonic()
                 until = now + request.retry_seconds if until is None else until
-                if trouble.kind != "passing" or now >= until or request.ended() or not is_wanted():
+                num_odd += trouble.kind == "odd"
+                may_pass = trouble.kind == "passing" or (trouble.kind == "odd" and num_odd < _MOST_ODD)
+                if not may_pass or now >= until or request.ended() or not is_wanted():
                     raise trouble.as_error(request.url, request.doing, attempts)
                 if attempts > 5 and now - self._said >= _SAID_EVERY:
                     self._said = now

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from orchdata.loaders.errors import StaleIndexError, StorageError, pass_trouble
 
-Kind = Literal["passing", "credentials", "absent", "changed", "key", "final"]
+Kind = Literal["passing", "odd", "credentials", "absent", "changed", "key", "final"]
 
 _NUMBERS: Final[dict[str, int]] = {
     "absent": errno.ENOENT,
@@ -61,8 +61,8 @@ class Trouble(Exception):
     """A request that failed. Internal.
 
     Attributes:
-        kind: "passing": it is made again; "credentials": they are read again, once; "absent": there is no such object
-            or bucket; "changed": the object is another one than was indexed;
+        kind: "passing": it is made again; "odd": it is, some times; "credentials": they are read again, once;
+            "absent": there is no such object or bucket; "changed": the object is another one than was indexed;
             "key": the client cannot have a key, its own or one in a page of a listing; "final": no other try helps.
         reason: on one line, without secrets.
     """
@@ -130,7 +130,7 @@ def trouble_of(error: Exception, name: str, words: str) -> Trouble:
     if "to load lib" in text:  # of hdfs://
         return Trouble("final", f"{words}: set HADOOP_HOME and JAVA_HOME")
     if kind == "NotSupportedError" or "non-partial response" in text.lower():
-        return Trouble("final", f"the server does not answer ranges of bytes as asked ({words})")
+        return Trouble("odd", f"the server does not answer ranges of bytes as asked ({words})")
     known = (said for pattern, said in _NETWORK if re.search(pattern, text, re.IGNORECASE))
     return Trouble("passing", next(known, words))
 

@@ -76,7 +76,7 @@ FINAL: list[tuple[Any, str]] = [
     (Unknown("status code: 400 Bad Request: <Code>InvalidArgument</Code>"), "final"),
     (Unknown("status code: 403: <Code>AccessDenied</Code><Key>a/SlowDown.tar</Key>"), "credentials"),
     (OSError("Prior attempt to load libhdfs failed"), "final"),
-    (Unknown("Received non-partial response when range requested"), "final"),
+    (Unknown("Received non-partial response when range requested"), "odd"),
     (Unknown(METADATA.format(status=404)), "final"),
 ]
 

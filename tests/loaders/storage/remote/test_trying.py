@@ -95,6 +95,13 @@ def test_what_no_attempt_mends_is_asked_once(clock: Clock, kind: Any) -> None:
     assert not clock.pauses
 
 
+def test_odd_answers_are_counted_by_themselves(clock: Clock) -> None:
+    odd = Trouble("odd", "no range")
+    assert tried(failing(*[PASSING] * 8, *[odd, PASSING] * 4)) == "bytes"
+    with pytest.raises(StorageError, match=r"no range \(13 attempts\)"):
+        tried(failing(*[PASSING] * 8, *[odd] * 5))
+
+
 def test_credentials_are_read_again_once(clock: Clock) -> None:
     refreshed: list[int] = []
 
