@@ -302,9 +302,9 @@ def _matches(pattern: Path) -> set[str]:
             if number == len(parts):
                 paths |= {folder / name for folder in paths for name in _names(folder) if not name.startswith(".")}
         elif glob.has_magic(part):
-            paths = {
-                folder / name for folder in paths for name in fnmatch.filter(_names(folder), part) if _fits(name, part)
-            }
+            paths = {folder / name for folder in paths for name in fnmatch.filter(_names(folder), part)}
+            if not part.startswith("."):
+                paths = {path for path in paths if not path.name.startswith(".")}
         else:
             paths = {folder / part for folder in paths}
     return {str(path) for path in paths if is_there(str(path))}
@@ -328,11 +328,6 @@ def _real(folder: Path) -> str | None:
         if error.errno in OF_THE_FILE:
             return None
         raise
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Return whether a name is not hidden, or the pattern begins with a dot too."""
-    return pattern.startswith(".") or not name.startswith(".")
 
 
 def _names(folder: Path) -> list[str]:

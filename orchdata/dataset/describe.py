@@ -49,17 +49,12 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "on_error": options.policy.action,
         "blank": _digest_of(options.policy.blank_names, len(options.policy.blank_names)),
         "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
-        "inputs": _inputs(options.collate_fn),
+        "inputs": options.collate_fn.describe() if isinstance(options.collate_fn, ModelInputs) else None,
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
         "check_plan_every": options.rank.check_plan_every,
     }
     plain: dict[str, Any] = stable(described)
     return plain
-
-
-def _inputs(collate_fn: Any) -> Any:
-    """Return the description of a model's inputs, such as what each rank has detected."""
-    return collate_fn.describe() if isinstance(collate_fn, ModelInputs) else None
 
 
 def stable(value: Any, depth: int = 0) -> Any:

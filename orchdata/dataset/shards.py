@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -69,7 +69,11 @@ def prepare_shards(
     dataset: ShardDataset | Mixture, options: LoaderOptions, quarantine: Quarantine | None
 ) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
-    check_cost(options.cost)
+    if options.cost is not None and not isinstance(options.cost, CostModel):
+        raise ValueError(
+            f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}: od.hf.cost(model) of a "
+            "Hugging Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data"
+        )
     # The index, and the costs of its samples in this layout.
     named = _read_quarantine(quarantine)
     layout = _layout(options)
@@ -299,15 +303,6 @@ def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], polic
         f"{first.reason} (the first of {len(bad)} bad samples; `orchdata verify PATHS --out bad.jsonl` lists them all, "
         f'and quarantine="bad.jsonl" leaves them out; {skips}after repairing shards, run `orchdata index` again)',
     )
-
-
-def check_cost(cost: Any) -> None:
-    """Raise ValueError for anything but a cost model and None."""
-    if not isinstance(cost, CostModel | None):
-        raise ValueError(
-            f"cost for a ShardDataset is an od.CostModel, got {type(cost).__name__}: od.hf.cost(model) of a Hugging "
-            "Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data"
-        )
 
 
 def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:

@@ -27,7 +27,6 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import (
     above_budget,
     check_caps,
-    check_cost,
     check_layout,
     layout_costs,
     oversize_rows,
@@ -233,7 +232,8 @@ def profile(
             + (f"; {num_unchosen} are left out by filter and split" if len(unchosen) else "")
         )
 
-    check_cost(cost)
+    if not isinstance(cost, CostModel | None):
+        raise ValueError(f"cost is an od.CostModel, as of od.hf.cost(model), got {type(cost).__name__}")
     _refuse_what_is_not_profiled(balance, layout)
     check_layout(balance, layout)
     length = fixed_length(layout)
@@ -302,7 +302,8 @@ def profile(
     phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks)
     # Padding of each layout, planned on the ranks that a summary speaks of.
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
-    recipes = _recipes_of(dataset)
+    leaves = [] if dataset is None else [leaf.dataset for leaf in dataset.leaves] or [dataset]
+    recipes = [leaf.recipe for leaf in leaves]
     known = recipes[0].modalities if recipes else {}  # as batches of a mixture have them
     dummies = {name: known[name].dummy().tokens if name in known else 1 for name in index.modalities[1:]}
     layouts = padding_of_layouts(
@@ -480,12 +481,6 @@ def _read_by_chunk(index: Index, dataset: ShardDataset | Mixture) -> float | Non
         used += sum(size for row in good for _, size, _, _ in index.read_spec(row))
         samples += len(good)
     return stored / groups / max(1.0, used / samples) if groups and samples else None
-
-
-def _recipes_of(dataset: ShardDataset | Mixture | None) -> list[Recipe]:
-    if isinstance(dataset, Mixture):
-        return [leaf.dataset.recipe for leaf in dataset.leaves]
-    return [] if dataset is None else [dataset.recipe]
 
 
 def _is_of_processor(recipe: Recipe) -> bool:

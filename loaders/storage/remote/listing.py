@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from orchdata.loaders.errors import StorageError
@@ -43,7 +43,10 @@ def versions_of(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]
     than to look at each. Raises StorageError.
     """
     found: dict[str, FileVersion] = {}
-    for folder, wanted in _by_folder(urls).items():
+    folders: dict[str, list[str]] = {}
+    for url in urls:
+        folders.setdefault(url.rpartition("/")[0] + "/", []).append(url)
+    for folder, wanted in folders.items():
         if len(wanted) > 1 and scheme_of(folder) not in HTTP:
             found |= _listed(objects, folder, wanted)
     return found | objects.versions([url for url in urls if url not in found])
@@ -73,10 +76,3 @@ def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str
         if not is_unlisted(error):
             raise
     return found
-
-
-def _by_folder(urls: Iterable[str]) -> dict[str, list[str]]:
-    folders: dict[str, list[str]] = {}
-    for url in urls:
-        folders.setdefault(url.rpartition("/")[0] + "/", []).append(url)
-    return folders

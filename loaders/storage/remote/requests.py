@@ -40,8 +40,7 @@ RETRY_SECONDS: Final = 300.0
 FORKED_SECONDS: Final = 10.0
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 8.0
-_MOST_ODD: Final = 5
-"""Answers without a range, of a server that may have none: a proxy before another one may make a single one."""
+_MOST_ODD: Final = 5  # answers without a range: a server may have none, and a proxy may make a single one
 _SAID_EVERY: Final = 60.0
 _MOST_IN_FLIGHT: Final = 64
 """Requests of a rank at the same time."""

@@ -118,11 +118,10 @@ def test_a_loader_and_a_profile_say_at_once_that_kernels_are_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 16)
-    monkeypatch.setattr(warm.Warming, "wait", lambda warming: None)
-    od.profile(od.ShardDataset(str(tmp_path / "a.jsonl")), ranks=(2,), batch_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Warming, "wait", lambda warming: None)
+        od.profile(od.ShardDataset(str(tmp_path / "a.jsonl")), ranks=(2,), batch_size=2)
     assert "compiling kernels, once on this machine: about " in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setattr(warm, "_is_stored", lambda head: False)
     warming = Warming(["padded"])
     assert capsys.readouterr().err.startswith("compiling kernels, once on this machine: about 30 s (`orchdata warm`")
     warming.wait()
