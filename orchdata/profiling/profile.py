@@ -302,8 +302,8 @@ def profile(
     phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks)
     # Padding of each layout, planned on the ranks that a summary speaks of.
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
-    leaves = [] if dataset is None else [leaf.dataset for leaf in dataset.leaves] or [dataset]
-    recipes = [leaf.recipe for leaf in leaves]
+    alone = [] if dataset is None or isinstance(dataset, Mixture) else [dataset.recipe]
+    recipes = [leaf.dataset.recipe for leaf in dataset.leaves] if isinstance(dataset, Mixture) else alone
     known = recipes[0].modalities if recipes else {}  # as batches of a mixture have them
     dummies = {name: known[name].dummy().tokens if name in known else 1 for name in index.modalities[1:]}
     layouts = padding_of_layouts(
