@@ -20,6 +20,7 @@ _CHANCE: Final = 4
 """A rank may have this many standard deviations more failures than its part of the share."""
 _UNKNOWN_FLOOR: Final = 10
 """Failures that a data set of unknown length may have, however few samples were delivered."""
+_LISTED: Final = '`orchdata verify PATHS --out bad.jsonl` lists bad samples, and quarantine="bad.jsonl" leaves them out'
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class FailureBudget:
 
     def _add(self, failures: Sequence[DataError], lost: int = 0) -> None:
         if self._policy.action == "raise":
+            failures[0].add_note(f"Of shards, {_LISTED}.")
             raise failures[0]
         self._stats.add_failures(failures, lost=lost)
         if self._policy.handler is not None:
@@ -184,8 +186,7 @@ def over_budget(policy: ErrorPolicy, what: str, *, count: int, num_samples: int,
     of = "" if share is None else f" ({percent(share)})"
     more = f"{count}" if share is None or not num_samples else f"Fraction({ceil(100 * count / num_samples)}, 100)"
     return (
-        f"{what}, the policy allows {allowed}{of}: {reasons}. Of shards, `orchdata verify PATHS --out bad.jsonl` lists "
-        'them, and quarantine="bad.jsonl" leaves them out; or repair them, or allow more: '
+        f"{what}, the policy allows {allowed}{of}: {reasons}. Of shards, {_LISTED}; or repair them, or allow more: "
         f'on_error=od.ErrorPolicy("skip", max_failures={more}); None allows any number'
     )
 
