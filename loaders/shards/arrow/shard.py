@@ -7,56 +7,48 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
+from orchdata.loaders.errors import one_line
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import NEVER, Columns, TooLarge, reading_of
-from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
 from orchdata.loaders.shards.parquet.cells import (
     field_clash,
     plan_columns,
     renamed,
 )
-from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, running_sums
-from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.shards.parquet.file import Refused, most_rows, running_sums
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnShard, DecodedColumn
-from orchdata.loaders.shards.shard import facts_of
-from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
 _SCAN_ROWS: Final = 16
-_FREE_ROWS: Final = 1 << 16
 
 
 class ArrowReader:
     """An Arrow file whose descriptions were read. Safe from many threads.
 
     Attributes:
-        schema, columns, ignored, key, starts, promised_rows: as of a ParquetReader; a batch is a row group.
+        schema, columns, ignored, key, starts, promised_rows, met: as of a ParquetReader; a batch is a row group.
     """
 
-    def __init__(
-        self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED, met: Met | None = None
-    ) -> None:
-        """Read its layout. Raises Refused, or pyarrow's own errors.
+    kind: ClassVar = "Arrow stream"
 
-        Args:
-            met: counts the names of renamed columns.
-        """
+    def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
+        """Read its layout. Raises Refused, or pyarrow's own errors."""
         self._limits = limits
         self._file = file
         self._layout = read_layout(file)
         self._values = Columns(file, self._layout, limits.column_bytes)
         stored = self._layout.schema
         self.schema = renamed(stored, rules)
-        if met is not None:
-            met.add(stored.names)
+        met = Met(rules.names)
+        met.add(stored.names)
+        self.met = met.counts
         self._stored_names = {new: old for old, new in rules.names if old in stored.names}
         self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
         if (clash := field_clash(self.columns)) is not None:
@@ -88,8 +80,11 @@ class ArrowReader:
             raise Refused("no samples: the file has no rows")
         if rows > limits.shard_rows:
             raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
-        if rows > max(_FREE_ROWS, limits.decompression_ratio * self._file.size / INDEX_BYTES_OF_A_ROW):
+        if not self.plausible_rows():
             raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
+
+    def plausible_rows(self) -> int:
+        return self.promised_rows if self.promised_rows <= most_rows(self._limits, self._file.size) else 0
 
     def nulls(self, name: str) -> int:
         """Return how many rows of a column are null by its type; a file has no statistics."""
@@ -136,33 +131,7 @@ class ArrowReader:
 class ArrowShard(ColumnShard):
     """A file of an Arrow stream."""
 
-    kind, reader = "Arrow stream", ArrowReader
-
-    def checksum(self) -> str:
-        """Return the checksum of the whole content."""
-        return ContentDigest(self._file).hexdigest()
-
-    def facts(self) -> Facts:
-        """Read all cells of the columns with media or text. Bad data become rows with an error."""
-        ignored: dict[str, int] = {}
-        met = Met(self._rules.names)
-        lost = 0
-        try:
-            table, ignored = scan(ArrowReader(self._file, self._limits, self._rules, met), self._limits)
-        except NOT_DATA:
-            raise
-        except Refused as error:
-            table, lost = shard_failure(str(error)), max(1, self.size)
-        except (pa.ArrowException, ValueError, RecursionError) as error:
-            pass_trouble(error)
-            table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
-        checksum = self.checksum()
-        self._file.check_unchanged()
-        more = {"ignored": ignored, "met": met.counts, "lost_bytes": lost}
-        return facts_of(self, table, checksum, **more)
-
-    def _measured(self, reader: ArrowReader, rules: ColumnRules) -> FactsTable:
-        return scan(reader, self._limits).table
+    reader = ArrowReader
 
     def _scalar(self, reader: ArrowReader, group: int, name: str, row: int) -> pa.Scalar:
         cell = reader.cell(self._number, group, name, row)

@@ -1,4 +1,4 @@
-"""The child process that measures Parquet files: bytes read by its parent -> facts, or why there are none.
+"""The child process that measures Parquet and Arrow files: bytes read by its parent -> facts, or why there are none.
 
 It opens no file: the parent reads blocks into memory that both map, so the errors of a storage stay in the parent. A
 file that kills or hangs this process, or takes too much memory, only loses its own facts. Imports little: no torch.
@@ -6,6 +6,7 @@ file that kills or hangs this process, or takes too much memory, only loses its 
 
 from __future__ import annotations
 
+import importlib
 import math
 import mmap
 import os
@@ -25,7 +26,8 @@ from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
+from orchdata.loaders.shards.parquet.columns import RowReader
+from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
@@ -78,11 +80,13 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     size = int(request["size"])
     lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
     _allow_cpu(cpu_seconds(size, 0))
+    module, name = request["reader"]
+    reading: type[RowReader] = getattr(importlib.import_module(module), name)
     # Scan the file; a failure is an answer too, except that the parent's end ends this process.
     try:
         names = tuple((old, new) for old, new in request["names"])
         rules = ColumnRules(names, bool(request["all"]), tuple(request["kept"]), tuple(request["only"]))
-        reader = ParquetReader(_ParentFile(size, replies, shared), limits, rules)
+        reader = reading(_ParentFile(size, replies, shared), limits, rules)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
@@ -104,9 +108,9 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
         broken = failed_import(error)
         if broken is None:
-            _send(replies, {"failure": f"not a readable Parquet file: {one_line(error)}"})
+            _send(replies, {"failure": f"not a readable {reading.kind}: {one_line(error)}"})
         else:
-            _send(replies, {"broken": package_error(broken.cause, "reading Parquet", broken.package).args})
+            _send(replies, {"broken": package_error(broken.cause, f"reading a {reading.kind}", broken.package).args})
     else:
         more = {"ignored": ignored, "met": reader.met}
         _send(replies, {"facts": {"bytes": len(facts), **more}}, memoryview(facts))

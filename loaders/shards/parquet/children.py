@@ -1,4 +1,4 @@
-"""Measuring Parquet files in child processes, so that a file that crashes the Parquet library does not end the build.
+"""Measuring Parquet and Arrow files in child processes, so that a file that crashes their library ends no build.
 
     build --measuring()--> children, started when they are needed, reused, ended with the block
     file --measure()--> facts or the reason why there are none, and the checksum of its content
@@ -21,8 +21,9 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.facts_table import FactsTable, shard_failure
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
+from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.child import memory_bytes
+from orchdata.loaders.shards.parquet.columns import RowReader
 from orchdata.loaders.shards.parquet.process import Died, MeasuringProcess, Scanned
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -62,18 +63,18 @@ def measuring() -> Iterator[None]:
         _pool.leave()
 
 
-def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> Measurement:
-    """Measure a Parquet file in a child process; outside a `measuring` block, in a new one.
+def measure(file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader]) -> Measurement:
+    """Measure a file by a reader, in a child process; outside a `measuring` block, in a new one.
 
     Raises:
         StorageError: no child can be started, children are killed from outside, or the file takes far too long. Also
             raises the errors of `file`.
     """
-    digest = ContentDigest(file)
+    digest, library = ContentDigest(file), f"the {reader.kind.split()[0]} library"
     for attempt in (1, 2):
-        child = _pool.take(file.url)
+        child = _pool.take(file.url, fresh=attempt == 2)
         try:
-            scanned = child.measure(file, limits, rules, digest)
+            scanned = child.measure(file, limits, rules, reader, digest)
         except Died as death:
             _pool.discard(child)
             if child.unwanted:
@@ -82,14 +83,14 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) ->
                 raise StorageError(file.url, f"the process that measures it {death}, twice: is memory short?") from None
             if death.slow:
                 reason = (
-                    f"the Parquet library {death}, a hundred times as much as files of this size take. Slowness does "
+                    f"{library} {death}, a hundred times as much as files of this size take. Slowness does "
                     "not mark a file as bad, so the build ends: write the file again, or leave it out"
                 )
                 raise StorageError(file.url, reason, errno.ETIME) from None
             if attempt == 2 and not death.of_the_file and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if attempt == 2 and not death.external:
-                return _measurement(f"the Parquet library {death}", child.promised_rows, digest)
+                return _measurement(f"{library} {death}", child.promised_rows, digest)
         except BaseException:
             _pool.discard(child)  # it still waits for an answer
             raise
@@ -136,9 +137,9 @@ class _Pool:
         for child in idle:
             child.close()
 
-    def take(self, url: str) -> MeasuringProcess:
+    def take(self, url: str, *, fresh: bool = False) -> MeasuringProcess:
         with self._lock:
-            child = self._idle.pop() if self._idle else None
+            child = self._idle.pop() if self._idle and not fresh else None
         if child is not None and not child.alive:
             child.close()
             return self.take(url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -12,16 +12,23 @@ from orchdata.loaders.shards.parquet.cells import Columns
 
 
 class RowReader(Protocol):
-    """A reader of rows in groups: a ParquetReader, or one of another format."""
+    """A reader of rows in groups: a ParquetReader, or one of another format.
 
+    Attributes:
+        kind: what messages call such a file.
+    """
+
+    kind: ClassVar[str]
     schema: pa.Schema
     columns: Columns
     ignored: list[str]
     key: str | None
     starts: Any
     promised_rows: int
+    met: dict[str, int]
 
     def check(self) -> None: ...
+    def plausible_rows(self) -> int: ...
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
     def nulls(self, name: str) -> int: ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +39,11 @@ class Refused(Exception):
     """The file can be read, but cannot be used as a shard; the message is the reason."""
 
 
+def most_rows(limits: Limits, size: int) -> float:
+    """Return how many rows a file of so many bytes may have."""
+    return max(_FREE_ROWS, limits.decompression_ratio * size / INDEX_BYTES_OF_A_ROW)
+
+
 class ParquetReader:
     """A Parquet file with a valid footer. Not safe from several threads.
 
@@ -49,6 +54,8 @@ class ParquetReader:
         promised_rows: number of rows in the whole file according to the footer.
         met: rows of the columns with names of `rules`, as stored.
     """
+
+    kind: ClassVar = "Parquet file"
 
     def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         """Read the footer. Raises the errors of the storage, and pyarrow's errors for a damaged file."""
@@ -120,14 +127,11 @@ class ParquetReader:
 
     def plausible_rows(self) -> int:
         """Return the number of rows according to the footer; 0 if the file is too small for them."""
-        return self.promised_rows if 0 <= self.promised_rows <= self._most_rows() else 0
-
-    def _most_rows(self) -> float:
-        return max(_FREE_ROWS, self._limits.decompression_ratio * self._size / INDEX_BYTES_OF_A_ROW)
+        return self.promised_rows if 0 <= self.promised_rows <= most_rows(self._limits, self._size) else 0
 
     def _check_density(self, what: str, count: int) -> None:
         ratio = self._limits.decompression_ratio
-        if count > self._most_rows():
+        if count > most_rows(self._limits, self._size):
             raise Refused(
                 f"{count} {what} in a file of {self._size} bytes, above Limits.decompression_ratio={ratio:g} "
                 f"at {INDEX_BYTES_OF_A_ROW} bytes of memory each"

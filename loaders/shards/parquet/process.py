@@ -1,4 +1,4 @@
-"""The parent's side of a child process that measures Parquet files: start it, serve it, notice how it ends.
+"""The parent's side of a child process that measures files: start it, serve it, notice how it ends.
 
 parent --request--> child --block wanted--> parent --reads it into memory that both map--> child --facts--> parent
 """
@@ -25,6 +25,7 @@ from orchdata.loaders.memory import UnmeasuredError, measured_at
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.child import cpu_seconds
+from orchdata.loaders.shards.parquet.columns import RowReader
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -35,7 +36,7 @@ _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
 _CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
 """Signals that a process causes itself. Others come from outside, as SIGBUS of a full or lost disk does."""
-_NOT_STARTED = "the process that measures Parquet files cannot be started"
+_NOT_STARTED = "the process that measures shards cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from orchdata.loaders.shards.parquet.child import main; main(given['window'], given['life'])"
@@ -120,7 +121,9 @@ class MeasuringProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def measure(self, file: Storage, limits: Limits, rules: ColumnRules, digest: ContentDigest) -> Scanned | str:
+    def measure(
+        self, file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader], digest: ContentDigest
+    ) -> Scanned | str:
         """Return facts, ignored columns, the names of `rules` that were met and media names that are not read, or the
         reason why there are none.
 
@@ -128,7 +131,8 @@ class MeasuringProcess:
         """
         self.promised_rows = 0
         try:
-            send(self._requests, {"size": file.size, "limits": asdict(limits), **rules._asdict()})
+            by = reader.__module__, reader.__qualname__
+            send(self._requests, {"size": file.size, "limits": asdict(limits), "reader": by, **rules._asdict()})
             while True:
                 patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
                 kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))

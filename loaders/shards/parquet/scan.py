@@ -1,6 +1,6 @@
 """One pass over a Parquet or Arrow file: cells -> rows of the facts, with the headers of media.
 
-For Parquet it runs in a child process (see `children`), because the first decoding of a file may crash the library.
+It runs in a child process (see `children`), because the first decoding of a file may crash the library.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
+from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
@@ -98,8 +98,6 @@ class ColumnShard:
 
     is_new = False
     packed = False
-    kind: ClassVar[str]
-    """What messages call such a file."""
     reader: ClassVar[type[Any]]
     """Reads its descriptions: of a file, limits, rules."""
 
@@ -114,6 +112,28 @@ class ColumnShard:
         self._lock = threading.Lock()
         self._closed = False
         self._reader: Any = None
+
+    def checksum(self) -> str:
+        """Return the checksum of the whole content; computed once per process and version of the file."""
+        key = (self.url, self.size, self.version)
+        if key not in _checksums:
+            _checksums[key] = ContentDigest(self._file).hexdigest()
+        return _checksums[key]
+
+    def facts(self) -> Facts:
+        """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
+        if self.size == 0:
+            table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
+            met: dict[str, int] = {}
+        else:
+            measured = measure(self._file, self._limits, self._rules, self.reader)
+            table, ignored, checksum = measured.table, measured.ignored, measured.checksum
+            failed, met = measured.failed, measured.met
+            lost = measured.promised_rows if failed else 0
+        self._file.check_unchanged()
+        lost_bytes = max(1, self.size) if failed else 0
+        lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
+        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -136,11 +156,14 @@ class ColumnShard:
     def columns(self, names: Sequence[str]) -> ColumnValues:
         """Read whole columns, which are measured first. Raises ShardError, and as `facts`."""
         rules = self._rules._replace(all=False, kept=(), only=tuple(names))
-        with as_failure(partial(ShardError, self.url), f"not a readable {self.kind}"):
+        with as_failure(partial(ShardError, self.url), f"not a readable {self.reader.kind}"):
             reader = self.reader(self._file, self._limits, rules)
             if not reader.columns:
                 return ColumnValues([], {}, {})
-            columns = read_columns(reader, self._measured(reader, rules))
+            measured = measure(self._file, self._limits, rules, self.reader)
+            if measured.failed:
+                raise ShardError(self.url, measured.table.errors[0])
+            columns = read_columns(reader, measured.table)
             self._file.check_unchanged()
             return columns
 
@@ -154,9 +177,6 @@ class ColumnShard:
             self._file.close()
         COLUMNS.forget(self._number)
 
-    def _measured(self, reader: Any, rules: ColumnRules) -> FactsTable:
-        raise NotImplementedError
-
     def _scalar(self, reader: Any, group: int, name: str, row: int) -> pa.Scalar:
         raise NotImplementedError
 
@@ -168,7 +188,7 @@ class ColumnShard:
     def _open(self) -> Any:
         with self._lock:
             if self._reader is None:
-                with as_failure(partial(ShardError, self.url), f"not a readable {self.kind}"):
+                with as_failure(partial(ShardError, self.url), f"not a readable {self.reader.kind}"):
                     self._reader = self.reader(self._file, self._limits, self._rules)
                     self._file.check_unchanged()
             return self._reader
@@ -177,29 +197,7 @@ class ColumnShard:
 class ParquetShard(ColumnShard):
     """A Parquet file; one thread at a time decodes it."""
 
-    kind, reader = "Parquet file", ParquetReader
-
-    def checksum(self) -> str:
-        """Return the checksum of the whole content; computed once per process and version of the file."""
-        key = (self.url, self.size, self.version)
-        if key not in _checksums:
-            _checksums[key] = ContentDigest(self._file).hexdigest()
-        return _checksums[key]
-
-    def facts(self) -> Facts:
-        """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
-        if self.size == 0:
-            table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
-            met: dict[str, int] = {}
-        else:
-            measured = measure(self._file, self._limits, self._rules)
-            table, ignored, checksum = measured.table, measured.ignored, measured.checksum
-            failed, met = measured.failed, measured.met
-            lost = measured.promised_rows if failed else 0
-        self._file.check_unchanged()
-        lost_bytes = max(1, self.size) if failed else 0
-        lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
-        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
+    reader = ParquetReader
 
     def chunk_bytes(self, fields: Sequence[str]) -> list[tuple[int, int]]:
         """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it.
@@ -209,12 +207,6 @@ class ParquetShard(ColumnShard):
         reader: ParquetReader = self._open()
         found = [column_of(reader.columns, field) for field in fields]
         return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
-
-    def _measured(self, reader: ParquetReader, rules: ColumnRules) -> FactsTable:
-        measured = measure(self._file, self._limits, rules)
-        if measured.failed:
-            raise ShardError(self.url, measured.table.errors[0])
-        return measured.table
 
     def _scalar(self, reader: ParquetReader, group: int, name: str, row: int) -> pa.Scalar:
         return self._decoded(reader, group, name)[row]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hostile_arrow import Case, good_files, huge_batch, mutations, try_cases, written
+from hostile_arrow import Case, good_files, huge_batch, mutations, scanned, try_cases, written
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.limits import Limits
@@ -29,8 +29,10 @@ def opened(folder: Path, data: bytes, limits: Limits | None = None) -> ArrowShar
 
 
 def facts(folder: Path, data: bytes, limits: Limits | None = None) -> FactsTable:
-    with closing(opened(folder, data, limits)) as shard:
-        return shard.facts().table
+    path = folder / "a.arrow"
+    path.write_bytes(data)
+    table: FactsTable = scanned(path, limits or Limits())
+    return table
 
 
 def chats(values: list[Any], **fields: pa.DataType) -> pa.Table:
