@@ -76,9 +76,7 @@ def index(
     share: Annotated[
         str | None, typer.Option(metavar="I/N", help="Index the I-th of N parts of the shards, from 1, for --merge.")
     ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write one index of the index files that PATHS name, in their order.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write one index of the index files that PATHS name.")] = False,
     force: Annotated[bool, typer.Option("--again", help="Scan every shard again, fresh or not.")] = False,
     jobs: Annotated[
         int | None,

@@ -114,7 +114,8 @@ class NamedFile:
 
 
 def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
-    """Write one index of the shards of several index files, in their order. Return how many shards it has.
+    """Write one index of the shards of several index files, in the order of their parts, or else as given. Return how
+    many shards it has.
 
     Raises ValueError if they are not of one recipe, lack a part, or have a shard twice; as `look` and `opened_copy`.
     """
@@ -124,6 +125,8 @@ def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
         if (file.recipe, file.verdicts, file.counts) != (recipe, *rules):
             raise ValueError(f"{file.url} is of another recipe, or of another release, than {found[0].url}")
     shares = {file.share for file in found} - {""}
+    if len({file.share.partition("/")[2] for file in found}) == 1:
+        found.sort(key=lambda file: int(file.share.partition("/")[0] or 0))
     for parts in {share.partition("/")[2] for share in shares}:
         if missing := [share for n in range(int(parts)) if (share := f"{n + 1}/{parts}") not in shares]:
             raise ValueError(f"parts {', '.join(missing[:9])} of the index are not among the files")

@@ -163,7 +163,7 @@ def test_parts_of_several_machines_become_the_index_of_one(
         new_cache(monkeypatch, tmp_path, f"machine-{number}")
         assert index(shards, "--share", f"{number}/3", "--out", part)["shards"] == SHARDS // 3
     new_cache(monkeypatch, tmp_path, "another")
-    said = index("--merge", *parts, "--out", tmp_path / "merged.index", recipe=())
+    said = index("--merge", *parts[::-1], "--out", tmp_path / "merged.index", recipe=())
     assert f"the index of {SHARDS} shards" in said
     heads = [head(tmp_path / name) for name in ("train.index", "merged.index")]
     assert heads[0].crcs == heads[1].crcs
