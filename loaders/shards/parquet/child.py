@@ -110,7 +110,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         if broken is None:
             _send(replies, {"failure": f"not a readable {reading.kind}: {one_line(error)}"})
         else:
-            _send(replies, {"broken": package_error(broken.cause, f"reading a {reading.kind}", broken.package).args})
+            _send(replies, {"broken": package_error(broken.cause, f"reading {reading.kind.split()[0]}", broken.package).args})
     else:
         more = {"ignored": ignored, "met": reader.met}
         _send(replies, {"facts": {"bytes": len(facts), **more}}, memoryview(facts))
