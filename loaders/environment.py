@@ -1,12 +1,11 @@
 """The Python environment: finds the package that an exception comes from, and the fix for a missing or broken one.
 
 Python removes the frames of its import machinery from most tracebacks. So an exception of an import is recognized by
-the remaining frames: one at an `import` statement, the body of a module, or `importlib.import_module`.
+the remaining frames: the body of a module, or `importlib.import_module`.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
 import re
 import sys
@@ -17,7 +16,6 @@ from types import FrameType, ModuleType
 from typing import Final, NamedTuple
 
 OWN: Final = "orchdata"
-_IMPORTS: Final = frozenset(dis.opmap[name] for name in ("IMPORT_NAME", "IMPORT_FROM") if name in dis.opmap)
 _BOOTSTRAP: Final = "<frozen importlib._bootstrap"
 _MOST_CAUSES: Final = 16
 
@@ -74,21 +72,17 @@ def _imports(error: BaseException) -> Iterator[str]:
     """Yield the modules that were being imported when an exception was raised, outermost first; "" if unknown."""
     traceback = error.__traceback__
     while traceback is not None:
-        yield from _imported_by(traceback.tb_frame, traceback.tb_lasti)
+        yield from _imported_by(traceback.tb_frame)
         traceback = traceback.tb_next
 
 
-def _imported_by(frame: FrameType, at: int) -> Iterator[str]:
-    """Yield the module of which a frame is the body, and the one that its instruction `at` imports."""
+def _imported_by(frame: FrameType) -> Iterator[str]:
+    """Yield the module that a frame of importlib imports, or of which a frame is the body."""
     code, known = frame.f_code, frame.f_globals
     if code.co_filename.startswith(_BOOTSTRAP) or code is importlib.import_module.__code__:
         yield str(frame.f_locals.get("name", ""))
     if code.co_name == "<module>" and known.get("__spec__") is not None and known.get("__name__") != "__main__":
         yield str(known["__name__"])
-    if 0 <= at < len(code.co_code) and code.co_code[at] in _IMPORTS:
-        instruction = next((each for each in dis.get_instructions(code) if each.offset == at), None)
-        is_absolute = instruction is not None and instruction.opname == "IMPORT_NAME" and instruction.argval
-        yield str(instruction.argval) if is_absolute and instruction else str(known.get("__package__") or "")
 
 
 def requirements(extra: str = "") -> dict[str, str]:
