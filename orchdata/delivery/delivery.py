@@ -24,10 +24,12 @@ from orchdata.engines.engine import Engine
 from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
+from orchdata.planning.layout import Padded
 from orchdata.ranks.parallel import Rank
 
 _MANY = 10
 """An epoch with this many failures that delivered nothing ends with an error."""
+_MUCH_PADDING = 0.3
 
 
 class Delivery:
@@ -64,6 +66,7 @@ class Delivery:
         self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
         self._pace = _Pace()
+        self._warns = not rank.rank
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
@@ -173,13 +176,29 @@ class Delivery:
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
+        if self._warns and not self._stats.num_steps % _Pace.STEPS:
+            self._warn_of_waste()
         return built
+
+    def _warn_of_waste(self) -> None:
+        """Warn once, by what was measured, of much padding, and of shards that are read over and over."""
+        stats, shards = self._stats.as_dict(), self._spec.shards
+        is_padded, reads = isinstance(self._spec.layout, Padded), stats["reads"]
+        padding = stats["padding_if_padded"] if is_padded else 1 - (stats["fill"] or 1.0)
+        if padding > _MUCH_PADDING:
+            less = "od.Packed() has none. `orchdata profile` compares layouts"
+            warn_once("padding", f"{padding:.0%} of the LLM positions so far are padding: {less}")
+        if shards is not None and reads and reads["storage_bytes"] > 2 * reads["used_bytes"]:
+            read, whole = reads["storage_bytes"], sum(shard.size for shard in shards.index.shards)
+            less = 'small row groups, or balance="grouped" with shuffle=od.Shuffle(streams=<groups>), take less'
+            if read > whole:
+                warn_once("reads", f"this rank has read {read:,} bytes of shards that have {whole:,} in all: {less}")
 
 
 class _Pace:
     """Warns once that worker processes may be faster, if a loop that computes often waits for threads."""
 
-    _STEPS = 50
+    STEPS = 50
     _SHARES = (0.2, 0.9)  # of a loop's time; a loop that waits all the time computes nothing
 
     def __init__(self) -> None:
@@ -195,7 +214,7 @@ class _Pace:
         self._steps += 1
         self._waited += waited
         share = self._waited / max(asked + waited - self._begun, 1e-9)
-        if self._steps == self._STEPS and self._SHARES[0] < share < self._SHARES[1]:
+        if self._steps == self.STEPS and self._SHARES[0] < share < self._SHARES[1]:
             warn_once(
                 "threads are waited for",
                 f"this loop spent {share:.0%} of its time waiting for batches that threads of its process build: they "

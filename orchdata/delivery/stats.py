@@ -51,7 +51,7 @@ class Stats:
     def _begin(self) -> None:
         """Begin an interval."""
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._steps = 0
+        self.num_steps = 0
         self._waiting_seconds = 0.0
         self._seconds: Counter[str] = Counter()
         self._totals = {figure.name: figure.start for figure in FIGURES}
@@ -60,7 +60,7 @@ class Stats:
         self.torch.waiting_seconds = 0.0
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
-        self._steps += 1
+        self.num_steps += 1
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
         for figure in FIGURES:
@@ -118,7 +118,7 @@ class Stats:
         return found
 
     def _as_dict(self) -> dict[str, Any]:
-        torch, num_steps = self.torch, self._steps + self.torch.steps
+        torch, num_steps = self.torch, self.num_steps + self.torch.steps
         steps, totals = max(1, num_steps), self._totals
         if torch.steps:
             plain = plain_figures(torch.steps, torch.samples)
