@@ -8,7 +8,6 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from orchdata.building.spec import BuildSpec
 from orchdata.loaders.errors import ContainerError, OrchdataError
 
 _MAX_DEPTH = 16
@@ -24,20 +23,6 @@ def pickles(value: Any) -> bool:
     except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
         return False
     return True
-
-
-def pickle_spec(spec: BuildSpec) -> bytes:
-    """Return the spec as bytes; `pickle.loads(...).open()` builds the same steps in a fresh process.
-
-    Raises:
-        TypeError: names the member that does not pickle, as in "recipe.text.tokenizer is a lambda", and the way out.
-        StorageError: a part that is sent as a file could not be written to the cache folder.
-    """
-    try:
-        return pickle.dumps(spec, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        explain_pickling(spec, error)
-        raise
 
 
 def explain_pickling(

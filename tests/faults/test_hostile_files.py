@@ -35,7 +35,6 @@ FIELDS = IMAGE_FIELDS + AUDIO_FIELDS + TEXT_FIELDS
 COLUMNS = ("image", "audio", "text", "binary", "images", "audio_struct")
 """Columns of a Parquet file that every file is a cell of; see `cells`."""
 
-SOME_FIELDS = ("jpg", "wav", "mp3", "txt", "json", "txt.gz")
 CPU_SECONDS = 60
 
 

@@ -1,4 +1,4 @@
-"""Augmentations and modalities that draw, as a user would write them: of the generator that they get, and otherwise."""
+"""Augmentations, as a user would write them: of the generator that they get, and otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from own_modalities import Points
 from shard_factory import RECIPE
 
 import orchdata as od
@@ -44,34 +43,6 @@ def recipe(augment: Any = noisy, **options: Any) -> od.Recipe:
     """Small images, augmented, and short audio."""
     sizes = {"patch_size": 8, "min_tokens": 1, "max_tokens": 12, "dtype": "uint8"}
     return od.Recipe(image=od.ImagePreprocessor(**{**sizes, **options}, augment=augment), audio=RECIPE.audio)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Jittered(Points):
-    """A cloud with noise."""
-
-    def decode(self, data: Any, limits: od.Limits, rng: np.random.Generator) -> Mapping[str, Any]:  # type: ignore[override]
-        points = super().decode(data, limits)["points"]
-        return {"points": points + rng.normal(size=points.shape).astype(np.float32)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed(Points):
-    """The same, written into the batch's own memory."""
-
-    def decode_into(  # type: ignore[override]
-        self, data: Any, size: od.PartSize, out: Mapping[str, Any], limits: od.Limits, rng: np.random.Generator
-    ) -> None:
-        super().decode_into(data, size, out, limits)
-        out["points"][:] += rng.normal(size=out["points"].shape).astype(np.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hidden(Jittered):
-    """Overrides what calls `decode`, without the generator."""
-
-    def decode_into(self, data: Any, size: od.PartSize, out: Mapping[str, Any], limits: od.Limits) -> None:
-        super().decode_into(data, size, out, limits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from spec_job import digest
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
-from orchdata.engines.pickling import pickle_spec
 from orchdata.engines.processes.engine import ProcessEngine, Workers
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
@@ -122,7 +121,7 @@ def test_a_fresh_process_builds_the_same_batches_of_every_spec(
 ) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))
     for name, (spec, tasks) in specs.items():
-        data = pickle_spec(spec)
+        data = pickle.dumps(spec)
         assert len(data) < 4000, name
         (tmp_path / name).write_bytes(pickle.dumps((data, tasks)))
     ended = subprocess.run([sys.executable, SPEC_JOB, tmp_path], capture_output=True, text=True, timeout=300)

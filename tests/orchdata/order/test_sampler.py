@@ -9,7 +9,6 @@ import pytest
 from map_dataset import Numbers
 
 import orchdata as od
-from orchdata.engines.pickling import pickle_spec
 from orchdata.order.steps import GlobalBatches, StepTask
 
 
@@ -41,7 +40,7 @@ def test_a_sampler_is_drawn_once_an_epoch_and_not_before_it_begins() -> None:
 
 def test_another_process_gets_the_rows_and_never_the_sampler() -> None:
     loader = od.DataLoader(Numbers(9), batch_size=2, sampler=Counting())
-    spec = pickle_spec(loader._runtime.prepared.spec)
+    spec = pickle.dumps(loader._runtime.prepared.spec)
     assert b"Counting" in spec and b"draws" not in spec  # its name, for errors
     task = next(loader._runtime.prepared.steps.tasks(0, 1, None, again=False))
     assert task.step == 1 and task.rows is not None and task.rows.tolist() == [3, 4]
