@@ -26,7 +26,6 @@ from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.shards.parquet.columns import RowReader
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
@@ -81,7 +80,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
     _allow_cpu(cpu_seconds(size, 0))
     module, name = request["reader"]
-    reading: type[RowReader] = getattr(importlib.import_module(module), name)
+    reading = getattr(importlib.import_module(module), name)  # a RowReader
     # Scan the file; a failure is an answer too, except that the parent's end ends this process.
     try:
         names = tuple((old, new) for old, new in request["names"])
@@ -110,7 +109,8 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         if broken is None:
             _send(replies, {"failure": f"not a readable {reading.kind}: {one_line(error)}"})
         else:
-            _send(replies, {"broken": package_error(broken.cause, f"reading {reading.kind.split()[0]}", broken.package).args})
+            doing = f"reading {reading.kind.split()[0]}"
+            _send(replies, {"broken": package_error(broken.cause, doing, broken.package).args})
     else:
         more = {"ignored": ignored, "met": reader.met}
         _send(replies, {"facts": {"bytes": len(facts), **more}}, memoryview(facts))
