@@ -148,17 +148,6 @@ class Notes(od.Container):
         return NotesShard(source)
 
 
-def write_tables() -> None:
-    """Write the files that are kept."""
-    import pyarrow.parquet as pq
-
-    texts = [_words(1 + draw(8, n) % 12, n) for n in range(13)]
-    table = pa.table({"id": [f"q{n}" for n in range(13)], "text": texts})
-    pq.write_table(table, FOLDER / "table.parquet", row_group_size=5)
-    with pa.ipc.new_stream(FOLDER / "table.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=6)
-
-
 def _omni_sample(shard: int, number: int) -> dict[str, Any]:
     seed = 100 * shard + number
     side, words = 16 * (1 + draw(3, seed) % 4), _words(1 + draw(4, seed) % 30, seed)

@@ -298,9 +298,6 @@ def main(folder: Path, end_at: int) -> None:
 
     limits = Limits(column_bytes=1 << 22, member_bytes=1 << 22, text_bytes=1 << 18, sample_parts=1 << 12)
 
-    def opened(path: Path) -> ArrowShard:
-        return ArrowShard(str(path), LocalFile(path), limits=limits)
-
     good: dict[str, list[tuple[int, int, int, str]]] = {}
     for name, data in good_files().items():
         path = folder / "good.arrow"
@@ -320,7 +317,7 @@ def main(folder: Path, end_at: int) -> None:
         path = folder / f"{number}.arrow"
         if not len(scanned(path, limits)):
             sys.exit("no facts, and no failure")
-        with closing(opened(path)) as shard:
+        with closing(ArrowShard(str(path), LocalFile(path), limits=limits)) as shard:
             _read(shard, good.get(schema, ()))
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - held
         if grown > MEMORY_BYTES:

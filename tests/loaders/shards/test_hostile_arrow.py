@@ -31,8 +31,7 @@ def opened(folder: Path, data: bytes, limits: Limits | None = None) -> ArrowShar
 def facts(folder: Path, data: bytes, limits: Limits | None = None) -> FactsTable:
     path = folder / "a.arrow"
     path.write_bytes(data)
-    table: FactsTable = scanned(path, limits or Limits())
-    return table
+    return scanned(path, limits or Limits())
 
 
 def chats(values: list[Any], **fields: pa.DataType) -> pa.Table:
