@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,7 +86,7 @@ class Columns:
         self._layout = layout
         self._most_bytes = most_bytes
         self._whole_names = {field.name for field in layout.schema if reading_of(field.type) == WHOLE}
-        self._column = lru_cache(_REMEMBERED)(self._read_column)
+        self._columns: dict[tuple[int, str], Column] = {}
 
     def is_whole(self, batch: int, names: Sequence[str]) -> bool:
         """Return whether a batch can only be read whole, for these columns."""
@@ -124,6 +123,14 @@ class Columns:
         Raises Refused: the description of the batch is impossible; ValueError: its offsets point outside of it.
         """
         return self._taken(self._column(batch, name), start, length)
+
+    def _column(self, batch: int, name: str) -> Column:
+        column = self._columns.get((batch, name))
+        if column is None:
+            if len(self._columns) >= _REMEMBERED:
+                self._columns.clear()
+            column = self._columns[batch, name] = self._read_column(batch, name)
+        return column
 
     def _read_column(self, batch: int, name: str) -> Column:
         message = self._layout.batches[batch]
