@@ -9,6 +9,7 @@ from orchdata.building.contents import IndexedShards
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Composition
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.shards.open import OpenShards
@@ -17,7 +18,7 @@ from orchdata.notices import warn_once
 
 _CHATS: Final = 100
 _OTHERS: Final = 20
-"""Samples that are no chats, after which no more are read."""
+"""Samples that are no chats, after which no more are read. They are spread over the data."""
 
 
 def warn_of_unended(shards: IndexedShards, rank: int = 0) -> None:
@@ -47,28 +48,34 @@ def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -
     """Return the number of chats that were rendered; 0 if one of them learns to stop."""
     chats = others = 0
     bad = shards.index.bad_rows()
-    for row in range(start, stop):
+    row, stride = start, max(1, 2 * (stop - start) // _OTHERS)
+    while row < stop and chats < _CHATS and others < _OTHERS:
         recipe = shards.recipe_of(row)
-        if chats == _CHATS or others == _OTHERS or recipe.text.learns_end:
+        if recipe.text.learns_end:
             break
-        place = bad.searchsorted(row)
-        if place < len(bad) and bad[place] == row:
-            continue
-        sample = StoredSample(shards.index, opened, row)
-        uses = uses_of(sample.members, recipe)
-        answer = None
-        try:
-            if uses.json or uses.other_text or recipe.record is not None:
-                answer = _last_answer(sample.composition(recipe))
-        except (DataError, FieldError):
-            continue  # it is reported when it is loaded
-        if answer is None:
+        is_bad = row in bad[bad.searchsorted(row) :][:1]
+        composition = None if is_bad else _composition(StoredSample(shards.index, opened, row), recipe)
+        answer = None if composition is None else _last_answer(composition)
+        if answer is None or composition is None:
             others += 1
-        elif recipe.text.is_ended(answer):
+            row += 1 if others % 2 else stride
+            continue
+        last = composition.segments[-1]
+        is_last = isinstance(last, TextSegment) and last.loss
+        if recipe.text.is_ended(answer) or (is_last and recipe.text.eos_token_id is not None):
             return 0
-        else:
-            chats += 1
+        chats += 1
+        row += 1
     return chats
+
+
+def _composition(sample: StoredSample, recipe: Recipe) -> Composition | None:
+    """Return the composition of a sample that may be a chat; None for another, or a bad one."""
+    uses = uses_of(sample.members, recipe)
+    try:
+        return sample.composition(recipe) if uses.json or uses.other_text or recipe.record is not None else None
+    except (DataError, FieldError):
+        return None  # it is reported when it is loaded
 
 
 def _last_answer(composition: Composition) -> str | None:

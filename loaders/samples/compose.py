@@ -232,6 +232,8 @@ def unread_in(
     has = {modality for modality, _ in parts} if parts else ()
     used: set[int | None] = {*composition.texts, *[member for _, member in parts]} if parts else {*composition.texts}
     for at, value, document in composition.records:
+        if at in composition.texts and document is not None and document.rest is not None:
+            continue  # it belongs to the chat
         name = "" if at is None else name_of_member(members[at].field)
         read = _keys_about_media(value, parts, members, recipe) if parts else ()
         names = names_of_record(value, document, recipe.rules, name, read, has)

@@ -155,9 +155,8 @@ class WholeWriter:
             spans.end(pre.eos_token_id)
         elif pre.eos_token_id is not None and self._trained:
             start, stop = self._trained[-1]
-            answer, rest = self._text()[start:stop], self._text()[stop:].strip()
-            if rest in ("", pre.ending) and not pre.is_ended(answer):
-                spans.end_answer(pre.eos_token_id)
+            if not pre.is_ended(self._text()[start:stop]):
+                spans.end_answer(pre.eos_token_id)  # no token after it carries loss
 
     def window(self, window: Window) -> list[Span]:
         """Return the spans of a piece, tokenized from its own text with some context. They are those of `close`, unless

@@ -79,14 +79,11 @@ class _Template:
 
     @cached_property
     def header(self) -> str | None:
-        """The text before each answer if the prompt for an answer lacks it: "" if blank, None if unknown."""
-        plain = self.of(self.asked)
-        if plain is not None and self.of(self.asked, prompt=True) != plain:
-            return ""
-        if plain is None or not self.answered.startswith(plain):
-            return None
-        header = self.answered[len(plain) :].partition(_ANSWER)[0]
-        return header if header.strip() else ""
+        """The text between a question and its answer: "" if blank, None if unknown."""
+        starts = self.of(self.asked), self.of(self.asked, prompt=True)
+        start = next((each for each in starts if each is not None and self.answered.startswith(each)), None)
+        header = None if start is None else self.answered[len(start) :].partition(_ANSWER)[0]
+        return header if header is None or header.strip() else ""
 
     def ways(self) -> tuple[_Template, ...]:
         """Templates for stretches: first with one tool and document, as few stretches show them; then with all."""
@@ -296,12 +293,18 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     if through is None or not text.startswith(through):
         return None
     before = rendering.by.of(messages[:turn], prompt=True)
-    header = rendering.by.header
-    if before is None or (header is None and before == rendering.by.of(messages[:turn])):
+    if before is None or not through.startswith(before):
         return None
-    before += header or ""
-    if not through.startswith(before):
-        return None
+    prompt = rendering.by.around[0]
+    if not (prompt.strip() and before.endswith(prompt)):
+        asked = rendering.by.of(messages[:turn])
+        if asked is not None and len(before) <= _common(
+            asked, through
+        ):  # the template has no prompt for an answer here
+            header = rendering.by.header
+            if header is None or not through.startswith(before + header):
+                return None
+            before += header
     end = through.rstrip()
     said = _last_text(messages[turn])
     # Blanks after an end mark belong to the template. Without a mark, the blanks (or the tail) end the turn.

@@ -148,7 +148,10 @@ def _listed(key: str, value: Any) -> list[Any] | None:
     if not isinstance(value, list):
         raise DecodeError(f"{key!r} next to the turns is a {type(value).__name__}, not a list")
     if key == "tools":  # a string of documents is a text
-        value = [_parsed(key, one) if isinstance(one, str) else one for one in value]
+        parsed = [_parsed(key, one) if isinstance(one, str) else one for one in value]
+        value = [tool for one in parsed for tool in (one if isinstance(one, list) else [one])]
+        if any(isinstance(tool, str) for tool in value):
+            raise DecodeError("'tools' next to the turns holds JSON in JSON: write each tool as an object")
     return value or None
 
 

@@ -191,8 +191,8 @@ class TextPreprocessor:
     def learns_end(self) -> bool:
         """Whether each chat learns an end token, or a text of the template, after its last answer."""
         if isinstance(self.template, JinjaTemplate):
-            return self.eos_token_id is not None or bool(learned_ending(self.template))
-        return self.eos_token_id is not None or bool(self.ending)
+            return (self.whole and self.eos_token_id is not None) or bool(learned_ending(self.template))
+        return bool(self.ending)
 
     def is_ended(self, answer: str) -> bool:
         """Whether an answer ends with what the template writes after it, or with an added token of a fast tokenizer."""

@@ -115,3 +115,19 @@ def test_chats_that_never_learn_to_stop_are_said_and_an_end_token_is_appended_wh
     else:
         assert ended_loss == [*loss[: last + 1], 1, *loss[last + 1 :]][: len(ended_ids)]
         assert ended_ids[: last + 2] == [*ids[: last + 1], end] and ended_ids[last + 2 :].count(end) == 0
+
+
+def test_chats_are_found_after_captions_and_learn_to_stop_before_a_last_question(tmp_path, recwarn):
+    question = {"role": "user", "content": "What?"}
+    chat = json.dumps([question, {"role": "assistant", "content": "A cat."}, question])
+    path = write(tmp_path / "a.parquet", [{"text": "one", "messages": None}] * 30 + [{"messages": chat}] * 20)
+    plain = recipe_of(LLAVA)
+    ids, loss = arrived(path, plain)["30"]
+    assert any("never learn to stop" in str(each.message) for each in recwarn)
+    recwarn.clear()
+    end = hf_tokenizer(LLAVA).convert_tokens_to_ids("<|im_end|>")
+    ended = dataclasses.replace(plain, text=dataclasses.replace(plain.text, eos_token_id=end))
+    at = len(loss) - loss[::-1].index(1)
+    assert at < len(loss)
+    assert arrived(path, ended)["30"] == ([*ids[:at], end, *ids[at:]], [*loss[:at], 1, *loss[at:]])
+    assert not any("never learn to stop" in str(each.message) for each in recwarn)

@@ -220,6 +220,11 @@ def test_the_header_of_an_answer_is_not_learned_where_the_template_has_no_prompt
     chat = [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, {**ANSWER, "content": "Response:"}]
     for template in (body, system_first + body, body + "{% if add_generation_prompt %}### Response:\n{% endif %}"):
         assert decoded(recipe_of(template), chat)[1] == "It rains.</s>Response:</s>"
+    after_a_question = "{% if add_generation_prompt and messages[-1].role == 'user' %}### Response:\n{% endif %}"
+    twice = [*chat, {"role": "tool", "content": "It is 5."}, ANSWER, ANSWER]
+    assert decoded(recipe_of(body + after_a_question), twice)[1] == "It rains.</s>Response:</s>" + 2 * "It rains.</s>"
+    no_prompt = body + "{% if not add_generation_prompt %}---{% endif %}"
+    assert decoded(recipe_of(no_prompt), [ASK, ANSWER])[1].startswith("It rains.</s>")
 
 
 def test_alpaca_records_are_chats():
@@ -369,10 +374,11 @@ def test_odd_chats_are_read_or_refused_and_nothing_else():
 def test_tools_may_each_be_json_in_a_string():
     recipe, chat = recipe_of(QWEN3), openai()["messages"]
     whole = composed(recipe, {"messages": chat, "tools": [TOOL, TOOL]})
-    for tools in ([json.dumps(TOOL)] * 2, [TOOL, json.dumps(TOOL)]):
+    for tools in ([json.dumps(TOOL)] * 2, [TOOL, json.dumps(TOOL)], [json.dumps([TOOL, TOOL])]):
         assert composed(recipe, {"messages": chat, "tools": tools}) == whole
-    with pytest.raises(FieldError, match="no JSON"):
-        composed(recipe, {"messages": chat, "tools": ["get_weather(city)"]})
+    for tool, error in (("get_weather(city)", "no JSON"), (json.dumps(json.dumps(TOOL)), "JSON in JSON")):
+        with pytest.raises(FieldError, match=error):
+            composed(recipe, {"messages": chat, "tools": [tool]})
 
 
 def test_a_chat_whose_answers_are_all_masked_has_no_loss():

@@ -205,6 +205,14 @@ def test_keys_of_turns_that_neither_the_library_nor_the_template_names(
     assert "'messages[].meta' (1)" in message and "messages[].meta.x" not in message
 
 
+def test_tools_in_a_member_of_their_own_are_read(tmp_path: Path) -> None:
+    turns = json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ho"}]).encode()
+    members = {"messages.json": turns, "tools.json": b'[{"name": "f"}]', "meta.json": b'{"score": 1}'}
+    shards = write_shard(tmp_path / "a.tar", [{"__key__": "0", **members}])
+    text = od.TextPreprocessor(template=od.ChatTemplate.from_jinja("{{ tools }}" + TEMPLATE))
+    assert names_of(od.ShardDataset(shards, recipe=od.Recipe(text=text))) == {"score": 1}
+
+
 def test_the_table_has_all_names_and_the_exit_code_is_0(tmp_path: Path) -> None:
     records(tmp_path, {"text": "abc", "weight": 0, "meta": {"id": 1}, "id": "x", "url": "u"})
     path = str(tmp_path / "a.jsonl")
