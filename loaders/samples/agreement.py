@@ -28,7 +28,8 @@ from orchdata.loaders.unread_names import is_empty
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
 SEVERAL_TEXTS: Final = (
-    "; a key ends at the first dot of a file's name: if they are several samples, rename the files without further dots"
+    "Recipe(record=...) reads all; a key ends at the first dot of a file's name: if they are several samples, rename the "
+    "files without further dots"
 )
 LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
 """Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""
@@ -140,8 +141,7 @@ def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
             chooses = ""
         raise FieldError(
             fields[1],
-            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}Recipe(record=...) reads all"
-            f"{SEVERAL_TEXTS}",
+            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}",
         )
 
 

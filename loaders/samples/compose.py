@@ -494,11 +494,19 @@ def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) 
             continue
         if chat is None:
             chat = index
-        elif (documents[chat].turns, documents[chat].chat) != (document.turns, document.chat):
+        elif _are_files(index, chat, members) or (documents[chat].turns, documents[chat].chat) != (
+            document.turns,
+            document.chat,
+        ):
             raise FieldError(
-                members[index].field, f"a second conversation, besides that of {members[chat].field}{SEVERAL_TEXTS}"
+                members[index].field, f"a second conversation, besides that of {members[chat].field}: {SEVERAL_TEXTS}"
             )
     return chat
+
+
+def _are_files(one: int, other: int, members: Sequence[Member]) -> bool:
+    """Whether two members have one suffix: then they may be files of two samples, also if they say the same."""
+    return members[one].field.rpartition(".")[2] == members[other].field.rpartition(".")[2]
 
 
 def _caption(documents: Mapping[int, Document], members: Sequence[Member], recipe: Recipe) -> list[tuple[int, str]]:
@@ -507,9 +515,9 @@ def _caption(documents: Mapping[int, Document], members: Sequence[Member], recip
     for index, document in documents.items():
         if document.text is None:
             continue
-        if chosen and document.text != chosen[0][1]:
+        if chosen and (_are_files(index, chosen[0][0], members) or document.text != chosen[0][1]):
             raise FieldError(
-                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}{SEVERAL_TEXTS}"
+                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}: {SEVERAL_TEXTS}"
             )
         chosen = chosen or [(index, document.text)]
     for index, _ in chosen:

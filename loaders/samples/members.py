@@ -180,7 +180,7 @@ def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Sequence[str]
     chooses = (*text_fields,) != TEXT_FIELDS
     for wanted in text_fields:
         chosen = [index for index, name in candidates if chooses and name == wanted]
-        if wanted == "txt" and not chooses:  # of `0.txt` and `0.b.txt` neither is known to be the sample's
+        if not chooses:  # of `0.txt` and `0.b.txt` neither is known to be the sample's
             chosen = [index for index, name in bare if name.rpartition(".")[2] == wanted]
         chosen = chosen or [index for index, name in bare if name == wanted]
         chosen = chosen or [index for index, name in bare if _TEXT_SUFFIXES.sub("", name) == wanted]

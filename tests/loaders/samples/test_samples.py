@@ -141,6 +141,7 @@ def test_parts_in_order(fields, spans):
         ),
         ({"txt_question": "a", "txt_answer": "b"}, "answer.txt", "rename the files without further dots"),
         ({"txt": "a", "txt_b": "b"}, "b.txt", "'txt', 'b.txt' are texts of one sample"),
+        ({"caption": "a", "caption_b": "b"}, "b.caption", "'caption', 'b.caption' are texts of one sample"),
     ],
 )
 def test_bad_samples_name_field_and_reason(fields, field, reason):

@@ -308,7 +308,10 @@ def test_two_json_members_must_not_say_two_things():
     assert caught.value.field == "b.json"
     with pytest.raises(FieldError, match=r"a second text, besides that of a\.json"):
         measured(a_json={"text": "one"}, b_json={"text": "other"})
-    assert measured(a_json=[ANSWER], b_json={"messages": [ANSWER]}).llm_tokens == len("[assistant]It rains.;")
+    for said in ({"messages": [ANSWER]}, {"text": "one"}):
+        with pytest.raises(FieldError, match=r"besides that of a\.json: Recipe\(record=\.\.\.\) reads all"):
+            measured(a_json=said, b_json=said)  # files of two samples may say the same
+    assert measured(messages=[ANSWER], json={"messages": [ANSWER]}).llm_tokens == len("[assistant]It rains.;")
     assert measured(a_json=[ANSWER], b_json={"width": 3}, c_json={"text": "a caption"}).used_members == [0]
 
 
