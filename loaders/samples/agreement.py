@@ -28,8 +28,8 @@ from orchdata.loaders.unread_names import is_empty
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
 RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
 SEVERAL_TEXTS: Final = (
-    "Recipe(record=...) reads all; a key ends at the first dot of a file's name: if they are several samples, rename the "
-    "files without further dots"
+    "Recipe(record=...) reads all; a key ends at the first dot of a file's name: if they are several samples, rename "
+    "the files without further dots"
 )
 LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
 """Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""

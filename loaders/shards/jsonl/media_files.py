@@ -8,8 +8,9 @@ import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Final, Protocol
+from unicodedata import normalize
 
 from orchdata.loaders.errors import DecodeError, StorageError
 from orchdata.loaders.storage.local import read_at
@@ -135,7 +136,7 @@ class MediaFolder:
 
     def _open_path(self, name: str) -> int:
         try:
-            path_fd = os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
+            path_fd = self._first_open(name)
         except OSError as error:
             reason = _NAME_ERRORS.get(error.errno or 0)
             if reason is None:
@@ -146,6 +147,15 @@ class MediaFolder:
             raise DecodeError(f"{shown_name(name)}: {reason}") from None
         self.has_files = True
         return path_fd
+
+    def _first_open(self, name: str) -> int:
+        try:
+            return os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            for form in () if name.isascii() else ("NFC", "NFD"):  # macOS writes another than other systems
+                with suppress(FileNotFoundError):
+                    return os.open(f"{self.root}/{normalize(form, name)}", os.O_PATH | os.O_CLOEXEC)
+            raise
 
     def _real_root(self) -> str:
         """Return the folder without links, with a slash at its end."""

@@ -151,6 +151,16 @@ def test_a_table_names_files_in_its_own_folder(root: Path) -> None:
     assert said[0] == photo(2, 168)
 
 
+def test_names_of_files_in_another_form_of_unicode_are_found(tmp_path: Path) -> None:
+    forms = ["caf\u00e9", "cafe\u0301"]
+    for form, other in (forms, forms[::-1]):
+        folder = tmp_path / str(len(form))
+        folder.mkdir()
+        (folder / f"{form}.jpg").write_bytes(photo(0, 56))
+        (folder / "metadata.csv").write_text(f"file_name,text\n{other}.jpg,abc\n{other}s.jpg,abc\n")
+        assert {*reasons(build_index([str(folder / "metadata.csv")], Recipe()))} == {f"{other}s.jpg"}
+
+
 def test_a_row_of_a_table_ends_at_a_line_break_alone(tmp_path: Path) -> None:
     # Unicode line ends are allowed in cells without quotes.
     texts = ["line\u2028separated", "form\x0cfeed", "next\x85line", "a\x1cb", 'a quoted "\r\n" break\u2029']
