@@ -10,7 +10,6 @@ from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import Composition
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.text.template import TextSegment
@@ -47,21 +46,17 @@ def warn_of_unended(shards: IndexedShards, rank: int = 0) -> None:
 def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -> int:
     """Return the number of chats that were rendered; 0 if one of them learns to stop."""
     chats = others = 0
-    bad = shards.index.bad_rows()
     row, stride = start, max(1, 2 * (stop - start) // _OTHERS)
     while row < stop and chats < _CHATS and others < _OTHERS:
         recipe = shards.recipe_of(row)
         if recipe.text.learns_end:
             break
-        is_bad = row in bad[bad.searchsorted(row) :][:1]
-        composition = None if is_bad else _composition(StoredSample(shards.index, opened, row), recipe)
-        answer = None if composition is None else _last_answer(composition)
-        if answer is None or composition is None:
+        trained = _last_trained(StoredSample(shards.index, opened, row), recipe)
+        if trained is None:
             others += 1
             row += 1 if others % 2 else stride
             continue
-        last = composition.segments[-1]
-        is_last = isinstance(last, TextSegment) and last.loss
+        answer, is_last = trained
         if recipe.text.is_ended(answer) or (is_last and recipe.text.eos_token_id is not None):
             return 0
         chats += 1
@@ -69,19 +64,18 @@ def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -
     return chats
 
 
-def _composition(sample: StoredSample, recipe: Recipe) -> Composition | None:
-    """Return the composition of a sample that may be a chat; None for another, or a bad one."""
+def _last_trained(sample: StoredSample, recipe: Recipe) -> tuple[str, bool] | None:
+    """Return the last text of a chat with loss, and whether the chat ends there; None for other samples, and chats
+    without loss.
+    """
     uses = uses_of(sample.members, recipe)
+    if not (uses.json or uses.other_text or recipe.record is not None):
+        return None
     try:
-        return sample.composition(recipe) if uses.json or uses.other_text or recipe.record is not None else None
+        composition = sample.composition(recipe)
     except (DataError, FieldError):
         return None  # it is reported when it is loaded
-
-
-def _last_answer(composition: Composition) -> str | None:
-    """Return the text with loss at the end of a chat; None for other samples, and chats without loss."""
-    if not composition.is_chat:
-        return None
     runs = groupby(composition.segments, lambda each: isinstance(each, TextSegment) and each.loss)
-    trained = ["".join(each.text for each in run if isinstance(each, TextSegment)) for loss, run in runs if loss]
-    return trained[-1] if trained else None
+    texts = ["".join(each.text for each in run if isinstance(each, TextSegment)) if loss else "" for loss, run in runs]
+    answer = next(filter(None, reversed(texts)), None)
+    return (answer, answer == texts[-1]) if composition.is_chat and answer is not None else None

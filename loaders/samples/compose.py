@@ -488,20 +488,15 @@ def _record_of_fields(
 
 def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
     """Return the member with the sample's conversation, or None."""
-    chat: int | None = None
-    for index, document in documents.items():
-        if document.turns is None and document.chat is None:
-            continue
-        if chat is None:
-            chat = index
-        elif _are_files(index, chat, members) or (documents[chat].turns, documents[chat].chat) != (
-            document.turns,
-            document.chat,
-        ):
+    chats = [index for index, document in documents.items() if document.is_chat]
+    for index in chats[1:]:
+        one, other = documents[chats[0]], documents[index]
+        if _are_files(index, chats[0], members) or (one.turns, one.chat) != (other.turns, other.chat):
             raise FieldError(
-                members[index].field, f"a second conversation, besides that of {members[chat].field}: {SEVERAL_TEXTS}"
+                members[index].field,
+                f"a second conversation, besides that of {members[chats[0]].field}: {SEVERAL_TEXTS}",
             )
-    return chat
+    return chats[0] if chats else None
 
 
 def _are_files(one: int, other: int, members: Sequence[Member]) -> bool:

@@ -177,14 +177,14 @@ def is_label(field: str) -> bool:
 
 def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Sequence[str]) -> tuple[int, ...]:
     bare = [(index, without_leading_number(name)) for index, name in candidates]
-    chooses = (*text_fields,) != TEXT_FIELDS
     for wanted in text_fields:
-        chosen = [index for index, name in candidates if chooses and name == wanted]
-        if not chooses:  # of `0.txt` and `0.b.txt` neither is known to be the sample's
+        if (*text_fields,) == TEXT_FIELDS:  # of `0.txt` and `0.b.txt` neither is known to be the sample's
             chosen = [index for index, name in bare if name.rpartition(".")[2] == wanted]
-        chosen = chosen or [index for index, name in bare if name == wanted]
-        chosen = chosen or [index for index, name in bare if _TEXT_SUFFIXES.sub("", name) == wanted]
-        chosen = chosen or [index for index, name in bare if name.endswith("." + wanted)]
+        else:
+            chosen = [index for index, name in candidates if name == wanted]
+            chosen = chosen or [index for index, name in bare if name == wanted]
+            chosen = chosen or [index for index, name in bare if _TEXT_SUFFIXES.sub("", name) == wanted]
+            chosen = chosen or [index for index, name in bare if name.endswith("." + wanted)]
         if chosen:
             return tuple(chosen)
     return ()

@@ -163,13 +163,6 @@ def loss_spans(
 
 
 @lru_cache(maxsize=64)
-def ending_of(template: JinjaTemplate) -> str:
-    """Return what a template writes after the last answer, without blanks around it."""
-    templates = (_Template(template, Inputs(), listed, Work()) for listed in (False, True))
-    return next((ending for each in templates if (ending := each.around[1].strip())), "")
-
-
-@lru_cache(maxsize=64)
 def learned_ending(template: JinjaTemplate) -> str:
     """Return what of the text after the last answer carries loss, without blanks around it."""
     for listed in (False, True):

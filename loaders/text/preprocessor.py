@@ -15,7 +15,7 @@ from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer, fast_tokenizer
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.loss_spans import ending_of, learned_ending
+from orchdata.loaders.text.loss_spans import learned_ending
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
@@ -182,17 +182,16 @@ class TextPreprocessor:
 
     @property
     def ending(self) -> str:
-        """What the template writes after the last answer, without blanks around it."""
+        """What the template writes after the last answer and has learned, without blanks around it."""
         if isinstance(self.template, JinjaTemplate):
-            return ending_of(self.template)
+            return learned_ending(self.template)
         return self.template.after(self.template.loss_roles[-1] if self.template.loss_roles else "").strip()
 
     @property
     def learns_end(self) -> bool:
         """Whether each chat learns an end token, or a text of the template, after its last answer."""
-        if isinstance(self.template, JinjaTemplate):
-            return (self.whole and self.eos_token_id is not None) or bool(learned_ending(self.template))
-        return bool(self.ending)
+        asked = self.eos_token_id is not None and self.whole and isinstance(self.template, JinjaTemplate)
+        return asked or bool(self.ending)
 
     def is_ended(self, answer: str) -> bool:
         """Whether an answer ends with what the template writes after it, or with an added token of a fast tokenizer."""
