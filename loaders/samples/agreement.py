@@ -140,8 +140,7 @@ def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
         if len({field.removesuffix(".gz") for field in fields}) < len(fields):
             chooses = ""
         raise FieldError(
-            fields[1],
-            f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}",
+            fields[1], f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}"
         )
 
 

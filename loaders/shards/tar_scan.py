@@ -16,11 +16,7 @@ from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import FactsTable, shard_failure
 from orchdata.loaders.shards.fields import SPARSE, SPLITS, Met, classify_renamed, nfc, printable
-from orchdata.loaders.shards.tar_walk import (
-    SparseError,
-    TarBatch,
-    read_sparse,
-)
+from orchdata.loaders.shards.tar_walk import SparseError, TarBatch, read_sparse
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.storage import Storage
 

@@ -20,15 +20,7 @@ from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage
-from orchdata.native.scan.tar import (
-    CONTENT,
-    END,
-    HEADER_BYTES,
-    MORE,
-    NUM_COLUMNS,
-    UNUSUAL,
-    scan_block,
-)
+from orchdata.native.scan.tar import CONTENT, END, HEADER_BYTES, MORE, NUM_COLUMNS, UNUSUAL, scan_block
 
 BLOCK_BYTES = 4096
 BLOCKS = 512

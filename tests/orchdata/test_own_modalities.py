@@ -15,18 +15,7 @@ import numpy as np
 import pytest
 import torch
 from own_modalities import Bad, Posed, Tracks, cloud, track
-from own_samples import (
-    EXPECTED,
-    OWN,
-    RECIPE,
-    SAMPLES,
-    carry,
-    delivered,
-    differ,
-    encoded,
-    features_of,
-    loader,
-)
+from own_samples import EXPECTED, OWN, RECIPE, SAMPLES, carry, delivered, differ, encoded, features_of, loader
 from shard_factory import RECIPE as PLAIN
 from shard_factory import write_shard
 

@@ -119,11 +119,7 @@ PARTS = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": 
     [
         ("messages", CHAT, CHAT),
         ("conversations", [{"from": "human", "value": "hi"}], [{"from": "human", "value": "hi"}]),
-        (
-            "messages",
-            PARTS,
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}],
-        ),
+        ("messages", PARTS, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]),
         (
             "conversations",
             {"from": ["human", "gpt"], "value": ["a", "b"]},

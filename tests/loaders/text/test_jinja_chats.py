@@ -7,16 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from chat_templates import (
-    CHATML,
-    HERMES,
-    NAMED,
-    QWEN2_VL,
-    QWEN3,
-    hf_tokenizer,
-    like_llama2,
-    untagged,
-)
+from chat_templates import CHATML, HERMES, NAMED, QWEN2_VL, QWEN3, hf_tokenizer, like_llama2, untagged
 from chats import TOOL, composed, media_chat, plain_chat, reference, tool_chat
 from jinja_chats import ANSWER, ASK, CALL, TAGGED, decoded, openai, recipe_of
 

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chat_templates import (
-    CHATML,
-    NAMED,
-    QWEN2_VL,
-    QWEN3,
-    hf_tokenizer,
-    untagged,
-)
+from chat_templates import CHATML, NAMED, QWEN2_VL, QWEN3, hf_tokenizer, untagged
 from chats import TOOL, composed, reference
 from jinja_chats import ANSWER, ASK, CALL, TAGGED, decoded, openai, recipe_of
 
