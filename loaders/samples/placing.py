@@ -29,9 +29,9 @@ def unplaced(
             raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
         count, wanted = len(media[name]), marks.count(name)
         if count < wanted:
-            way_out = f"where the mark is text, {_unmarked(name)}"
-            if isinstance(recipe.text.template, JinjaTemplate):
-                way_out = "its bytes are a field of the sample; where the mark is text, take it out of the data"
+            is_rendered = isinstance(recipe.text.template, JinjaTemplate)
+            unmarked = "take it out of the data" if is_rendered else _unmarked(name)
+            way_out = f"its bytes are a field or column of the sample; where the mark is text, {unmarked}"
             if recipe.record is not None:
                 way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
             raise FieldError(
