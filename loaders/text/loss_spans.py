@@ -290,10 +290,10 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
         return None
     prompt = rendering.by.around[0]
     if not (prompt.strip() and before.endswith(prompt)):
-        asked = rendering.by.of(messages[:turn])
-        if asked is not None and len(before) <= _common(
-            asked, through
-        ):  # the template has no prompt for an answer here
+        template = rendering.by.template
+        knows = "add_generation_prompt" in template.source + (template.tool_source or "")
+        asked = rendering.by.of(messages[:turn]) if knows else before
+        if asked is not None and len(before) <= _common(asked, through):  # no prompt for an answer here
             header = rendering.by.header
             if header is None or not through.startswith(before + header):
                 return None

@@ -51,7 +51,7 @@ class TextPreprocessor:
             with a tokenizer. For a fast one it is always a hash of its content.
         template: what surrounds the turns of a conversation; `ChatTemplate.from_jinja` takes that of a model.
         bos_token_id, eos_token_id: put at the start and end of every sample. The last carries loss if the token before
-            it does.
+            it does. In a chat of a jinja template and a fast tokenizer it is learned after the last answer without one.
         image_token_id, audio_token_id: stand in `input_ids` where features go. Default: 256 and 257 for bytes, 0
             with a tokenizer. Never carry loss.
         image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
