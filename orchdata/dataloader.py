@@ -31,7 +31,6 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Position, Progress
-from orchdata.notices import calling_trainer
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import make_plan
@@ -48,6 +47,8 @@ from orchdata.trainers import (
     check_counted_by_len,
     check_not_prepared,
     check_not_skipped,
+    check_validation,
+    is_loaded_by_trainer,
     lightnings_loop,
 )
 
@@ -296,7 +297,7 @@ class DataLoader(Generic[T_co]):
         other usable samples, or if the data set in each worker has its own state and the number of workers differs.
         """
         position = self._runtime.load_state(state, allow, self.num_workers)
-        self._progress.load(position, by_trainer=calling_trainer() is not None)
+        self._progress.load(position, by_trainer=is_loaded_by_trainer())
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch.
@@ -394,13 +395,18 @@ class DataLoader(Generic[T_co]):
         runtime, start = self._runtime, self._progress.start
         position = start.position
         ends = check_accumulation(runtime, lambda: runtime.known_count(position) is not None)
-        fit = lightnings_loop()
-        if fit is None:
+        loop = lightnings_loop()
+        if loop is None:
             return ends, None
-        watcher = LightningFit(fit, runtime)
+        is_known, num_steps = runtime.known_count(position) is not None, lambda epoch: runtime.count(Position(epoch))
+        if type(loop).__name__ == "_EvaluationLoop":
+            if is_known:
+                check_validation(loop, position, num_steps)
+            return ends, None
+        watcher = LightningFit(loop, runtime)
         watcher.check_accumulation()
-        if runtime.known_count(position) is not None:
-            watcher.check_epochs(position, lambda epoch: runtime.count(Position(epoch)))
+        if is_known:
+            watcher.check_epochs(position, num_steps)
         else:
             watcher.is_ahead = start.by_trainer and position.step > 0
         return ends, watcher

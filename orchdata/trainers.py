@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -203,6 +204,9 @@ class LightningFit:
             for sampler in (getattr(loader, "sampler", None) for loader in loop._combined_loader.flattened):
                 if isinstance(sampler, TrainerEpochs):
                     sampler.set_epoch(loop.epoch_progress.current.processed)
+        evaluated = getattr(loop.epoch_loop.val_loop._combined_loader, "flattened", ())
+        if any(getattr(each, "_runtime", None) is self._steps for each in evaluated):
+            raise ValueError(ONE_LOADER)
         self.check_accumulation()
 
     def item(self, position: Position) -> None:
@@ -237,31 +241,53 @@ class LightningFit:
     def close(self) -> None: ...
 
 
+def check_validation(loop: Any, start: Position, num_steps: Callable[[int], int]) -> None:
+    """Raise ValueError if evaluations in Lightning's fit would have other numbers of steps: it asks only once."""
+    if loop.trainer.state.fn == "fit":
+        limit = loop.trainer.limit_val_batches
+        most = limit if isinstance(limit, int) else math.inf
+        compare_epochs(
+            "Lightning", lambda epoch: min(num_steps(epoch), most), start.epoch, math.inf, "limit_val_batches"
+        )
+
+
+def is_loaded_by_trainer() -> bool:
+    """Return whether a trainer loads a state, also if a user's object around the loader passes it on."""
+    names = (frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
+    return calling_trainer() is not None or "_load_combined_loader_states" in names
+
+
 def lightnings_loop() -> Any:
-    """Return the fit loop of Lightning's Trainer if it leads to this call, but not by an evaluation; else None."""
+    """Return the loop of Lightning's Trainer that leads to this call, a `_FitLoop` or `_EvaluationLoop`, or None."""
     frame = sys._getframe(1) if "lightning" in sys.modules or "pytorch_lightning" in sys.modules else None
     while frame is not None:
         # The local variables of a user's frame are not read: it would keep them, a loader among them, alive.
         if str(frame.f_globals.get("__name__")).partition(".")[0] in ("lightning", "pytorch_lightning"):
             loop = frame.f_locals.get("self")
             if type(loop).__name__ in ("_EvaluationLoop", "_FitLoop"):
-                return loop if type(loop).__name__ == "_FitLoop" else None
+                return loop
         frame = frame.f_back
     return None
 
 
-def compare_epochs(trainer: str, num_steps: Callable[[int], float], first: int, num_epochs: float) -> None:
+def compare_epochs(
+    trainer: str, num_steps: Callable[[int], float], first: int, num_epochs: float, limit: str = "max_steps"
+) -> None:
     """Raise ValueError if epochs from `first` on have different numbers of steps, for a trainer that asks only once."""
     length = num_steps(first)
     for epoch in range(first + 1, first + int(min(num_epochs, _EPOCHS_COMPARED))):
         if (other := num_steps(epoch)) != length:
             raise ValueError(
                 f"epochs {first} and {epoch} of this DataLoader have {length} and {other} steps, and {trainer} takes "
-                f"all for as long as the first: give max_steps={length} or less, or steps of one size"
+                f"all for as long as the first: give {limit}={length} or less, or steps of one size"
             )
 
 
 _EPOCHS_COMPARED: Final = 64
+ONE_LOADER: Final = (
+    "one DataLoader trains and evaluates, so that an evaluation would move the place from which training goes on: make "
+    "a second DataLoader for the evaluation, of the same data set if you like"
+)
 
 
 class AccelerateEnd:

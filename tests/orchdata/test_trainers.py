@@ -40,6 +40,8 @@ class Module(lightning.LightningModule):
     def train_dataloader(self) -> Any:
         return self.make()
 
+    def validation_step(self, item: Any, number: int) -> None: ...
+
     def training_step(self, item: Any, number: int) -> torch.Tensor:
         batches = item if isinstance(item, list) else [item]
         self.seen += [each.sample_ids if isinstance(each, od.Batch) else each["number"].tolist() for each in batches]
@@ -51,7 +53,9 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def fit(make: Callable[[], Any], path: Any = None, *, asks: bool = False, more: Any = (), **options: Any) -> list[Any]:
+def fit(
+    make: Callable[[], Any], path: Any = None, *, asks: bool = False, more: Any = (), val: Any = None, **options: Any
+) -> list[Any]:
     """What each step was given."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     module = Module(make, asks=asks)
@@ -61,8 +65,24 @@ def fit(make: Callable[[], Any], path: Any = None, *, asks: bool = False, more: 
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in more),
     }
     trainer = lightning.Trainer(callbacks=list(more), **(quiet | settings | options))
-    trainer.fit(module, ckpt_path=path)
+    trainer.fit(module, val_dataloaders=val, ckpt_path=path)
     return module.seen
+
+
+class Around:
+    """A user's object around a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.state_dict = loader, loader.state_dict
+
+    def __iter__(self) -> Any:
+        yield from self.loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
 
 
 class Sized(torch.utils.data.IterableDataset[dict[str, int]]):
@@ -79,7 +99,7 @@ class Endless(torch.utils.data.IterableDataset[dict[str, int]]):
 
 
 @pytest.mark.parametrize("stop", [2, 5, 7])
-@pytest.mark.parametrize("kind", ["steps", "microbatches", "drawn", "in order", "iterable"])
+@pytest.mark.parametrize("kind", ["steps", "microbatches", "around", "drawn", "in order", "iterable"])
 def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(
     dataset: od.ShardDataset, kind: str, stop: int, tmp_path: Path
 ) -> None:
@@ -90,7 +110,8 @@ def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(
             return loader.steps() if kind == "steps" else loader
         if kind == "iterable":
             return od.DataLoader(Sized(), batch_size=4)
-        return od.DataLoader(Numbers(20), **options | {"seed": None if kind == "drawn" else 1})
+        loader = od.DataLoader(Numbers(20), **options | {"seed": None if kind == "drawn" else 1})
+        return Around(loader.steps()) if kind == "around" else loader
 
     if kind == "drawn" and stop != 2:
         pytest.skip("later epochs draw from torch's generator, which Lightning does not restore")
@@ -161,3 +182,15 @@ def test_lightning_does_not_cut_epochs_of_other_lengths(dataset: od.ShardDataset
             fit(ramp, **options)
     for options in ({"max_steps": first, "max_epochs": -1}, {"max_epochs": 1}, {"limit_train_batches": second}):
         assert len(fit(ramp, **options)) == (2 * second if "limit_train_batches" in options else first)
+    for options in ({}, {"num_sanity_val_steps": 0}):
+        with pytest.raises(ValueError, match=named.replace("max_steps", "limit_val_batches")):
+            fit(lambda: od.DataLoader(Numbers(12)), val=ramp(), **options)
+    assert len(fit(lambda: od.DataLoader(Numbers(12)), val=ramp(), limit_val_batches=second)) == 24
+
+
+def test_lightning_does_not_evaluate_by_the_loader_that_trains() -> None:
+    loader = od.DataLoader(Numbers(12), batch_size=4)
+    for val in (loader, [loader.steps()]):
+        with pytest.raises(ValueError, match="make a second DataLoader"):
+            fit(lambda: loader, val=val)
+    assert len(fit(lambda: loader, val=od.DataLoader(Numbers(12), batch_size=4))) == 6

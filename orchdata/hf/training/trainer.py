@@ -35,7 +35,7 @@ from orchdata.hf.towers import encode
 from orchdata.hf.training.sft import check_options, is_sft, sft_arguments, stand_in, stands_for
 from orchdata.loaders.errors import StateError
 from orchdata.steps import OptimizerSteps
-from orchdata.trainers import compare_epochs
+from orchdata.trainers import ONE_LOADER, compare_epochs
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -328,10 +328,7 @@ class TrainerMixin(_Base):
 
     def _check_own_loader(self, steps: Any) -> None:
         if isinstance(steps, OptimizerSteps) and steps.loader is _counted(self.train_dataset).loader:
-            raise ValueError(
-                "one DataLoader trains and evaluates, so that an evaluation would move the place from which training "
-                "goes on: make a second DataLoader for the evaluation, of the same data set if you like"
-            )
+            raise ValueError(ONE_LOADER)
 
     def _check_epochs(self, steps: OptimizerSteps) -> None:
         args = self.args
