@@ -261,9 +261,17 @@ class Runtime:
     def even_tail(self) -> None:
         """From now on, the last step of an epoch of map-style data has as many samples on each rank, with repeats."""
         spec = self.prepared.spec
-        if isinstance(spec.content, MapContent) and spec.content.batched and self.rank.size > 1:
+        if not isinstance(spec.content, MapContent) or self.rank.size == 1:
+            return
+        if spec.content.batched:
             plan = replace(spec.plan, evens_tail=True)
             self.install(replace(self.prepared, spec=replace(spec, plan=plan)))
+        elif self.prepared.num_samples % self.rank.size:
+            warn_once(
+                "gathering with batch_size=None",
+                "the last step of an epoch repeats a sample on some ranks, and with batch_size=None "
+                "accelerator.gather_for_metrics cannot leave the repeats out: give batch_size=1",
+            )
 
     def num_in_tail(self, position: Position) -> int:
         """Return the samples of the last step of its epoch, without repeats; -1 if ranks may have other numbers."""

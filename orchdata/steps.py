@@ -11,6 +11,7 @@ from typing import Any
 from orchdata.loop.loop import EpochLoop, LoaderIterator
 from orchdata.loop.position import Position, Progress
 from orchdata.runtime import Runtime
+from orchdata.trainers import check_not_skipped
 
 
 class OptimizerSteps:
@@ -61,6 +62,12 @@ class OptimizerSteps:
 
     def __repr__(self) -> str:
         return f"{self.loader!r}.steps()"
+
+    @property
+    def dataset(self) -> Any:
+        """There is none. Raises TypeError for Accelerate's `skip_first_batches`, which asks for it."""
+        check_not_skipped()
+        raise AttributeError("steps have no data set: that of their loader")
 
     @property
     def scales_loss(self) -> bool:

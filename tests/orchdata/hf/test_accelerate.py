@@ -222,8 +222,18 @@ def test_each_sample_is_gathered_once_and_other_shapes_are_an_error_that_names_t
 def test_skip_first_batches_says_what_to_do(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="load_state_dict"):
         accelerate.skip_first_batches(od.DataLoader(Numbers(8), 2, shuffle=True, **options), 1)
+    with pytest.raises(TypeError, match="load_state_dict"):
+        accelerate.skip_first_batches(od.DataLoader(Numbers(8), 2, **options).steps(), 1)
     rest = accelerate.skip_first_batches(od.DataLoader(Numbers(8), 2), 1)  # one rank's, in batches of torch's
     assert [batch["number"].tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_repeats_that_a_gather_keeps_are_said(recwarn: pytest.WarningsRecorder) -> None:
+    for count, size in ((5, None), (4, None), (5, 1)):
+        od.DataLoader(Numbers(count), size, dp=(0, 2)).steps().even_tail()
+        said = [str(each.message) for each in recwarn if "give batch_size=1" in str(each.message)]
+        assert len(said) == (count == 5 and size is None)
+        recwarn.clear()
 
 
 def test_an_iterable_of_each_rank_is_given_another_way(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
