@@ -228,8 +228,11 @@ def test_skip_first_batches_says_what_to_do(options: dict[str, Any]) -> None:
     assert [batch["number"].tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_repeats_that_a_gather_keeps_are_said(recwarn: pytest.WarningsRecorder) -> None:
-    for count, size in ((5, None), (4, None), (5, 1)):
+def test_repeats_that_a_gather_keeps_are_said(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchdata.notices._warned", set())
+    for count, size in ((4, None), (5, 1), (5, None)):
         od.DataLoader(Numbers(count), size, dp=(0, 2)).steps().even_tail()
         said = [str(each.message) for each in recwarn if "give batch_size=1" in str(each.message)]
         assert len(said) == (count == 5 and size is None)
