@@ -302,7 +302,7 @@ class DataLoader(Generic[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` at the next iteration: at its start, or at the position of a loaded state of this epoch.
 
-        It also sets the epoch of an IterableDataset, or a sampler, that has one.
+        It also sets the epoch of a data set of torch's, or a sampler, that has one.
         """
         self._progress.set_epoch(checked_epoch(epoch))
         self._runtime.set_epoch(epoch)

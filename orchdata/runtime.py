@@ -34,7 +34,7 @@ from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
-from orchdata.engines.iterables import IterableContent
+from orchdata.engines.iterables import IterableContent, set_epoch
 from orchdata.engines.threads import can_pin
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
@@ -209,9 +209,9 @@ class Runtime:
         self.prepared.steps.follow(sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell an IterableDataset, if it has epochs."""
-        if self._iterable is not None:
-            self._iterable.set_epoch(epoch)
+        """Tell the data set, if it has epochs: workers that are kept have copies of it."""
+        if not self._in_shards and set_epoch(self.prepared.spec.content.dataset, epoch):
+            self.close()
 
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from orchdata.building.map_items import MapContent
 from orchdata.delivery.stats import TorchCounts
-from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, set_epoch, torch_loader
+from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
 from orchdata.engines.processes.engine import Workers
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.loop.position import Position
-from orchdata.notices import warn_user
+from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter, has_own_state
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
@@ -186,6 +186,7 @@ class IterableSource:
         self._begun: Batches | None = None
         self._kept: tuple[int, DataLoader[Taken]] | None = None
         self._restored: dict[str, Any] | None = None
+        self._rest = -1  # steps of a pass that began inside an epoch
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
         """Return what the next iteration iterates."""
@@ -213,6 +214,17 @@ class IterableSource:
             pin_memory=self._pin_memory,
         )
 
+    def passed(self, num_steps: int, *, is_rest: bool) -> None:
+        """A pass is over. Warn if it ended as the one before, which had only the rest of its epoch."""
+        if not is_rest and num_steps == self._rest:
+            warn_once(
+                "a pass with the rest of another",
+                f"{type(self.content.dataset).__name__} yielded only {num_steps} batches, as in the epoch before, of "
+                "which a state had left these: it begins each pass where its load_state_dict put it. Give it a "
+                "set_epoch that the next epoch begins with, or have it forget the state once it was used",
+            )
+        self._rest = num_steps if is_rest else -1
+
     def keep(self, epoch: int, loader: DataLoader[Taken]) -> None:
         """Keep the workers, which are at the end of this epoch, if they are persistent."""
         if self._workers is not None and self._workers.persistent:
@@ -225,11 +237,6 @@ class IterableSource:
         self._begun = self._begun or Batches(self.content)
         getter = partial(self._begun.state, None)
         return (getter,) if has_own_state(getter()) else ()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the data set, if it has one: workers that are kept have copies of it."""
-        if set_epoch(self.content.dataset, epoch):
-            self.close()
 
     def close(self) -> None:
         """Stop workers that are kept."""
@@ -246,6 +253,7 @@ class IterableStream:
         self.undelivered: list[int] = []
         self.next_step = self.position.step
         self._source = source
+        self._begins_at = self.next_step
         self._steps = steps
         self._counts = counts
         self._stream, self._loader = source.open(loop)
@@ -293,6 +301,7 @@ class IterableStream:
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         if is_over and not has_failed:
+            self._source.passed(self.next_step - self._begins_at, is_rest=self._begins_at > 0)
             self._source.keep(self.position.epoch, self._loader)
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
