@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,8 +21,8 @@ from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import takes_step
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import packed, unpacked
-from orchdata.engines.work import seed_process
+from orchdata.engines.processes.message import Unit, packed, unpacked
+from orchdata.engines.work import describe_error, is_lost_by_torch, seed_process
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 
@@ -85,6 +85,7 @@ class Taken(NamedTuple):
         steps: batches that the worker has taken.
         is_last: whether the data set has ended.
         state: the data set's own state, pickled; None if it has none, or is in this process.
+        error: that came in place of the batch, if torch's loader would lose it.
     """
 
     batch: Any
@@ -93,6 +94,7 @@ class Taken(NamedTuple):
     steps: int = 0
     is_last: bool = False
     state: bytes | None = None
+    error: Unit | None = None
 
     def progress(self, epoch: int) -> dict[str, Any]:
         """Return the state of the worker's data set after this batch."""
@@ -123,6 +125,16 @@ class Batches:
         return self
 
     def __next__(self) -> Taken:
+        try:
+            return self._next()
+        except Exception as error:
+            if get_worker_info() is None or not is_lost_by_torch(error):
+                raise
+            unit = describe_error(error, f"in DataLoader worker process {self._worker}", as_torch=True)
+            unit = replace(unit, buffers=[bytes(each) for each in unit.buffers])
+            return Taken(None, 0, self._worker, error=unit)
+
+    def _next(self) -> Taken:
         while self._skipped and not self.is_last:
             with suppress(StopIteration):
                 samples = self._take()  # what it raises was raised before, for a batch that was not counted
@@ -307,8 +319,13 @@ def _begin_worker(
         # The class does not let its attributes be set.
         object.__setattr__(info, "seed", seed_process(base_seed, worker))
         object.__setattr__(info, "dataset", info.dataset.content.dataset)
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
+    try:
+        if worker_init_fn is not None:
+            worker_init_fn(worker)
+    except Exception as error:
+        if not is_lost_by_torch(error):
+            raise
+        raise RuntimeError(f"worker_init_fn raised {error!r}") from error
 
 
 def _same(batch: Taken) -> Taken:

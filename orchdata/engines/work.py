@@ -137,7 +137,7 @@ def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
     """
     story = "".join(traceback.format_exception(error)).rstrip()
     wrapped: Any = error
-    if as_torch and not isinstance(error, OrchdataError | ExceptionGroup):  # whose wrapper loses groups
+    if as_torch and not isinstance(error, OrchdataError) and not is_lost_by_torch(error):
         wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where=where)
     else:
         error.add_note(f"raised {where}:\n{story}")
@@ -147,6 +147,11 @@ def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
     except Exception:  # noqa: BLE001 - pickling a user's error may raise anything
         return describe_value(RuntimeError(f"{type(error).__name__}, raised {where}, does not pickle:\n{story}"))
     return unit
+
+
+def is_lost_by_torch(error: Exception) -> bool:
+    """Whether torch's wrapper makes a TypeError of it: a class with a member `message`, as that of exception groups."""
+    return bool(getattr(type(error), "message", None))
 
 
 def error_of(unit: Unit) -> Exception:

@@ -19,6 +19,7 @@ from orchdata.building.map_items import MapContent
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
 from orchdata.engines.processes.engine import Workers
+from orchdata.engines.work import error_of
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import STOP_ITERATION, EpochLoop
 from orchdata.loop.position import Position
@@ -266,6 +267,8 @@ class IterableStream:
         try:
             taken = next(self._batches)
             while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
+                if taken.error is not None:
+                    raise error_of(taken.error)
                 taken = next(self._batches)
         except Exception as error:
             if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers

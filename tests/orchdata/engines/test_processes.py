@@ -305,9 +305,15 @@ class Grouped(Numbers):
         return number
 
 
-def test_a_group_of_exceptions_of_a_worker_keeps_type_message_and_parts() -> None:
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Grouped(8))
+
+
+@pytest.mark.parametrize("dataset", [Grouped(8), Streamed()], ids=["ours", "torch's"])
+def test_a_group_of_exceptions_of_a_worker_keeps_type_message_and_parts(dataset: Any) -> None:
     with pytest.raises(ExceptionGroup, match="unhandled errors in a TaskGroup") as caught:
-        list(od.DataLoader(Grouped(8), batch_size=2, num_workers=1))
+        list(od.DataLoader(dataset, batch_size=2, num_workers=1))
     assert [str(each) for each in caught.value.exceptions] == ["row 5 is cut", "reset"]
     assert "raised in DataLoader worker process 0" in caught.value.__notes__[-1]
     assert no_children()
