@@ -401,7 +401,7 @@ class DataLoader(Generic[T_co]):
         is_known, num_steps = runtime.known_count(position) is not None, lambda epoch: runtime.count(Position(epoch))
         if type(loop).__name__ == "_EvaluationLoop":
             if is_known:
-                check_validation(loop, position, num_steps)
+                check_validation(loop.trainer, position.epoch, num_steps)
             return ends, None
         watcher = LightningFit(loop, runtime)
         watcher.check_accumulation()

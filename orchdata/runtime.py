@@ -210,7 +210,8 @@ class Runtime:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set, if it has epochs: workers that are kept have copies of it."""
-        if not self._in_shards and set_epoch(self.prepared.spec.content.dataset, epoch):
+        content: Any = self.prepared.spec.content
+        if not self._in_shards and set_epoch(content.dataset, epoch):
             self.close()
 
     def count(self, position: Position) -> int:

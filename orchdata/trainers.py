@@ -1,13 +1,4 @@
-"""What trainers do with a loader, and what they must know of it.
-
-Lightning sets the epoch of a loader's sampler before each of its own epochs: `TrainerEpochs` is that sampler for a
-loader that orders its samples itself.
-
-Ray Train's `prepare_data_loader` would replace a loader by torch's, or take batches ahead of it: it gets an error.
-
-Accelerate synchronizes gradients at every n-th batch and at the last batch of an epoch. It finds the last batch only of
-loaders that register themselves: `AccelerateEnd` registers ours.
-"""
+"""What trainers do with a loader, and what they must know of it."""
 
 from __future__ import annotations
 
@@ -23,7 +14,7 @@ from orchdata.notices import calling_trainer, warn_once
 
 
 class TrainerEpochs:
-    """What Lightning takes for the sampler of a loader that orders its samples itself.
+    """What Lightning takes for the sampler of a loader that orders its samples itself: it sets each epoch on it.
 
     Lightning does not load the loader's state from a checkpoint of the end of an epoch: the loader would start with
     epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
@@ -57,11 +48,7 @@ class TrainerEpochs:
 
 
 def check_not_prepared() -> None:
-    """Raise TypeError if Ray Train's `prepare_data_loader` is what calls the caller of this.
-
-    With several workers it builds a torch loader of the data set, without plan or state. Its wrapper takes one batch
-    ahead, so that a state would name a step that the trainer has not seen, and leaves a `Batch` on the CPU.
-    """
+    """Raise TypeError if Ray Train's `prepare_data_loader` is what calls the caller of this."""
     caller = str(sys._getframe(2).f_globals.get("__name__", ""))
     if caller.startswith("ray.train.") and caller.endswith(".train_loop_utils"):
         raise TypeError(
@@ -241,14 +228,12 @@ class LightningFit:
     def close(self) -> None: ...
 
 
-def check_validation(loop: Any, start: Position, num_steps: Callable[[int], int]) -> None:
+def check_validation(trainer: Any, first: int, num_steps: Callable[[int], int]) -> None:
     """Raise ValueError if evaluations in Lightning's fit would have other numbers of steps: it asks only once."""
-    if loop.trainer.state.fn == "fit":
-        limit = loop.trainer.limit_val_batches
-        most = limit if isinstance(limit, int) else math.inf
-        compare_epochs(
-            "Lightning", lambda epoch: min(num_steps(epoch), most), start.epoch, math.inf, "limit_val_batches"
-        )
+    limit = trainer.limit_val_batches
+    most = limit if isinstance(limit, int) else math.inf
+    if trainer.state.fn == "fit":
+        compare_epochs("Lightning", lambda epoch: min(num_steps(epoch), most), first, math.inf, "limit_val_batches")
 
 
 def is_loaded_by_trainer() -> bool:
@@ -291,7 +276,8 @@ ONE_LOADER: Final = (
 
 
 class AccelerateEnd:
-    """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one.
+    """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one: it synchronizes
+    gradients there.
 
     Args:
         num_steps: returns the number of steps of the epoch: its items.
@@ -321,7 +307,7 @@ class AccelerateEnd:
         """An item is yielded, and this is the position after it. Raises RuntimeError if the one before was the last."""
         if self._is_last:
             raise RuntimeError(_OTHER_LENGTH.format("more"))
-        self._is_last = self._registered.end_of_dataloader = _num_left(position, self._num_steps()) == 0
+        self._is_last = self._registered.end_of_dataloader = position.step >= self._num_steps() and not position.left
         if self._is_last:
             self._registered.remainder = self._num_in_tail()
 
@@ -343,11 +329,6 @@ class AccelerateEnd:
         if self._registered is not None:
             self._registered.end()
             self._registered = None
-
-
-def _num_left(position: Position, num_steps: int) -> int:
-    """Return the number of steps, in an epoch of `num_steps`, that come after a position."""
-    return max(0, num_steps - position.step) + len(position.left)
 
 
 _OTHER_LENGTH = (

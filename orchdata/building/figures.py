@@ -147,10 +147,6 @@ def plain_figures(num_steps: int, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _sum(total: Any, _: int) -> Any:
-    return total
-
-
 def _mean(total: Any, num_steps: int) -> float | None:
     return None if total is None else total / num_steps
 
@@ -164,7 +160,7 @@ def _each(show: Show) -> Show:
 
 
 def _figure(
-    show: Show = _sum, *, start: Any = 0, add: Add | tuple[Add, ...] = operator.add
+    show: Show = lambda total, _: total, *, start: Any = 0, add: Add | tuple[Add, ...] = operator.add
 ) -> Callable[[Measure], Measure]:
     """Declare a figure that the decorated function measures; the function's name is the key."""
 

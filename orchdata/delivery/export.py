@@ -61,7 +61,9 @@ def export_plan(
     """Write the plans of these epochs, and return the number of rows; arguments as of `DataLoader.export_plan`."""
     if spec.shards is None:
         raise ValueError("export_plan writes the shards and keys of an index: it needs an od.ShardDataset")
-    numbers = _epoch_numbers(of_epochs)
+    if not isinstance(of_epochs, Iterable) or isinstance(of_epochs, str):
+        raise ValueError(f"epochs must be numbers of epochs, as [0] or range(3), got {of_epochs!r}")
+    numbers = [checked_epoch(epoch) for epoch in of_epochs]
     if steps is not None and not (isinstance(steps, range) and steps.start >= 0 and steps.step > 0):
         raise ValueError(f"steps must be a range of steps of an epoch, as range(0, 100), got {steps!r}")
     schema = _SCHEMA
@@ -80,12 +82,6 @@ def export_plan(
                     writer.write_batch(batch)
                     written += batch.num_rows
     return written
-
-
-def _epoch_numbers(given: Any) -> list[int]:
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        raise ValueError(f"epochs must be numbers of epochs, as [0] or range(3), got {given!r}")
-    return [checked_epoch(epoch) for epoch in given]
 
 
 def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:

@@ -35,7 +35,9 @@ class FailedParts:
 
         Raises RuntimeError if a rank gave up, with its error, or is lost.
         """
-        failed, given_up = self._sum(step, sum(_num_failed(batch) for batch in batches), 0)
+        failed, given_up = self._sum(
+            step, sum(int((~_valid(batch, name)).sum()) for batch in batches for name in batch.routes), 0
+        )
         if given_up:
             errors = "; ".join(f"rank {rank}: {text}" for rank, text in gather("", self._groups).items() if text)
             raise RuntimeError(f"other ranks gave up at step {step}: {errors}")
@@ -89,10 +91,6 @@ def _arriving(name: str, number: int, rank: int, by_rank: Sequence[Sequence[Flag
         start = sum(counts[:rank])
         flags += valid[start : start + counts[rank]]
     return torch.tensor(flags, dtype=torch.bool)
-
-
-def _num_failed(batch: Batch) -> int:
-    return sum(int((~_valid(batch, name)).sum()) for name in batch.routes)
 
 
 def _valid(batch: Batch, name: str) -> torch.Tensor:

@@ -319,13 +319,8 @@ def _begin_worker(
         # The class does not let its attributes be set.
         object.__setattr__(info, "seed", seed_process(base_seed, worker))
         object.__setattr__(info, "dataset", info.dataset.content.dataset)
-    try:
-        if worker_init_fn is not None:
-            worker_init_fn(worker)
-    except Exception as error:
-        if not is_lost_by_torch(error):
-            raise
-        raise RuntimeError(f"worker_init_fn raised {error!r}") from error
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _same(batch: Taken) -> Taken:

@@ -253,7 +253,7 @@ class HFImages(ImageFiles):
     def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
         """Fill pixels with zeros; masks and positions are those of a blank image."""
         super().fill_dummy(size, out)
-        others = [each for each in self.outputs if each.per != "size" and not _is_pixels(each)]
+        others = [each for each in self.outputs if each.per != "size" and "pixel_values" not in each.name]
         if not others or self.merge:
             return
         blank, _ = running(self.source).measured(*size.extent[:2])
@@ -282,11 +282,6 @@ class HFImages(ImageFiles):
         """Return the numbers that follow from the size, from one image's outputs."""
         sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
         return tuple(number for numbers in sized for number in numbers)
-
-
-def _is_pixels(output: Output) -> bool:
-    """Return whether an output holds colours."""
-    return "pixel_values" in output.name
 
 
 def as_shape(value: Any) -> tuple[int, ...]:
@@ -325,7 +320,9 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     source = source_of(whole, image_processor)
     name = type(processor).__name__
     run = running(source)
-    looked_at = [_noise(*size) for size in _LOOKED_AT]
+    looked_at = [
+        np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8) for width, height in _LOOKED_AT
+    ]
     try:
         seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
     except NotImplementedError as error:
@@ -362,10 +359,6 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
             f"{name}: what becomes of an image does not follow from its size, as counts of an index have to"
         )
     return measured
-
-
-def _noise(width: int, height: int) -> NDArray[np.uint8]:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
 def _says(images: HFImages, counted: Sequence[_Found]) -> bool:

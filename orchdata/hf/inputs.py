@@ -110,7 +110,8 @@ class Inputs:
         """Return the verdict on the configuration. Raises ValueError if it contradicts the arguments."""
         if self.padded:
             return Verdict(packs=False, why="padded=True")
-        verdict = self._known() or (self._tried() if self.probe else _untried(packs=self.padded is False))
+        untried = Verdict(packs=self.padded is False, why="was not tried on packed samples (probe=False)")
+        verdict = self._known() or (self._tried() if self.probe else untried)
         is_chosen_here = self.padded is None and self.length is None
         if is_chosen_here and not verdict.packs and not verdict.pads:
             raise ValueError(
@@ -354,10 +355,6 @@ class Inputs:
         if dtype not in (torch.bfloat16, torch.float16):
             return media
         return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
-
-
-def _untried(*, packs: bool) -> Verdict:
-    return Verdict(packs=packs, why="was not tried on packed samples (probe=False)")
 
 
 def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:

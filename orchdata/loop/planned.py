@@ -96,7 +96,8 @@ class PlannedStream:
         # As many steps are under way as the engine wants, and the first of them is awaited.
         self._submit(max(1, self._engine.depth))
         step = self.next_step
-        is_checked = self._is_checked(step)
+        every = self._context.rank.check_plan_every
+        is_checked = bool(every) and (step - self._begun.step) % every == 0
         if not self._under_way:
             if is_checked and step == self._loop.start.position.step:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
@@ -200,10 +201,6 @@ class PlannedStream:
         if first == origin.step:
             return tasks
         return (task for task in tasks if task.step >= origin.step or task.step in origin.left)
-
-    def _is_checked(self, step: int) -> bool:
-        every = self._context.rank.check_plan_every
-        return bool(every) and (step - self._begun.step) % every == 0
 
     def _bring_forward(self) -> None:
         """If steps come as they are ready, move the first that is ready to the front."""

@@ -97,7 +97,10 @@ def check_loader(state: Mapping[str, Any], fingerprint: Mapping[str, Any], allow
         differences, other_size, other_weights = _differences_of_windows(theirs, fingerprint), None, False
     else:
         differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
-        other_size, other_weights = _other_size(theirs, fingerprint), _other_weights(theirs, fingerprint)
+        other_size, other_weights = (
+            _other_size(theirs, fingerprint),
+            WEIGHTS in theirs and WEIGHTS in fingerprint and theirs[WEIGHTS] != fingerprint[WEIGHTS],
+        )
         if other_size is not None and other_size[0] not in allow:
             differences.append(other_size[1])
         if other_weights and WEIGHTS not in allow:
@@ -339,10 +342,6 @@ def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
         return name, f"{name} is {there[name]} in the state and {here[name]} here: {same}; {how}"
     sizes = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
     return name, f"a step has {sizes[0]} in the state and {sizes[1]} here: {how}"
-
-
-def _other_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    return bool(theirs.keys() & ours.keys() & {WEIGHTS}) and theirs[WEIGHTS] != ours[WEIGHTS]
 
 
 _WHAT = {

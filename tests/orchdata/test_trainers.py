@@ -59,11 +59,7 @@ def fit(
     """What each step was given."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     module = Module(make, asks=asks)
-    settings = {
-        "max_epochs": 2,
-        "devices": 1,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in more),
-    }
+    settings = {"max_epochs": 2, "devices": 1, "enable_checkpointing": any(type(c) is ModelCheckpoint for c in more)}
     trainer = lightning.Trainer(callbacks=list(more), **(quiet | settings | options))
     trainer.fit(module, val_dataloaders=val, ckpt_path=path)
     return module.seen
@@ -85,17 +81,14 @@ class Around:
         self.loader.load_state_dict(state)
 
 
-class Sized(torch.utils.data.IterableDataset[dict[str, int]]):
-    def __iter__(self) -> Any:
-        return ({"number": number} for number in range(20))
-
-    def __len__(self) -> int:
-        return 20
-
-
 class Endless(torch.utils.data.IterableDataset[dict[str, int]]):
     def __iter__(self) -> Any:
         return ({"number": number} for number in range(20))
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 20
 
 
 @pytest.mark.parametrize("stop", [2, 5, 7])
@@ -193,4 +186,4 @@ def test_lightning_does_not_evaluate_by_the_loader_that_trains() -> None:
     for val in (loader, [loader.steps()]):
         with pytest.raises(ValueError, match="make a second DataLoader"):
             fit(lambda: loader, val=val)
-    assert len(fit(lambda: loader, val=od.DataLoader(Numbers(12), batch_size=4))) == 6
+    assert len(fit(lambda: loader, val=od.DataLoader(Numbers(12)))) == 6

@@ -21,10 +21,7 @@ from typing import Any
 
 import torch
 
-RAISES = {
-    "ImportError": 'ImportError("planted")',
-    "RuntimeError": 'RuntimeError("planted")',
-}
+RAISES = {"ImportError": 'ImportError("planted")', "RuntimeError": 'RuntimeError("planted")'}
 ENGINES: dict[str, dict[str, Any]] = {
     "inline": {"num_threads": 0},
     "threads": {"num_threads": 2},

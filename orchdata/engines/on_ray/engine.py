@@ -118,7 +118,7 @@ class ActorDispatcher(threading.Thread):
     def stop(self) -> None:
         """End the actors; steps under way are dropped."""
         self._is_stopping = True
-        self._calls.put(_nothing)
+        self._calls.put(lambda: None)
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
@@ -241,7 +241,9 @@ class ActorDispatcher(threading.Thread):
         later: list[Job] = []
         while self._waiting:
             job = self._waiting.popleft()
-            member = self._member_for(job)
+            members = self._fleet.members if job.worker is None else [self._fleet.members[job.worker]]
+            free = [each for each in members if each.is_ready and len(each.jobs) < self._run.options.max_jobs]
+            member = min(free, key=lambda each: len(each.jobs), default=None)
             if member is not None:
                 self._send(member, job)
             else:
@@ -249,11 +251,6 @@ class ActorDispatcher(threading.Thread):
                 if job.worker is None:
                     break
         self._waiting.extendleft(reversed(later))
-
-    def _member_for(self, job: Job) -> Member | None:
-        members = self._fleet.members if job.worker is None else [self._fleet.members[job.worker]]
-        free = [each for each in members if each.is_ready and len(each.jobs) < self._run.options.max_jobs]
-        return min(free, key=lambda each: len(each.jobs), default=None)
 
     def _send(self, member: Member, job: Job) -> None:
         if job.awaited is not None:
@@ -477,7 +474,3 @@ def _rows_of(spec: BuildSpec, task: StepTask) -> list[int]:
 
 def _expect(job: Job) -> None:
     job.awaited = time.monotonic()
-
-
-def _nothing() -> None:
-    pass

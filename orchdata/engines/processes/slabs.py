@@ -49,10 +49,6 @@ _user_slabs = Returns[tuple[deque[int], int]]()
 number."""
 
 
-def _max_user_slabs() -> int:
-    return min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
-
-
 class _Slab:
     """A slab of a worker.
 
@@ -254,7 +250,8 @@ class MappedSlabs:
         other slabs go back to the worker once no array over them is alive.
         """
         views = [np.frombuffer(self._maps[number], np.uint8)[:used] for number, used in slabs]
-        if sum(used for _, used in slabs) < _SMALLEST or len(_user_slabs) + len(slabs) > _max_user_slabs():
+        most = min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
+        if sum(used for _, used in slabs) < _SMALLEST or len(_user_slabs) + len(slabs) > most:
             self._returned.extend(number for number, _ in slabs)
             return [view.copy() for view in views]
         bases = [np.frombuffer(self._maps[number], np.uint8) for number, _ in slabs]

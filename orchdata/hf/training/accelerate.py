@@ -2,8 +2,7 @@
 
     accelerate(loader, accelerator) --marked as prepared--> batches on the accelerator's device, state in save_state()
 
-`Accelerator.prepare` leaves what is no loader of torch's alone, batches on the CPU among it, and would shard it a
-second time if it knew it: here every rank's batches are its own already.
+`Accelerator.prepare` would shard a loader that it knew a second time: here every rank's batches are its own already.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from orchdata.steps import OptimizerSteps
 class Prepared:
     """What `od.hf.accelerate` gives: the loader, or its steps, with batches on the accelerator's device.
 
-    Iterating, `len()`, `set_epoch` and state are those of what was given. To Accelerate it is a prepared loader with a
-    state: `prepare` and `prepare_data_loader` leave it as it is, `save_state` and `load_state` keep its place.
+    To Accelerate it is a prepared loader with a state: `prepare` leaves it as it is, `save_state` keeps its place.
 
     Attributes:
         loader: what was given.
@@ -32,6 +30,11 @@ class Prepared:
 
     def __init__(self, loader: DataLoader | OptimizerSteps, accelerator: Any) -> None:
         self.loader = loader
+        self.state_dict, self.load_state_dict, self.set_epoch = (
+            loader.state_dict,
+            loader.load_state_dict,
+            loader.set_epoch,
+        )
         self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,7 +46,9 @@ class Prepared:
             if not accelerator.device_placement:
                 yield item
             else:
-                yield send_to_device(item, accelerator.device, non_blocking=_is_pinned(item))
+                batch = item[0] if isinstance(item, list) and item else item
+                is_pinned = isinstance(batch, Batch) and batch.llm.input_ids.is_pinned()
+                yield send_to_device(item, accelerator.device, non_blocking=is_pinned)
             if accelerator.step != accumulated and isinstance(item, Batch) and not item.is_last_microbatch:
                 raise ValueError(
                     "accelerator.accumulate steps the optimizer after each microbatch, and this one was not the last "
@@ -61,15 +66,6 @@ class Prepared:
             "a DataLoader has no batches skipped: accelerator.load_state, or its own load_state_dict, puts it where it "
             "is to go on"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
 
 
 def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepared:
@@ -131,8 +127,3 @@ def _check_gathered(accelerator: Any) -> None:
 
     if "gather" not in vars(accelerator):
         accelerator.gather = checked
-
-
-def _is_pinned(item: Any) -> bool:
-    batch = item[0] if isinstance(item, list) and item else item
-    return isinstance(batch, Batch) and batch.llm.input_ids.is_pinned()

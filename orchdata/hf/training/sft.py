@@ -2,9 +2,8 @@
 
     class Trainer(od.hf.TrainerMixin, trl.SFTTrainer): ...
 
-SFTTrainer tokenizes, cuts and packs the rows of a `datasets.Dataset`, and refuses anything else with a TypeError. A
-loader has done this already. The constructor is given a data set of one tokenized row that stands for the loader, and
-the trainer has the loader again before anything reads the row.
+The constructor is given a data set of one tokenized row that stands for the loader, and the trainer has the loader
+again before anything reads the row.
 """
 
 from __future__ import annotations

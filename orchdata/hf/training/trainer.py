@@ -54,28 +54,22 @@ class TrainerMixin(_Base):
     """Lets `transformers.Trainer` train on, and evaluate on, an `od.DataLoader`, given as `train_dataset` and
     `eval_dataset`: `class Trainer(od.hf.TrainerMixin, transformers.Trainer)`. Other data sets are left to it.
 
-    A step of the Trainer is an optimizer step of the loader, of however many microbatches; gradients are summed over
-    them, and synchronised at the last. The loss is scaled by `batch.loss_scale`: gradients and logged losses are those
-    of the plain loop. Batches are not sharded, rebuilt or collated again, and move to the device once.
+    A step of the Trainer is an optimizer step of the loader, of however many microbatches. The loss is scaled by
+    `batch.loss_scale`: gradients and logged losses are those of the plain loop.
 
-    Checkpoints hold the loader's state, in trainer_state.json, and `train(resume_from_checkpoint=...)` loads it, on any
-    number of ranks; no batch is skipped by loading it. `ignore_data_skip=True` leaves it out. `eval_loss` is the mean
-    over the loss tokens of the whole evaluation set, from its epoch 0.
+    Checkpoints hold the loader's state, and `train(resume_from_checkpoint=...)` loads it, on any number of ranks;
+    `ignore_data_skip=True` leaves it out. `eval_loss` is the mean over the loss tokens of the whole evaluation set.
 
     The model is Hugging Face's with `collate_fn=od.hf.Inputs(config)`, per phase too, or any whose outputs have a
     `loss_sum`. `compute_loss_func` and label smoothing are given unshifted labels and the number that makes a summed
     loss the scaled one. An overridden `compute_loss` gets the model's arguments, with `num_items_in_batch` counted as
-    the Trainer does: over all ranks, or a rank's share without `average_tokens_across_devices`. Where a `collate_fn` of
-    your own, or map-style data, makes the batches, they go to `compute_loss` as they are.
+    the Trainer does. Batches of a `collate_fn` of your own, or of map-style data, go to it as they are.
 
-    With TRL's `SFTTrainer` in the place of `transformers.Trainer` the loss is SFTTrainer's own, over the planned count
-    of loss tokens, with its metrics.
+    With TRL's `SFTTrainer` in its place the loss is SFTTrainer's own, over the planned count of loss tokens.
 
     Raises:
-        ValueError: before the first step, where arguments of the Trainer would change what a step is:
-            `gradient_accumulation_steps`, `auto_find_batch_size`, several GPUs in one process, context parallelism; a
-            loader of other ranks, or whose epochs have different numbers of steps; with an evaluation,
-            `compute_metrics`; options of `SFTConfig` that change rows of a data set, as `packing`.
+        ValueError: before the first step, where arguments of the Trainer, or of `SFTConfig`, would change what a step
+            is; for a loader of other ranks, or whose epochs have different numbers of steps.
         StateError: a checkpoint without the loader's state, or of another place than its own.
     """
 
@@ -298,25 +292,24 @@ class TrainerMixin(_Base):
     def _check(self, steps: OptimizerSteps) -> None:
         """Raise ValueError where the Trainer would make other steps of the loader's."""
         args = self.args
-        if args.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, "
-                "whose loss is scaled for one: leave it at 1, and give DataLoader(accumulate=...)"
-            )
-        if args.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size cannot change the batches of a DataLoader: give od.Balance(max_tokens=...)"
-            )
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"this process has {args.n_gpu} GPUs, among which the Trainer would split each batch by rows: start a "
-                "process for each with torchrun, or set CUDA_VISIBLE_DEVICES"
-            )
-        if self.get_cp_size() * self.get_sp_size() > 1:
-            raise ValueError(
-                "the Trainer's context and sequence parallelism split each batch as one sequence: batches of a "
-                "DataLoader are several, and their cu_seqlens and positions would not be split with them"
-            )
+        refused = {
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, whose "
+            "loss is scaled for one: leave it at 1, and give DataLoader(accumulate=...)": (
+                args.gradient_accumulation_steps != 1
+            ),
+            "auto_find_batch_size cannot change the batches of a DataLoader: give od.Balance(max_tokens=...)": (
+                args.auto_find_batch_size
+            ),
+            f"this process has {args.n_gpu} GPUs, among which the Trainer would split each batch by rows: start a "
+            "process for each with torchrun, or set CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
+            "the Trainer's context and sequence parallelism split each batch as one sequence: batches of a DataLoader "
+            "are several, and their cu_seqlens and positions would not be split with them": (
+                self.get_cp_size() * self.get_sp_size() > 1
+            ),
+        }
+        for why, is_asked in refused.items():
+            if is_asked:
+                raise ValueError(why)
         num_ranks = args.world_size // self.get_tp_size()
         instead = "give it the data set itself, not split by rank, or write a loop, and save a state for each rank"
         steps.check_ranks(num_ranks, "the Trainer", "TrainingArguments", instead)
@@ -327,7 +320,7 @@ class TrainerMixin(_Base):
         self._check_epochs(steps)
 
     def _check_own_loader(self, steps: Any) -> None:
-        if isinstance(steps, OptimizerSteps) and steps.loader is _counted(self.train_dataset).loader:
+        if isinstance(steps, OptimizerSteps) and steps.loader is getattr(_counted(self.train_dataset), "loader", None):
             raise ValueError(ONE_LOADER)
 
     def _check_epochs(self, steps: OptimizerSteps) -> None:

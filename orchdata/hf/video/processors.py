@@ -119,9 +119,7 @@ class Running:
         return Cut(patch, merge, times, settings.byte_table, "torchvision", RESAMPLES[int(settings.resample)])
 
 
-def _built(source: Mapping[str, Any]) -> Running:
-    return Running(class_at(source["class"]).from_dict(source["settings"]), source["call"])
-
-
-running: Final = OwnByThread(_built)
+running: Final = OwnByThread(
+    lambda source: Running(class_at(source["class"]).from_dict(source["settings"]), source["call"])
+)
 """What a source describes. Raises ImportError without transformers and torchvision."""

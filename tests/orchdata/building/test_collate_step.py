@@ -37,14 +37,7 @@ class Callable_:
 
 
 @pytest.mark.parametrize(
-    "collate_fn",
-    [
-        named,
-        keyword_only,
-        partial(after_another, "prefix"),
-        Callable_(),
-        Callable_().method,
-    ],
+    "collate_fn", [named, keyword_only, partial(after_another, "prefix"), Callable_(), Callable_().method]
 )
 def test_a_parameter_named_step_gets_it(collate_fn: Callable[..., Any]) -> None:
     for info in od.DataLoader(Numbers(4), batch_size=2, collate_fn=collate_fn):

@@ -38,9 +38,7 @@ def test_figures_of_one_rank_alone_are_those_worked_out_in_full(kind: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [{"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"}],
-    ids=["inline", "processes"],
+    "engine", [{"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"}], ids=["inline", "processes"]
 )
 def test_a_new_figure_is_its_declaration_alone(engine: dict[str, Any], tmp_path: Path) -> None:
     longest = Figure("longest", lambda share: int(share.lengths.max()), lambda total, num_steps: total, 0, max)

@@ -186,8 +186,7 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
 
 
 @pytest.mark.parametrize(
-    ("killed", "verdict"),
-    [((True,) * 4, "ended"), ((True,) * 3, None), ((False,), None), ((False, False), "ended")],
+    ("killed", "verdict"), [((True,) * 4, "ended"), ((True,) * 3, None), ((False,), None), ((False, False), "ended")]
 )
 def test_a_sample_gets_more_trials_if_its_processes_are_killed(killed: tuple[bool, ...], verdict: str | None) -> None:
     class Loading:

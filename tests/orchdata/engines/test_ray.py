@@ -23,15 +23,7 @@ import ray
 import torch
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
-from ray_data import (
-    Deadly,
-    Drawn,
-    FromFarStorage,
-    Raising,
-    WithState,
-    copied_on_node,
-    numbers_over_ray,
-)
+from ray_data import Deadly, Drawn, FromFarStorage, Raising, WithState, copied_on_node, numbers_over_ray
 from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 

@@ -25,10 +25,7 @@ from transformers import Trainer, TrainingArguments
 from orchdata.hf.training.sft import sft_arguments
 from orchdata.steps import OptimizerSteps
 
-pytestmark = [
-    pytest.mark.usefixtures("same_cache"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:accelerate.*"),
-]
+pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.filterwarnings("ignore::FutureWarning:accelerate.*")]
 
 SIZE, STEPS = 6, 3
 

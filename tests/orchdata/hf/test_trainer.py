@@ -162,24 +162,6 @@ def own_loss_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_without_the_mixin_s_count_the_trainer_s_own_would_change_the_gradient(llama: Family, tmp_path: Path) -> None:
-    small = {"balance": od.Balance(max_tokens=60, oversize="own")}
-    model = llama.model()
-    expected = own_loss_loop(model, llama.loader(model, **small))
-
-    class Overwritten(Ours):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            own = {name: value for name, value in inputs.items() if name != "orchdata_batch"}
-            counted = (own["labels"][..., 1:] != -100).sum()  # of this microbatch
-            return Trainer.compute_loss(self, model, own, num_items_in_batch=counted)
-
-    model = llama.model()
-    trainer = make(model, llama.loader(model, **small), tmp_path, kind=Overwritten, num_train_epochs=1)
-    trainer.train()
-    off = [distance(ours, theirs) for ours, theirs in zip(trainer.watching.gradients, expected, strict=True)]
-    assert max(off) > 0.05
-
-
 def test_a_compute_loss_of_one_s_own_is_given_counts_as_the_trainer_has_them(llama: Family, tmp_path: Path) -> None:
     class Own(Ours):
         def compute_loss(
@@ -385,9 +367,11 @@ def test_other_data_sets_are_the_trainer_s(tmp_path: Path) -> None:
             return super().training_step(model, inputs, num_items_in_batch)
 
     given = {"kind": Plain, "remove_unused_columns": False, "per_device_train_batch_size": 4, "num_train_epochs": 1}
+    evaluated = od.DataLoader(Numbers(12), batch_size=4)
+    given |= {"eval_strategy": "epoch", "more": {"eval_dataset": evaluated}}
     trainer = make(OfRows(), Numbers(12), tmp_path, **given)
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 3 and "eval_loss" in trainer.state.log_history[-2]
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = (

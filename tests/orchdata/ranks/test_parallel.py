@@ -20,11 +20,7 @@ from orchdata.ranks.parallel import DataParallel, resolve_rank
 NUM_SAMPLES = 20
 NUM_STEPS = 3  # 20 samples in global batches of 8: 8, 8, 4
 
-PEERS = {
-    "read": [(0, 1), (2, 3)],
-    "broadcast": [(0, 1), (2, 3)],
-    "tp first": [(0, 2), (1, 3)],
-}
+PEERS = {"read": [(0, 1), (2, 3)], "broadcast": [(0, 1), (2, 3)], "tp first": [(0, 2), (1, 3)]}
 PEERS |= dict.fromkeys(("microbatched", "one length", "skip"), PEERS["broadcast"])
 ALL = [*PEERS, "hsdp"]
 

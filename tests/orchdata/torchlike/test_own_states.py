@@ -108,12 +108,7 @@ def saved(loader: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (Drawn, {"shuffle": True}),
-        (Shares, {"batch_size": None}),
-        (Counted, {"batch_size": 2}),
-        (Walks, {}),
-    ],
+    [(Drawn, {"shuffle": True}), (Shares, {"batch_size": None}), (Counted, {"batch_size": 2}), (Walks, {})],
 )
 def test_every_state_goes_on_as_the_iteration_did(kind: Any, options: dict[str, Any], workers: int) -> None:
     def loader() -> Any:
