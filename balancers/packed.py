@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.assignment import Assignment
+from orchdata.balancers.assignment import Assignment, loads_of
 from orchdata.balancers.checks import (
     MAX_TOTAL,
     checked_costs,
@@ -22,6 +22,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_tolerance,
 )
+from orchdata.native.assign.few import search_few
 from orchdata.native.assign.packed import solve
 
 
@@ -67,6 +68,13 @@ def balance(
     rank, loads, bound = solve(
         checked, num_ranks, max_samples or max(1, len(checked)), max_cost or 0, equal_count, tolerance, pins
     )
+    if pins is not None and loads.max() > bound:
+        present = np.flatnonzero(checked)
+        costs_here, own, here = checked[present][:, None], rank[present], pins[present]
+        limit, extras = divmod(len(present), num_ranks) if equal_count else (max_samples or max(1, len(present)), 0)
+        nothing, least = np.empty((len(present), 0), np.int64), np.array([bound])
+        search_few(costs_here, nothing, nothing[0], own, here, num_ranks, least, limit, extras)
+        rank[present], loads = own, loads_of(costs_here[:, 0], own, num_ranks)
     makespan = int(loads.max())
     if max_cost is not None and makespan > max_cost:
         raise ValueError(_cap_message(checked, num_ranks, max_cost, makespan, int(bound)))

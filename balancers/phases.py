@@ -27,11 +27,12 @@ from orchdata.balancers.checks import (
 )
 from orchdata.balancers.packed import balance
 from orchdata.native.assign.bounds import phase_bounds
+from orchdata.native.assign.few import search_few
 from orchdata.native.assign.joint import solve_joint
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
-from orchdata.native.microbatches.within_caps import solve_within
+from orchdata.native.microbatches.within_caps import solve_within, start_within
 
 _FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
 PAIRS, PAIRS_OF_MANY = 8, 3  # The joint search looks at this many pairs for each pair of samples that share a rank.
@@ -207,7 +208,7 @@ def assign_jointly(
         raise ValueError(
             f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or give it a cost of 1"
         )
-    num_samples = len(together)
+    num_samples, num_ranks = len(together), int(group_sizes.sum())
     order, offsets, first = _grouped(group, group_sizes, num_samples, max_samples)
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
     most = max_samples or max(1, num_samples)
@@ -219,15 +220,25 @@ def assign_jointly(
         # (Part above the bounds at which peaks are good enough, pairs to look at) of a joint search.
         good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
         limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
-        if within is not None and max_samples is None and not equal_count:
+        free_counts = max_samples is None and not equal_count
+        if pinned is not None and within is None and len(caps) and free_counts:
+            start, is_within = start_within(
+                by_sample, weights, caps, num_ranks, primary, search_pairs(num_samples, num_ranks, effort), pinned
+            )
+            kept = start if is_within else kept
+        if (within is not None or len(kept)) and free_counts:
             own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits, pinned)
         else:
             search = (offsets, group_sizes, primary, most, equal_count, *limits, pinned)
             start, own = own, solve_joint(by_sample, weights, caps, own, kept, *search)
-            if within is None and len(caps) and above_caps(weights, caps, first + own, int(group_sizes.sum())):
+            if within is None and len(caps) and above_caps(weights, caps, first + own, num_ranks):
                 # Spreading sizes evenly keeps the caps in most cases.
                 spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count, pinned)
                 own = solve_joint(by_sample, weights, caps, start, spread, *search)
+    if pinned is not None:
+        bounds = phase_bounds(by_sample, num_ranks, pinned)
+        limit, extras = divmod(num_samples, num_ranks) if equal_count else (most, 0)
+        search_few(by_sample, weights, caps, own, pinned, num_ranks, bounds, limit, extras)
     rank = np.empty(num_samples, np.int32)
     rank[order] = first + own
     return rank
