@@ -97,7 +97,7 @@ def checked_ranks(
 
 
 def checked_pins(
-    pinned: ArrayLike | None, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
+    pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
 ) -> NDArray[np.int32] | None:
     """Return the ranks of samples that stay where they are, int32 (num_samples,), -1 for others; None without any.
 
@@ -105,8 +105,6 @@ def checked_pins(
         present: bool (num_samples,), the samples that counts are about.
         most: most of them on a rank; with `equal_count`, an even share.
     """
-    if pinned is None:
-        return None
     pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
     if not (pins >= 0).any():
         return None

@@ -16,7 +16,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_sizes,
 )
-from orchdata.native.microbatches.microbatch import split
+from orchdata.native.microbatches.microbatch import held_cells, split
 
 
 def split_microbatches(
@@ -71,12 +71,17 @@ def split_microbatches(
         _refuse_oversize(columns, caps, owner)
     in_step = checked_flag(in_step, "in_step")
     wanted = 0 if num_microbatches is None else checked_count(num_microbatches, "num_microbatches")
-    pins = None
-    if pinned is not None:
+    if pinned is None:
+        microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step, None)
+    else:
         pins = checked_ranks(pinned, wanted or max(1, len(work)), len(work), "pinned", least=-1)
-        _refuse_full(columns, caps, owner, pins, oversize == "own")
-        pins = pins if ((pins >= 0) & (owner >= 0)).any() else None
-    microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step, pins)
+        stay = (pins >= 0) & (owner >= 0)
+        _refuse_full(columns[stay], caps, owner[stay], pins[stay], oversize == "own")
+        held = held_cells(work, owner, columns, pins, num_ranks) if stay.any() else None
+        movable = np.where(stay, np.int32(-1), owner)
+        microbatch, count = split(work, movable, num_ranks, columns, caps, wanted, in_step, held)
+        if len(microbatch):
+            microbatch[stay] = pins[stay]
     if wanted and count > wanted:
         raise ValueError(
             f"num_microbatches={wanted} are too few for the samples within max_size={caps.tolist()}: {count} are"
@@ -100,12 +105,9 @@ def _refuse_full(
     sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], pins: NDArray[np.int32], alone: bool
 ) -> None:
     """Raise ValueError if pinned samples are above a cap in a microbatch that they share, or also if `alone` there."""
-    there = np.flatnonzero((pins >= 0) & (owner >= 0))
-    cells, cell, counts = np.unique(
-        np.stack([owner[there], pins[there]]), axis=1, return_inverse=True, return_counts=True
-    )
+    cells, cell, counts = np.unique(np.stack([owner, pins]), axis=1, return_inverse=True, return_counts=True)
     sums = np.zeros((len(counts), len(caps)), np.int64)
-    np.add.at(sums, cell.ravel(), sizes[there])
+    np.add.at(sums, cell.ravel(), sizes)
     above = (sums > caps).any(axis=1) & ((counts > 1) | (not alone))
     if above.any():
         rank, microbatch = cells[:, above][:, 0].tolist()

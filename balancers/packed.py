@@ -64,7 +64,9 @@ def balance(
         max_samples = checked_max_samples(max_samples, int(np.count_nonzero(checked)), num_ranks)
     if max_cost is not None:
         max_cost = min(checked_count(max_cost, "max_cost"), MAX_TOTAL)
-    pins = checked_pins(pinned, num_ranks, checked > 0, max_samples, equal_count)
+    pins = None
+    if pinned is not None:
+        pins = checked_pins(pinned, num_ranks, checked > 0, max_samples, equal_count)
     rank, loads, bound = solve(
         checked, num_ranks, max_samples or max(1, len(checked)), max_cost or 0, equal_count, tolerance, pins
     )

@@ -1,7 +1,7 @@
 """Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
 
 An item above a cap is oversize: it must be alone in its bin. The first bins may hold other items already: `held`, int64
-(bins, 2 + num_caps), has their cost, number and sizes.
+(bins, 2 + num_caps) or None, has their cost, number and sizes.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
 
 
 @kernel
-def hold(held: NDArray[np.int64], work: NDArray[np.int64], counts: NDArray[np.int32], loads: NDArray[np.int64]) -> None:
+def hold(
+    held: NDArray[np.int64] | None, work: NDArray[np.int64], counts: NDArray[np.int32], loads: NDArray[np.int64]
+) -> None:
     """Write the cost, number and sizes of what bins hold already."""
-    for b in range(held.shape[0]):
-        work[b], counts[b] = held[b, 0], held[b, 1]
-        loads[b] = held[b, 2:]
+    if held is not None:
+        for b in range(held.shape[0]):
+            work[b], counts[b] = held[b, 0], held[b, 1]
+            loads[b] = held[b, 2:]
 
 
 @kernel
@@ -87,7 +90,7 @@ def greedy_fit(
     num_bins: int,
     fullest: bool,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
 
@@ -124,7 +127,7 @@ def search_fit(
     order: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Search depth-first for a packing, in a bounded number of steps. Return False if none was found.
 
@@ -133,9 +136,11 @@ def search_fit(
     num_items = order.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
-    hold(held, np.zeros(num_bins, np.int64), counts, loads)
-    turn = np.argsort(counts == 0, kind="mergesort")  # Bins that hold something come first.
-    loads, counts = loads[turn], counts[turn]
+    turn = np.arange(num_bins)
+    if held is not None:
+        hold(held, np.zeros(num_bins, np.int64), counts, loads)
+        turn = np.argsort(counts == 0, kind="mergesort")  # Bins that hold something come first.
+        loads, counts = loads[turn], counts[turn]
     choice = np.full(num_items, -1, np.int64)
     depth = 0
     for _step in range(SEARCH_NODES):
@@ -179,7 +184,7 @@ def level(
     caps: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
     num_items = costs.shape[0]
@@ -242,10 +247,10 @@ def pack_rank(
     caps: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
-    if num_bins == 1 and held.shape[0] == 0:
+    if num_bins == 1 and held is None:
         bins[:] = 0
         return bins_needed(sizes, caps) == 1
     if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins, held):

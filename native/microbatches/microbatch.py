@@ -76,12 +76,19 @@ def held_cells(
 
 
 @kernel
-def held_peaks(held: NDArray[np.int64], num_bins: int) -> NDArray[np.int64]:
+def held_by(held: NDArray[np.int64] | None, rank: int) -> NDArray[np.int64] | None:
+    """Return what the microbatches of one rank hold."""
+    return None if held is None else held[rank]
+
+
+@kernel
+def held_peaks(held: NDArray[np.int64] | None, num_bins: int) -> NDArray[np.int64]:
     """Return the largest cost that a rank holds in each micro-step, int64 (num_bins,)."""
     peaks = np.zeros(num_bins, np.int64)
-    for r in range(held.shape[0]):
-        for b in range(held.shape[1]):
-            peaks[b] = max(peaks[b], held[r, b, 0])
+    if held is not None:
+        for r in range(held.shape[0]):
+            for b in range(held.shape[1]):
+                peaks[b] = max(peaks[b], held[r, b, 0])
     return peaks
 
 
@@ -93,14 +100,14 @@ def rename_all(
     num_bins: int,
     bins: NDArray[np.int32],
     by_cost: bool,
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Number the microbatches of each rank, as `rename` does. In place.
 
     Those with pinned samples keep their number; others take the free numbers in turn, or by cost: those first of which
     pinned samples of other ranks cost most.
     """
-    if held.shape[1] > 0:
+    if held is not None:
         turn = np.arange(num_bins).astype(np.int32)
         if by_cost:
             turn = descending_order(held_peaks(held, num_bins))
@@ -126,7 +133,7 @@ def pack_ranks(
     caps: NDArray[np.int64],
     num_microbatches: int,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> int:
     """Pack all ranks' samples into microbatches, level and number them; writes `bins`.
 
@@ -134,7 +141,9 @@ def pack_ranks(
         The number of microbatches; if it is above a given `num_microbatches`, `bins` is undefined.
     """
     num_ranks = offsets.shape[0] - 1
-    count = np.int64(max(1, num_microbatches, held.shape[1]))
+    count = np.int64(max(1, num_microbatches))
+    if held is not None:
+        count = max(count, held.shape[1])
     if num_microbatches == 0:
         for r in range(num_ranks):
             if offsets[r] < offsets[r + 1]:
@@ -145,7 +154,7 @@ def pack_ranks(
         start, end = offsets[r], offsets[r + 1]
         if start == end:
             continue
-        while not pack_rank(costs[start:end], sizes[start:end], caps, count, bins[start:end], held[r]):
+        while not pack_rank(costs[start:end], sizes[start:end], caps, count, bins[start:end], held_by(held, r)):
             count += 1
         packed_into[r] = count
     if count == 1 or 0 < num_microbatches < count:
@@ -157,9 +166,9 @@ def pack_ranks(
         # Ranks packed before the count was raised have more room now; if a new search fails, their packing stays.
         if packed_into[r] < count:
             again = np.empty(end - start, np.int32)
-            if pack_rank(costs[start:end], sizes[start:end], caps, count, again, held[r]):
+            if pack_rank(costs[start:end], sizes[start:end], caps, count, again, held_by(held, r)):
                 bins[start:end] = again
-        level(costs[start:end], sizes[start:end], caps, count, bins[start:end], held[r])
+        level(costs[start:end], sizes[start:end], caps, count, bins[start:end], held_by(held, r))
     return count
 
 
@@ -173,7 +182,7 @@ def deal(
     targets: NDArray[np.int64],
     stuck: NDArray[np.bool_],
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Put each sample, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
 
@@ -194,7 +203,7 @@ def deal(
     counts = np.zeros((num_ranks, num_bins), np.int32)
     loads = np.zeros((num_ranks, num_bins, caps.shape[0]), np.int64)
     for r in range(num_ranks):
-        hold(held[r], work[r], counts[r], loads[r])
+        hold(held_by(held, r), work[r], counts[r], loads[r])
     for entry in entries:
         r = owner[entry]
         if stuck[r]:
@@ -223,14 +232,15 @@ def step_peaks(
     included: NDArray[np.bool_],
     bins: NDArray[np.int32],
     peaks: NDArray[np.int64],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> int:
     """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step. Return their sum."""
     work = np.empty(peaks.shape[0], np.int64)
     for r in range(offsets.shape[0] - 1):
         if included[r]:
             work[:] = 0
-            work[: held.shape[1]] = held[r, :, 0]
+            if held is not None:
+                work[: held.shape[1]] = held[r, :, 0]
             for entry in range(offsets[r], offsets[r + 1]):
                 work[bins[entry]] += costs[entry]
             for b in range(peaks.shape[0]):
@@ -248,7 +258,7 @@ def lower_peaks(
     num_bins: int,
     fill_all: bool,
     bins: NDArray[np.int32],
-    held: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises.
 
@@ -271,7 +281,10 @@ def lower_peaks(
     mean = np.int64(0)
     for r in range(num_ranks):
         owner[offsets[r] : offsets[r + 1]] = r
-        mean = max(mean, (costs[offsets[r] : offsets[r + 1]].sum() + held[r, :, 0].sum()) // num_bins)
+        total = costs[offsets[r] : offsets[r + 1]].sum()
+        if held is not None:
+            total += held[r, :, 0].sum()
+        mean = max(mean, total // num_bins)
     everyone = np.ones(num_ranks, np.bool_)
     stuck = np.zeros(num_ranks, np.bool_)
     given = bins.copy()
@@ -299,7 +312,7 @@ def split(
     caps: NDArray[np.int64],
     num_microbatches: int,
     in_step: bool,
-    pinned: NDArray[np.int32] | None = None,
+    held: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int32], int]:
     """Split each rank's samples into microbatches.
 
@@ -311,17 +324,14 @@ def split(
         caps: int64 (num_caps,), at least 1.
         num_microbatches: their number; 0 for the fewest that fit.
         in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
-        pinned: int32 (num_samples,), the microbatch of a sample that stays in it, or -1.
+        held: int64 (num_ranks, microbatches, 2 + num_caps), what microbatches hold of pinned samples, which have rank
+            -1 here: of `held_cells`. None without any.
 
     Returns:
         (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given
         and too small, the number needed is returned with an empty array.
     """
-    held, movable = np.zeros((num_ranks, 0, 2 + caps.shape[0]), np.int64), rank
-    if pinned is not None:
-        held = held_cells(costs, rank, sizes, pinned, num_ranks)
-        movable = np.where(pinned >= 0, np.int32(-1), rank)
-    offsets, samples, entries = group_by_rank(descending_order(costs), movable, num_ranks)
+    offsets, samples, entries = group_by_rank(descending_order(costs), rank, num_ranks)
     num_places, num_caps = samples.shape[0], caps.shape[0]
     costs_here = np.empty(num_places, np.int64)
     sizes_here = np.empty((num_places, num_caps), np.int64)
@@ -331,7 +341,9 @@ def split(
             sizes_here[entry, k] = sizes[samples[entry], k]
     bins = np.zeros(num_places, np.int32)
     # More microbatches than samples of a rank would only take memory.
-    usable = min(num_microbatches, max(1, np.diff(offsets).max() + held.shape[1]))
+    usable = min(num_microbatches, max(1, np.diff(offsets).max()))
+    if held is not None:
+        usable = min(num_microbatches, usable + held.shape[1])
     count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins, held)
     if 0 < num_microbatches < count:
         return np.empty(0, np.int32), count
@@ -340,11 +352,9 @@ def split(
         if in_step:
             lower_peaks(costs_here, sizes_here, offsets, entries, caps, count, num_microbatches > 0, bins, held)
             # Never worse: the k-th most costly microbatch of a rank is within the k-th largest of the peaks.
-            if pinned is None:
+            if held is None:
                 rename_all(costs_here, samples, offsets, count, bins, True, held)
     microbatch = np.full(rank.shape[0], np.int32(-1))
-    if pinned is not None:
-        microbatch[:] = np.where(rank >= 0, pinned, np.int32(-1))
     for entry in range(num_places):
         microbatch[samples[entry]] = bins[entry]
     return microbatch, max(count, num_microbatches)
