@@ -27,12 +27,12 @@ from orchdata.balancers.checks import (
 )
 from orchdata.balancers.packed import balance
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.few import search_few
+from orchdata.native.assign.few import FEW_FREE, search_few
 from orchdata.native.assign.joint import solve_joint
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
-from orchdata.native.microbatches.within_caps import solve_within, start_within
+from orchdata.native.microbatches.within_caps import FEW, solve_within, start_within
 
 _FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
 PAIRS, PAIRS_OF_MANY = 8, 3  # The joint search looks at this many pairs for each pair of samples that share a rank.
@@ -223,10 +223,11 @@ def assign_jointly(
         good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
         limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
         free_counts = max_samples is None and not equal_count
-        if pinned is not None and within is None and len(caps) and free_counts:
-            start, is_within = start_within(
-                by_sample, weights, caps, num_ranks, primary, search_pairs(num_samples, num_ranks, effort), pinned
-            )
+        # Next to few pinned samples that nearly fill ranks, what ignores the caps cannot be brought within them.
+        is_tight = len(caps) > 0 and free_counts and num_samples <= FEW * num_ranks
+        if pinned is not None and within is None and is_tight:
+            budget = search_pairs(num_samples, num_ranks, effort)
+            start, is_within = start_within(by_sample, weights, caps, num_ranks, primary, budget, pinned)
             kept = start if is_within else kept
         if (within is not None or len(kept)) and free_counts:
             own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits, pinned)
@@ -237,7 +238,7 @@ def assign_jointly(
                 # Spreading sizes evenly keeps the caps in most cases.
                 spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count, pinned)
                 own = solve_joint(by_sample, weights, caps, start, spread, *search)
-    if pinned is not None:
+    if pinned is not None and np.count_nonzero(pinned < 0) <= FEW_FREE:
         bounds = phase_bounds(by_sample, num_ranks, pinned)
         limit, extras = divmod(num_samples, num_ranks) if equal_count else (most, 0)
         search_few(by_sample, weights, caps, own, pinned, num_ranks, bounds, limit, extras)

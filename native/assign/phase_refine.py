@@ -258,14 +258,15 @@ def rank_lightest(
 
 @kernel
 def without_pinned(
-    owner: NDArray[np.int32], pinned: NDArray[np.int32] | None, limits: NDArray[np.int64]
+    owner: NDArray[np.int32], pinned: NDArray[np.int32] | None, counts: NDArray[np.int32], limits: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return the owners with -1 for pinned samples, which use up the `limits` of their ranks; in place."""
+    """Return the owners with -1 for pinned samples, and take these off the counts and limits of their ranks."""
     if pinned is None:
         return owner
     movable = owner.copy()
     for sample in np.flatnonzero(pinned >= 0):
         movable[sample] = -1
+        counts[pinned[sample]] -= 1
         limits[pinned[sample]] -= 1
     return movable
 
@@ -306,11 +307,10 @@ def refine_phases(
         The rest of the budget.
     """
     above = phase_loads(costs, owner, num_ranks)
-    limits = np.full(num_ranks, np.int64(limit))
-    movable = without_pinned(owner, pinned, limits)
-    counts = np.zeros(num_ranks, np.int32)
-    for rank in movable[movable >= 0]:
+    counts, limits = np.zeros(num_ranks, np.int32), np.full(num_ranks, np.int64(limit))
+    for rank in owner:
         counts[rank] += 1
+    movable = without_pinned(owner, pinned, counts, limits)
     above -= targets
     offsets, members = list_members(movable, counts, SLACK)
     offers = np.empty(max(1, np.diff(offsets).max()), np.int64)
