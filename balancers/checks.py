@@ -96,6 +96,30 @@ def checked_ranks(
     return np.require(array, np.int32, ["C", "W"])
 
 
+def checked_pins(
+    pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
+) -> NDArray[np.int32] | None:
+    """Return the ranks of samples that stay where they are, int32 (num_samples,), -1 for others; None without any.
+
+    Args:
+        present: bool (num_samples,), the samples that counts are about.
+        most: most of them on a rank; with `equal_count`, an even share.
+    """
+    pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
+    if not (pins >= 0).any():
+        return None
+    counts = np.bincount(pins[present & (pins >= 0)], minlength=num_ranks)
+    rank, share, extras = int(counts.argmax()), *divmod(int(np.count_nonzero(present)), num_ranks)
+    if equal_count and (int(counts.max()) > share + (extras > 0) or int(np.count_nonzero(counts > share)) > extras):
+        raise ValueError(
+            f"equal_count gives {num_ranks - extras} of {num_ranks} ranks {share} samples and {extras} one more, but"
+            f" pinned holds {counts[rank]} on rank {rank}, more than {share} on {np.count_nonzero(counts > share)}"
+        )
+    if most is not None and not equal_count and int(counts.max()) > most:
+        raise ValueError(f"max_samples={most}, but pinned holds {counts[rank]} samples on rank {rank}: raise it")
+    return pins
+
+
 def checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
     """Return costs int64 (num_items, num_phases)."""
     array = np.asarray(costs)

@@ -16,7 +16,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_sizes,
 )
-from orchdata.native.microbatches.microbatch import split
+from orchdata.native.microbatches.microbatch import held_cells, split
 
 
 def split_microbatches(
@@ -29,6 +29,7 @@ def split_microbatches(
     num_microbatches: int | None = None,
     oversize: Literal["error", "own"] = "error",
     in_step: bool = False,
+    pinned: ArrayLike | None = None,
 ) -> tuple[NDArray[np.int32], int]:
     """Split each rank's samples into microbatches that keep the caps and cost about the same.
 
@@ -48,12 +49,16 @@ def split_microbatches(
             to cost much, other ranks also do more of their work in it. Each rank's
             microbatches are numbered by descending cost. Otherwise those of a rank cost about the same, and are
             numbered by their first sample. A given `num_microbatches` is kept, although fewer might be better.
+        pinned: integers (num_samples,), the microbatch of a sample that may not move, or -1; below `num_microbatches`,
+            or below the number of samples. The other microbatches of a rank have the free numbers, from the first; with
+            `in_step` in the order of what pinned samples cost in them.
 
     Returns:
         (microbatch int32 (num_samples,), -1 for samples left out; the number of microbatches, at least 1).
 
     Raises:
-        ValueError: mismatched lengths, ranks out of range, a sample above the cap, or too few microbatches.
+        ValueError: mismatched lengths, ranks out of range, a sample above the cap, pinned samples that do not fit into
+            a microbatch together, or too few microbatches.
     """
     if oversize not in ("error", "own"):
         raise ValueError(f"oversize must be 'error' or 'own', got {oversize!r}")
@@ -66,7 +71,17 @@ def split_microbatches(
         _refuse_oversize(columns, caps, owner)
     in_step = checked_flag(in_step, "in_step")
     wanted = 0 if num_microbatches is None else checked_count(num_microbatches, "num_microbatches")
-    microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step)
+    if pinned is None:
+        microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step, None)
+    else:
+        pins = checked_ranks(pinned, wanted or max(1, len(work)), len(work), "pinned", least=-1)
+        stay = (pins >= 0) & (owner >= 0)
+        _refuse_full(columns[stay], caps, owner[stay], pins[stay], oversize == "own")
+        held = held_cells(work, owner, columns, pins, num_ranks) if stay.any() else None
+        movable = np.where(stay, np.int32(-1), owner)
+        microbatch, count = split(work, movable, num_ranks, columns, caps, wanted, in_step, held)
+        if len(microbatch):
+            microbatch[stay] = pins[stay]
     if wanted and count > wanted:
         raise ValueError(
             f"num_microbatches={wanted} are too few for the samples within max_size={caps.tolist()}: {count} are"
@@ -83,4 +98,20 @@ def _refuse_oversize(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: N
         raise ValueError(
             f"sample {sample} has size {sizes[sample, column]}, above the cap of {caps[column]} of a microbatch{where}:"
             " raise the cap, give it a microbatch of its own (oversize='own'), or leave it out"
+        )
+
+
+def _refuse_full(
+    sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], pins: NDArray[np.int32], alone: bool
+) -> None:
+    """Raise ValueError if pinned samples are above a cap in a microbatch that they share, or also if `alone` there."""
+    cells, cell, counts = np.unique(np.stack([owner, pins]), axis=1, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(counts), len(caps)), np.int64)
+    np.add.at(sums, cell.ravel(), sizes)
+    above = (sums > caps).any(axis=1) & ((counts > 1) | (not alone))
+    if above.any():
+        rank, microbatch = cells[:, above][:, 0].tolist()
+        raise ValueError(
+            f"pinned samples have sizes {sums[above][0].tolist()} in microbatch {microbatch} of rank {rank}, above"
+            f" max_size={caps.tolist()}: raise it, or pin them to more microbatches"
         )

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import (
     MAX_TOTAL,
     checked_caps,
@@ -22,15 +21,18 @@ from orchdata.balancers.checks import (
     checked_effort,
     checked_flag,
     checked_max_samples,
+    checked_pins,
     checked_ranks_count,
     checked_sizes,
 )
 from orchdata.balancers.packed import balance
+from orchdata.native.assign.bounds import phase_bounds
+from orchdata.native.assign.few import FEW_FREE, search_few
 from orchdata.native.assign.joint import solve_joint
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
-from orchdata.native.microbatches.within_caps import solve_within
+from orchdata.native.microbatches.within_caps import FEW, solve_within, start_within
 
 _FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
 PAIRS, PAIRS_OF_MANY = 8, 3  # The joint search looks at this many pairs for each pair of samples that share a rank.
@@ -79,6 +81,7 @@ def balance_phases(
     sizes: ArrayLike | None = None,
     max_size: int | ArrayLike | None = None,
     effort: float = 1.0,
+    pinned: ArrayLike | None = None,
 ) -> PhaseAssignment:
     """Assign samples to ranks so that a step over all phases takes as little as a quick search finds.
 
@@ -97,10 +100,12 @@ def balance_phases(
         max_size: the most that the samples of a rank may sum to, one for each column of sizes; joint `barrier` only.
         effort: factor of the work of the joint search under `barrier`. 1 is 8 * num_ranks * (samples a rank)**2 pairs
             of samples (3 instead of 8 above 16,384 samples): work, not time, so all machines find the same.
+        pinned: integers (num_samples,), the rank of a sample that may not move, in all phases, or -1. Counts, sizes,
+            loads and bounds include pinned samples.
 
     Raises:
-        ValueError: bad costs or counts, an unknown option, a sample that costs nothing in any phase (joint), or caps
-            within which no assignment was found.
+        ValueError: bad costs or counts, pinned ranks out of range, an unknown option, a sample that costs nothing in
+            any phase (joint), or caps within which no assignment was found.
     """
     if assignment not in ("joint", "per_phase"):
         raise ValueError(f"assignment must be 'joint' or 'per_phase', got {assignment!r}")
@@ -118,12 +123,18 @@ def balance_phases(
     equal_count = checked_flag(equal_count, "equal_count")
     names, costs = checked_phases(costs_by_phase, primary)
     if assignment == "per_phase":
-        parts = [balance(row, num_ranks, equal_count=equal_count, max_samples=max_samples) for row in costs]
+        parts = [
+            balance(row, num_ranks, equal_count=equal_count, max_samples=max_samples, pinned=pinned) for row in costs
+        ]
         rank = np.stack([part.rank for part in parts])
         loads = np.stack([part.loads for part in parts])
         bounds = tuple(part.lower_bound for part in parts)
     else:
-        bounds = tuple(lower_bound(row, num_ranks) for row in costs)
+        pins = None
+        if pinned is not None:
+            pins = checked_pins(pinned, num_ranks, np.ones(costs.shape[1], np.bool_), max_samples, equal_count)
+        by_sample = np.ascontiguousarray(costs.T)
+        bounds = tuple(int(bound) for bound in phase_bounds(by_sample, num_ranks, pins))
         columns, caps = np.empty((costs.shape[1], 0), np.int64), np.empty(0, np.int64)
         if sizes is not None and max_size is not None:
             columns = checked_sizes(sizes, costs.shape[1])
@@ -138,13 +149,14 @@ def balance_phases(
             sizes=columns,
             caps=caps,
             effort=effort,
+            pinned=pins,
         )
         if above_caps(columns, caps, rank, num_ranks):
             raise ValueError(
                 f"no assignment to {num_ranks} ranks within max_size={caps.tolist()} was found: raise it, or take fewer"
                 " samples"
             )
-        loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)
+        loads = np.ascontiguousarray(phase_loads(by_sample, rank, num_ranks).T)
     return PhaseAssignment(names, rank, loads, tuple(int(peak) for peak in loads.max(axis=1)), bounds)
 
 
@@ -180,6 +192,7 @@ def assign_jointly(
     caps: NDArray[np.int64],
     within: NDArray[np.int32] | None = None,
     effort: float,
+    pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, in groups of ranks.
 
@@ -190,33 +203,45 @@ def assign_jointly(
         primary: index of the phase that all samples take part in.
         sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept if the search finds a way.
         within: int32 (num_samples,), an assignment that keeps the caps, if one is known: the result then keeps them.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `within`, or -1; of a single group.
     """
     together = costs.sum(axis=0)
     if not together.all():
         raise ValueError(
             f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or give it a cost of 1"
         )
-    num_samples = len(together)
+    num_samples, num_ranks = len(together), int(group_sizes.sum())
     order, offsets, first = _grouped(group, group_sizes, num_samples, max_samples)
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
     most = max_samples or max(1, num_samples)
     kept = np.empty(0, np.int32) if within is None else within[order] - first
     own = kept
     if within is None or num_samples <= _FEW_SAMPLES * len(group_sizes):
-        own = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count)
+        own = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count, pinned)
     if len(costs) > 1 or len(caps):
         # (Part above the bounds at which peaks are good enough, pairs to look at) of a joint search.
         good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
         limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
-        if within is not None and max_samples is None and not equal_count:
-            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits)
+        free_counts = max_samples is None and not equal_count
+        # Next to few pinned samples that nearly fill ranks, what ignores the caps cannot be brought within them.
+        is_tight = len(caps) > 0 and free_counts and num_samples <= FEW * num_ranks
+        if pinned is not None and within is None and is_tight:
+            budget = search_pairs(num_samples, num_ranks, effort)
+            start, is_within = start_within(by_sample, weights, caps, num_ranks, primary, budget, pinned)
+            kept = start if is_within else kept
+        if (within is not None or len(kept)) and free_counts:
+            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits, pinned)
         else:
-            search = (offsets, group_sizes, primary, most, equal_count, *limits)
+            search = (offsets, group_sizes, primary, most, equal_count, *limits, pinned)
             start, own = own, solve_joint(by_sample, weights, caps, own, kept, *search)
-            if within is None and len(caps) and above_caps(weights, caps, first + own, int(group_sizes.sum())):
+            if within is None and len(caps) and above_caps(weights, caps, first + own, num_ranks):
                 # Spreading sizes evenly keeps the caps in most cases.
-                spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count)
+                spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count, pinned)
                 own = solve_joint(by_sample, weights, caps, start, spread, *search)
+    if pinned is not None and np.count_nonzero(pinned < 0) <= FEW_FREE:
+        bounds = phase_bounds(by_sample, num_ranks, pinned)
+        limit, extras = divmod(num_samples, num_ranks) if equal_count else (most, 0)
+        search_few(by_sample, weights, caps, own, pinned, num_ranks, bounds, limit, extras)
     rank = np.empty(num_samples, np.int32)
     rank[order] = first + own
     return rank
@@ -243,10 +268,11 @@ def _alone(
     group_sizes: NDArray[np.int64],
     max_samples: int,
     equal_count: bool,
+    pinned: NDArray[np.int32] | None,
 ) -> NDArray[np.int32]:
     """Balance each group's samples by one cost: int32 (num_samples,), ranks from 0 in each group."""
     parts = [
-        solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3)[0]
+        solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3, pinned)[0]
         for start, stop, ranks in zip(offsets[:-1].tolist(), offsets[1:].tolist(), group_sizes.tolist(), strict=True)
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

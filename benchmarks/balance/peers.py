@@ -50,7 +50,8 @@ def first_fit_decreasing(costs: ArrayLike, num_ranks: int) -> Ranks:
     def assign(descending: NDArray[np.int64]) -> Ranks:
         owner = np.empty(len(descending), np.int32)
         capacity, step = bound, max(1, bound // 100)
-        while not first_fit(descending, num_ranks, capacity, len(descending), owner):
+        nothing = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int32)
+        while not first_fit(descending, num_ranks, capacity, len(descending), owner, *nothing):
             capacity += step
         return owner
 

@@ -82,10 +82,56 @@ def common_divisor(descending: NDArray[np.int64]) -> int:
 
 
 @kernel
-def phase_bounds(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Return a lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
+def pinned_bound(costs: NDArray[np.int64], pinned: NDArray[np.int32], num_ranks: int) -> int:
+    """Return a lower bound of the makespan of any assignment in which some samples stay on their rank.
+
+    The largest load of those; the level to which the others fill all ranks above it, as water does; and, for the q
+    ranks that hold least: some of the k*q+1 largest others is on another rank, or one of the q has k+1 of them.
+
+    Args:
+        costs: int64 (num_samples,).
+        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
+        num_ranks: at least 1.
+    """
+    held, others = np.zeros(num_ranks, np.int64), costs.copy()
+    for sample in range(costs.shape[0]):
+        if pinned[sample] >= 0:
+            held[pinned[sample]] += costs[sample]
+            others[sample] = 0
+    descending = others[descending_order(others)]
+    held.sort()
+    sums = np.zeros(descending.shape[0] + 1, np.int64)
+    sums[1:] = np.cumsum(descending)
+    bound, filled = held[-1], sums[-1]
+    for ranks in range(1, num_ranks + 1):
+        filled += held[ranks - 1]
+        level = (filled + ranks - 1) // ranks
+        if ranks == num_ranks or level <= held[ranks]:
+            bound = max(bound, level)
+            break
+    for ranks in range(1, num_ranks + 1):
+        extra = 0
+        while extra * ranks < descending.shape[0]:
+            last = extra * ranks
+            together = held[0] + sums[last + 1] - sums[last - extra]
+            elsewhere = held[ranks] + descending[last] if ranks < num_ranks else together
+            bound = max(bound, min(together, elsewhere))
+            extra += 1
+    return bound
+
+
+@kernel
+def phase_bounds(
+    costs: NDArray[np.int64], num_ranks: int, pinned: NDArray[np.int32] | None = None
+) -> NDArray[np.int64]:
+    """Return a lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases).
+
+    With `pinned`, as in `pinned_bound`.
+    """
     bounds = np.empty(costs.shape[1], np.int64)
     for p in range(costs.shape[1]):
         column = costs[:, p].copy()
         bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+        if pinned is not None:
+            bounds[p] = max(bounds[p], pinned_bound(column, pinned, num_ranks))
     return bounds

@@ -25,6 +25,7 @@ def solve_joint(
     equal_count: bool,
     good_part: int,
     pairs: float,
+    pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Return one rank for each sample: lower the sum over phases of the largest load, in each group of ranks.
 
@@ -42,6 +43,8 @@ def solve_joint(
         equal_count: counts differ by at most one, as they do in `given`.
         good_part: the search ends when peaks are at most this part above their bounds.
         pairs: to look at, for each pair of samples that share a rank.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given` and `within`, or -1; of a
+            single group.
 
     Returns:
         int32 (num_samples,).
@@ -51,14 +54,16 @@ def solve_joint(
         start, stop, num_ranks = offsets[group], offsets[group + 1], group_sizes[group]
         num_samples = stop - start
         mine, weights = costs[start:stop], sizes[start:stop]
-        bounds = phase_bounds(mine, num_ranks)
+        bounds = phase_bounds(mine, num_ranks, pinned)
         limit, extras, may_hold = np.int64(max_samples), np.int64(0), np.int64(max_samples)
         if equal_count:
             limit, extras, may_hold = num_samples // num_ranks, num_samples % num_ranks, np.int64(-1)
         good = bounds.sum() + bounds.sum() // good_part
         budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
         first = given[start:stop].copy()
-        rank = solve_barrier(mine, first, num_ranks, primary, bounds, limit, extras, equal_count, good, budget).copy()
+        rank = solve_barrier(
+            mine, first, num_ranks, primary, bounds, limit, extras, equal_count, good, budget, pinned
+        ).copy()
         # First move within the caps with the peaks of this rank, then start from the assignment that keeps them.
         for start_again in range(2):
             above = above_caps(weights, caps, rank, num_ranks)
@@ -70,7 +75,7 @@ def solve_joint(
                 targets = phase_peaks(mine, rank, num_ranks)
             else:
                 trial = within[start:stop].copy()
-            refine_within(mine, weights, caps, trial, num_ranks, targets, may_hold, budget)
+            refine_within(mine, weights, caps, trial, num_ranks, targets, may_hold, budget, pinned)
             if above_caps(weights, caps, trial, num_ranks) < above:
                 rank = trial
         ranks[start:stop] = rank

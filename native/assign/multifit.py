@@ -14,7 +14,13 @@ from orchdata.native.jit import kernel
 
 @kernel
 def first_fit(
-    descending: NDArray[np.int64], num_ranks: int, capacity: int, limit: int, owner: NDArray[np.int32]
+    descending: NDArray[np.int64],
+    num_ranks: int,
+    capacity: int,
+    limit: int,
+    owner: NDArray[np.int32],
+    held: NDArray[np.int64],
+    held_counts: NDArray[np.int32],
 ) -> bool:
     """Pack each sample into the first rank with room for it. Return False if one does not fit.
 
@@ -24,14 +30,16 @@ def first_fit(
         capacity: largest load of a rank.
         limit: most samples of a rank.
         owner: int32 (num_samples,), written.
+        held, held_counts: int64 and int32 (num_ranks,), load and samples that each rank has already.
     """
     leaves = 1
     while leaves < num_ranks:
         leaves *= 2
     # tree[i] is the largest room below node i: the first rank with room is found in log2(num_ranks) steps.
     tree = np.full(2 * leaves, np.int64(-1))
-    counts = np.zeros(num_ranks, np.int32)
-    tree[leaves : leaves + num_ranks] = capacity
+    counts = held_counts.copy()
+    for rank in range(num_ranks):
+        tree[leaves + rank] = capacity - held[rank] if counts[rank] < limit else -1
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
     for position in range(descending.shape[0]):
@@ -65,8 +73,12 @@ def multifit(
     upper: int,
     limit: int,
     num_trials: int,
+    held: NDArray[np.int64],
+    held_counts: NDArray[np.int32],
 ) -> NDArray[np.int32]:
     """Bisect the capacity between `lower` (may fit) and `upper` (need not be beaten).
+
+    Other arguments as in `first_fit`.
 
     Returns:
         int32 (num_samples,): an assignment with a makespan below `upper`; empty if there is none.
@@ -78,7 +90,7 @@ def multifit(
         if lower >= upper:
             break
         capacity = lower + (upper - lower) // 2
-        if first_fit(descending, num_ranks, capacity, limit, trial):
+        if first_fit(descending, num_ranks, capacity, limit, trial, held, held_counts):
             best = trial.copy()
             upper = capacity
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.bounds import common_divisor, equal_count_bound, strong_lower_bound
+from orchdata.native.assign.bounds import common_divisor, equal_count_bound, pinned_bound, strong_lower_bound
 from orchdata.native.assign.multifit import multifit
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.refine import lower_makespan, search_budget
@@ -35,8 +35,8 @@ def longest_first(
         descending: int64 (num_samples,), costs from the largest.
         limit: most samples of a rank.
         extras: number of ranks that may have one more.
-        loads: int64 (num_ranks,), written.
-        counts: int32 (num_ranks,), written.
+        loads: int64 (num_ranks,), what ranks hold already; changed.
+        counts: int32 (num_ranks,), samples that they hold already; changed.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
@@ -44,21 +44,25 @@ def longest_first(
     num_samples = descending.shape[0]
     num_ranks = loads.shape[0]
     owner = np.empty(num_samples, np.int32)
-    loads[:] = 0
-    counts[:] = 0
-    total = np.int64(0)
+    total = loads.sum()
     for position in range(num_samples):
         total += descending[position]
     rank_bits = bit_length(num_ranks - 1)
-    low_bits = rank_bits + bit_length(min(limit + 1, num_samples))
+    low_bits = rank_bits + bit_length(min(limit + 1, num_samples + counts.sum()))
     largest = descending[0] if num_samples > 0 else np.int64(0)
     # Without limits the least loaded rank is never above the mean; with them it may reach the total.
-    peak = total if limit < num_samples else total // num_ranks + largest
+    peak = total if limit < num_samples else max(loads.max(), total // num_ranks + largest)
     shift = max(0, bit_length(peak) + low_bits - 63)
     rank_mask = np.int64((1 << rank_bits) - 1)
     leaves = 1 << rank_bits
     tree = np.empty(2 * leaves, np.int64)
-    tournament(np.arange(num_ranks), tree)
+    keys = np.empty(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        keys[rank] = ((loads[rank] >> shift) << low_bits) | (np.int64(counts[rank]) << rank_bits) | rank
+        if counts[rank] > limit:
+            keys[rank] = NEVER
+            extras -= 1
+    tournament(keys, tree)
     for position in range(num_samples):
         rank = tree[1] & rank_mask
         # Ranks at the limit may take one more only while there are extras left.
@@ -92,7 +96,13 @@ def recount(
 
 @kernel
 def solve(
-    costs: NDArray[np.int64], num_ranks: int, max_samples: int, max_cost: int, equal_count: bool, tolerance: float
+    costs: NDArray[np.int64],
+    num_ranks: int,
+    max_samples: int,
+    max_cost: int,
+    equal_count: bool,
+    tolerance: float,
+    pinned: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Balance samples over ranks: longest first; refined, then refitted, only while above the tolerance.
 
@@ -103,40 +113,56 @@ def solve(
         max_cost: load to stay below if possible; 0 for none.
         equal_count: counts differ by at most one.
         tolerance: relative distance to the lower bound that is good enough.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
 
     Returns:
-        (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
+        (rank int32 (num_samples,), -1 for a cost of 0 that is not pinned; loads int64 (num_ranks,); lower bound).
     """
     order, descending = present_descending(costs)
-    num_samples = order.shape[0]
+    num_present, all_costs = order.shape[0], descending
     bound = np.int64(strong_lower_bound(descending, num_ranks))
-    limit = np.int64(min(max_samples, num_samples))
+    held, held_counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int32)
+    if pinned is not None:
+        bound = max(bound, np.int64(pinned_bound(costs, pinned, num_ranks)))
+        others = costs.copy()
+        for sample in range(costs.shape[0]):
+            if pinned[sample] >= 0 and costs[sample] > 0:
+                held[pinned[sample]] += costs[sample]
+                held_counts[pinned[sample]] += 1
+                others[sample] = 0
+        order, descending = present_descending(others)
+    num_samples = order.shape[0]
+    limit = np.int64(min(max_samples, num_present))
     extras = np.int64(0)
     moves_limit = limit
     if equal_count:
-        bound = max(bound, equal_count_bound(descending, num_ranks))
-        limit = np.int64(num_samples // num_ranks)
-        extras = np.int64(num_samples % num_ranks)
+        bound = max(bound, equal_count_bound(all_costs, num_ranks))
+        limit = np.int64(num_present // num_ranks)
+        extras = np.int64(num_present % num_ranks)
         moves_limit = np.int64(-1)
     target = bound + np.int64(bound * tolerance)
     if max_cost > 0:
         target = min(target, max_cost)
-    loads = np.empty(num_ranks, np.int64)
-    counts = np.empty(num_ranks, np.int32)
+    loads, counts = held.copy(), held_counts.copy()
     owner = longest_first(descending, limit, extras, loads, counts)
+    counts -= held_counts
+    limits = moves_limit - held_counts.astype(np.int64)
     budget = search_budget(num_samples, num_ranks)
     if loads.max() > target:
-        divisor = common_divisor(descending)
+        divisor = common_divisor(all_costs)
         target = max(target, (bound + divisor - 1) // divisor * divisor)
-        budget = lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
+        budget = lower_makespan(descending, owner, loads, counts, target, limits, budget)
     if loads.max() > target and not equal_count:
-        fitted = multifit(descending, num_ranks, bound, loads.max(), limit, 8)
+        fitted = multifit(descending, num_ranks, bound, loads.max(), limit, 8, held, held_counts)
         if fitted.shape[0] > 0:
             owner = fitted
             recount(descending, owner, loads, counts)
+            loads += held
             if loads.max() > target:
-                lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
+                lower_makespan(descending, owner, loads, counts, target, limits, budget)
     rank = np.full(costs.shape[0], np.int32(-1))
+    if pinned is not None:
+        rank[:] = pinned
     for position in range(num_samples):
         rank[order[position]] = owner[position]
     return rank, loads, bound

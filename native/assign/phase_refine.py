@@ -129,7 +129,7 @@ def best_joint_partner(
     heavy: int,
     partners: NDArray[np.int64],
     column: int,
-    limit: int,
+    limits: NDArray[np.int64],
     offers: NDArray[np.int64],
 ) -> tuple[int, int, int, int]:
     """Return the best exchange of a heavy rank with any of `partners`, or the first that removes 1/8 of its excess.
@@ -148,7 +148,7 @@ def best_joint_partner(
         if light == heavy or above[light, column] >= above[heavy, column]:
             continue
         start = offsets[light]
-        may_move = start + counts[light] < offsets[light + 1] and counts[light] < limit
+        may_move = start + counts[light] < offsets[light + 1] and counts[light] < limits[light]
         offered = members[start : start + counts[light]]
         reached, index_found, other_found, pairs = best_joint_exchange(
             costs, num_phases, above, heavy, samples, light, offered, column, may_move, best, enough, offers
@@ -172,7 +172,7 @@ def find_partner(
     heavy: int,
     lightest: NDArray[np.int64],
     column: int,
-    limit: int,
+    limits: NDArray[np.int64],
     offers: NDArray[np.int64],
     window: int,
     budget: int,
@@ -183,7 +183,7 @@ def find_partner(
     tried, more = np.int64(0), np.int64(FIRST_PARTNERS)
     while partner < 0 and tried < min(window, lightest.shape[0]) and used < budget:
         partner, index, other, work = best_joint_partner(
-            costs, num_phases, above, counts, offsets, members, heavy, lightest[tried:more], column, limit, offers
+            costs, num_phases, above, counts, offsets, members, heavy, lightest[tried:more], column, limits, offers
         )
         used += work
         tried, more = more, min(2 * more, window)
@@ -257,6 +257,21 @@ def rank_lightest(
 
 
 @kernel
+def without_pinned(
+    owner: NDArray[np.int32], pinned: NDArray[np.int32] | None, counts: NDArray[np.int32], limits: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Return the owners with -1 for pinned samples, and take these off the counts and limits of their ranks."""
+    if pinned is None:
+        return owner
+    movable = owner.copy()
+    for sample in np.flatnonzero(pinned >= 0):
+        movable[sample] = -1
+        counts[pinned[sample]] -= 1
+        limits[pinned[sample]] -= 1
+    return movable
+
+
+@kernel
 def refine_phases(
     costs: NDArray[np.int64],
     num_phases: int,
@@ -267,6 +282,7 @@ def refine_phases(
     window: int,
     raising: bool,
     budget: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> int:
     """Lower the largest excess by moves and swaps, in place.
 
@@ -285,16 +301,18 @@ def refine_phases(
         window: partners to try before a rank is given up.
         raising: a rank that is given up raises the targets.
         budget: pairs of samples to look at, and other work of that length: a bound that is the same on every machine.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `owner`, or -1.
 
     Returns:
         The rest of the budget.
     """
     above = phase_loads(costs, owner, num_ranks)
-    counts = np.zeros(num_ranks, np.int32)
+    counts, limits = np.zeros(num_ranks, np.int32), np.full(num_ranks, np.int64(limit))
     for rank in owner:
         counts[rank] += 1
+    movable = without_pinned(owner, pinned, counts, limits)
     above -= targets
-    offsets, members = list_members(owner, counts, SLACK)
+    offsets, members = list_members(movable, counts, SLACK)
     offers = np.empty(max(1, np.diff(offsets).max()), np.int64)
     scores = np.empty(num_ranks, np.int64)
     lightest = np.empty((costs.shape[1], num_ranks), np.int64)
@@ -323,7 +341,7 @@ def refine_phases(
                     heavy,
                     rank_lightest(above, column, lightest, first),
                     column,
-                    limit,
+                    limits,
                     offers,
                     window,
                     budget,

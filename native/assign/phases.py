@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_peaks, refine_phases
+from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, phase_peaks, refine_phases
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.tournament import NEVER, replay, tournament
 from orchdata.native.jit import kernel
@@ -26,6 +26,7 @@ def longest_first_by_phase(
     num_ranks: int,
     limit: int,
     extras: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Give each sample, in `order`, to the rank with the least load in the sample's own phase and with room.
 
@@ -36,6 +37,7 @@ def longest_first_by_phase(
         num_ranks: at least 1.
         limit: most samples of a rank.
         extras: number of ranks that may have one more.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
@@ -53,6 +55,17 @@ def longest_first_by_phase(
     owner = np.empty(num_samples, np.int32)
     loads = np.zeros((num_ranks, num_phases), np.int64)
     counts = np.zeros(num_ranks, np.int32)
+    if pinned is not None:
+        owner[:] = pinned
+        loads = phase_loads(costs, pinned, num_ranks)
+        for rank in pinned[pinned >= 0]:
+            counts[rank] += 1
+        for rank in range(num_ranks):
+            extras -= counts[rank] > limit
+            for p in range(num_phases):
+                key = ((loads[rank, p] >> shift[p]) << rank_bits) | rank
+                replay(trees[p], leaves + rank, key if counts[rank] <= limit else NEVER)
+        order = order[pinned[order] < 0]
     for sample in order:
         rank = trees[phase[sample], 1] & rank_mask
         while counts[rank] == limit and extras == 0:
@@ -144,6 +157,7 @@ def solve_barrier(
     swaps_only: bool,
     good: int,
     budget: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Minimise the sum of peaks over several starts; never worse than `given`.
 
@@ -158,6 +172,7 @@ def solve_barrier(
         swaps_only: counts must stay as they are.
         good: sum of peaks at which the search ends.
         budget: pairs of samples to look at, from each start.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given`, or -1.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
@@ -165,7 +180,8 @@ def solve_barrier(
     num_samples, num_phases = costs.shape
     targets = bounds + bounds // 1000
     phase = dominant_phases(costs, primary)
-    owner = longest_first_by_phase(costs, order_by_phase(costs, phase, primary), phase, num_ranks, limit, extras)
+    order = order_by_phase(costs, phase, primary)
+    owner = longest_first_by_phase(costs, order, phase, num_ranks, limit, extras, pinned)
     best = given
     least = sum_of_peaks(costs, best, num_ranks)
     for start in range(2 if num_samples <= 2048 else 1):
@@ -179,7 +195,8 @@ def solve_barrier(
             if window == 0 or peaks <= good:
                 break
             may_hold = -1 if swaps_only else limit
-            left = refine_phases(costs, num_phases, trial, num_ranks, targets.copy(), may_hold, window, raising, left)
+            goals = targets.copy()
+            left = refine_phases(costs, num_phases, trial, num_ranks, goals, may_hold, window, raising, left, pinned)
     return best
 
 
@@ -216,6 +233,7 @@ def refine_within(
     targets: NDArray[np.int64],
     limit: int,
     budget: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> None:
     """Move samples of ranks above caps, then of ranks above the targets of phases; in place.
 
@@ -228,7 +246,8 @@ def refine_within(
         targets: int64 (num_phases,), loads at which a rank needs no help.
         limit: most samples of a rank after a move; -1: swaps only.
         budget: pairs of samples to look at.
+        pinned: as in `refine_phases`.
     """
     num_phases = costs.shape[1]
     columns, goals = capped_columns(costs, sizes, caps, targets)
-    refine_phases(columns, num_phases, owner, num_ranks, goals, limit, FIRST_PARTNERS, False, budget)
+    refine_phases(columns, num_phases, owner, num_ranks, goals, limit, FIRST_PARTNERS, False, budget, pinned)

@@ -26,6 +26,8 @@ def list_members(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Return lists of the positions of each rank's samples, ascending, with `slack` free entries after each.
 
+    Samples with owner -1 are left out.
+
     Returns:
         offsets int64 (num_ranks + 1,) into members int32; the first counts[rank] entries from offsets[rank] are used.
     """
@@ -38,8 +40,9 @@ def list_members(
     members = np.empty(offsets[num_ranks], np.int32)
     for position in range(owner.shape[0]):
         rank = owner[position]
-        members[cursor[rank]] = position
-        cursor[rank] += 1
+        if rank >= 0:
+            members[cursor[rank]] = position
+            cursor[rank] += 1
     return offsets, members
 
 

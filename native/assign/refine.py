@@ -82,7 +82,7 @@ def best_partner(
     heavy: int,
     partners: NDArray[np.int64],
     target: int,
-    limit: int,
+    limits: NDArray[np.int64],
 ) -> tuple[int, int, int, int]:
     """Return the best exchange of a heavy rank with any of `partners`, or the first that brings it to the target.
 
@@ -102,7 +102,7 @@ def best_partner(
         if gap // 2 <= gain:
             continue
         start = offsets[light]
-        may_move = start + counts[light] < offsets[light + 1] and counts[light] < limit
+        may_move = start + counts[light] < offsets[light + 1] and counts[light] < limits[light]
         work += counts[heavy] + counts[light]
         lowered, index_found, other_found = best_exchange(
             descending, samples, members[start : start + counts[light]], gap, may_move
@@ -156,7 +156,7 @@ def refine(
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
     target: int,
-    limit: int,
+    limits: NDArray[np.int64],
     window: int,
     budget: int,
 ) -> int:
@@ -167,10 +167,10 @@ def refine(
     Args:
         descending: int64 (num_samples,), costs from the largest.
         owner: int32 (num_samples,), rank of each, changed in place.
-        loads: int64 (num_ranks,), changed in place.
-        counts: int32 (num_ranks,), changed in place by moves.
+        loads: int64 (num_ranks,), changed in place; with what does not move.
+        counts: int32 (num_ranks,), changed in place by moves; of the samples given here.
         target: load at which a rank needs no more help.
-        limit: most samples of a rank after a move; -1: swaps only, so counts stay.
+        limits: int64 (num_ranks,), most samples of each rank after a move; -1: swaps only, so counts stay.
         window: number of lightest ranks that each heavy rank tries.
         budget: samples to look at, about: a bound on the work that is the same on every machine.
 
@@ -191,7 +191,7 @@ def refine(
                 if loads[heavy] <= target or budget <= 0:
                     break
                 slot, index, other, work = best_partner(
-                    descending, loads, counts, offsets, members, heavy, partners, target, limit
+                    descending, loads, counts, offsets, members, heavy, partners, target, limits
                 )
                 budget -= work
                 if slot < 0:
@@ -207,7 +207,7 @@ def refine(
                     upcoming += 1
         if not progress or budget <= 0:
             return budget
-        if limit >= 0:
+        if limits.max() >= 0:
             offsets, members = list_members(owner, counts, SLACK)
     return budget
 
@@ -225,7 +225,7 @@ def lower_makespan(
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
     target: int,
-    limit: int,
+    limits: NDArray[np.int64],
     budget: int,
 ) -> int:
     """Refine an assignment in place until its makespan is at the target, or as close to it as the budget allows.
@@ -234,7 +234,7 @@ def lower_makespan(
         descending: int64 (num_samples,), costs from the largest.
         owner, loads, counts: the assignment, as `refine` takes it.
         target: makespan that is good enough.
-        limit: most samples of a rank after a move; -1: swaps only.
+        limits: int64 (num_ranks,), most samples of each rank after a move; -1: swaps only.
         budget: samples to look at, about.
 
     Returns:
@@ -244,17 +244,17 @@ def lower_makespan(
     for window in WINDOWS:
         if loads.max() > target and share > 0:
             budget -= share
-            share = refine(descending, owner, loads, counts, target, limit, window, share)
+            share = refine(descending, owner, loads, counts, target, limits, window, share)
             budget += share
     # If the target is out of reach, the first ranks that are helped use up the room. Bisecting for a target that can be
     # reached helps all of the heaviest ranks equally.
     low = np.int64(target)
     while budget > 0 and loads.max() - low > 1 + (low >> 11):
         middle = low + (loads.max() - low) // 2
-        budget = refine(descending, owner, loads, counts, middle, limit, WINDOWS[-1], budget)
+        budget = refine(descending, owner, loads, counts, middle, limits, WINDOWS[-1], budget)
         if loads.max() > middle:
             low = middle
     # A giant may need samples that only a few ranks have, and these ranks need not be light.
     if loads.max() > target and budget > 0:
-        budget = refine(descending, owner, loads, counts, target, limit, loads.shape[0], budget)
+        budget = refine(descending, owner, loads, counts, target, limits, loads.shape[0], budget)
     return budget

@@ -1,6 +1,7 @@
 """Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
 
-An item above a cap is oversize: it must be alone in its bin.
+An item above a cap is oversize: it must be alone in its bin. The first bins may hold other items already: `held`, int64
+(bins, 2 + num_caps) or None, has their cost, number and sizes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
 
 
 @kernel
+def hold(
+    held: NDArray[np.int64] | None, work: NDArray[np.int64], counts: NDArray[np.int32], loads: NDArray[np.int64]
+) -> None:
+    """Write the cost, number and sizes of what bins hold already."""
+    if held is not None:
+        for b in range(held.shape[0]):
+            work[b], counts[b] = held[b, 0], held[b, 1]
+            loads[b] = held[b, 2:]
+
+
+@kernel
 def greedy_fit(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -78,6 +90,7 @@ def greedy_fit(
     num_bins: int,
     fullest: bool,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
 
@@ -86,6 +99,7 @@ def greedy_fit(
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
     work = np.zeros(num_bins, np.int64)
+    hold(held, work, counts, loads)
     share = np.zeros(num_bins, np.float64)
     for item in order:
         chosen = -1
@@ -113,6 +127,7 @@ def search_fit(
     order: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Search depth-first for a packing, in a bounded number of steps. Return False if none was found.
 
@@ -121,11 +136,16 @@ def search_fit(
     num_items = order.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
+    turn = np.arange(num_bins)
+    if held is not None:
+        hold(held, np.zeros(num_bins, np.int64), counts, loads)
+        turn = np.argsort(counts == 0, kind="mergesort")  # Bins that hold something come first.
+        loads, counts = loads[turn], counts[turn]
     choice = np.full(num_items, -1, np.int64)
     depth = 0
     for _step in range(SEARCH_NODES):
         if depth == num_items:
-            return True
+            break
         item = order[depth]
         previous = choice[depth]
         was_empty = False
@@ -152,6 +172,8 @@ def search_fit(
         loads[chosen] += sizes[item]
         counts[chosen] += 1
         depth += 1
+    for item in range(num_items):
+        bins[item] = turn[bins[item]]
     return bool(depth == num_items)
 
 
@@ -162,12 +184,14 @@ def level(
     caps: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
     num_items = costs.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
     work = np.zeros(num_bins, np.int64)
+    hold(held, work, counts, loads)
     for item in range(num_items):
         loads[bins[item]] += sizes[item]
         counts[bins[item]] += 1
@@ -223,17 +247,18 @@ def pack_rank(
     caps: NDArray[np.int64],
     num_bins: int,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> bool:
     """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
-    if num_bins == 1:
+    if num_bins == 1 and held is None:
         bins[:] = 0
         return bins_needed(sizes, caps) == 1
-    if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins):
+    if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins, held):
         return True
     order = by_fullness(sizes, caps)
-    if greedy_fit(costs, sizes, caps, order, num_bins, True, bins):
+    if greedy_fit(costs, sizes, caps, order, num_bins, True, bins, held):
         return True
-    return search_fit(sizes, caps, order, num_bins, bins)
+    return search_fit(sizes, caps, order, num_bins, bins, held)
 
 
 @kernel

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.microbatches.binpack import bins_needed, fits, level, pack_rank, rename
+from orchdata.native.microbatches.binpack import bins_needed, fits, hold, level, pack_rank, rename
 from orchdata.native.sorting import descending_order
 
 # First targets of a micro-step tried, in eighths of the mean. The last leaves micro-steps empty where caps allow it.
@@ -58,6 +58,41 @@ def group_by_rank(
 
 
 @kernel
+def held_cells(
+    costs: NDArray[np.int64],
+    rank: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    pinned: NDArray[np.int32],
+    num_ranks: int,
+) -> NDArray[np.int64]:
+    """Return what the cells hold of pinned samples, int64 (num_ranks, microbatches, 2 + num_caps): see `binpack`."""
+    held = np.zeros((num_ranks, pinned.max() + 1, 2 + sizes.shape[1]), np.int64)
+    for sample in np.flatnonzero((pinned >= 0) & (rank >= 0)):
+        cell = held[rank[sample], pinned[sample]]
+        cell[0] += costs[sample]
+        cell[1] += 1
+        cell[2:] += sizes[sample]
+    return held
+
+
+@kernel
+def held_by(held: NDArray[np.int64] | None, rank: int) -> NDArray[np.int64] | None:
+    """Return what the microbatches of one rank hold."""
+    return None if held is None else held[rank]
+
+
+@kernel
+def held_peaks(held: NDArray[np.int64] | None, num_bins: int) -> NDArray[np.int64]:
+    """Return the largest cost that a rank holds in each micro-step, int64 (num_bins,)."""
+    peaks = np.zeros(num_bins, np.int64)
+    if held is not None:
+        for r in range(held.shape[0]):
+            for b in range(held.shape[1]):
+                peaks[b] = max(peaks[b], held[r, b, 0])
+    return peaks
+
+
+@kernel
 def rename_all(
     costs: NDArray[np.int64],
     samples: NDArray[np.int64],
@@ -65,8 +100,26 @@ def rename_all(
     num_bins: int,
     bins: NDArray[np.int32],
     by_cost: bool,
+    held: NDArray[np.int64] | None,
 ) -> None:
-    """Number the microbatches of each rank, as `rename` does. In place."""
+    """Number the microbatches of each rank, as `rename` does. In place.
+
+    Those with pinned samples keep their number; others take the free numbers in turn, or by cost: those first of which
+    pinned samples of other ranks cost most.
+    """
+    if held is not None:
+        turn = np.arange(num_bins).astype(np.int32)
+        if by_cost:
+            turn = descending_order(held_peaks(held, num_bins))
+        for r in range(offsets.shape[0] - 1):
+            is_free = np.ones(num_bins, np.bool_)
+            is_free[: held.shape[1]] = held[r, :, 1] == 0
+            start, end = offsets[r], offsets[r + 1]
+            own = start + np.flatnonzero(is_free[bins[start:end]])
+            named = bins[own]
+            rename(costs[own], samples[own], num_bins, named, by_cost)
+            bins[own] = turn[is_free[turn]][named]
+        return
     for r in range(offsets.shape[0] - 1):
         start, end = offsets[r], offsets[r + 1]
         rename(costs[start:end], samples[start:end], num_bins, bins[start:end], by_cost)
@@ -80,6 +133,7 @@ def pack_ranks(
     caps: NDArray[np.int64],
     num_microbatches: int,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> int:
     """Pack all ranks' samples into microbatches, level and number them; writes `bins`.
 
@@ -88,6 +142,8 @@ def pack_ranks(
     """
     num_ranks = offsets.shape[0] - 1
     count = np.int64(max(1, num_microbatches))
+    if held is not None:
+        count = max(count, held.shape[1])
     if num_microbatches == 0:
         for r in range(num_ranks):
             if offsets[r] < offsets[r + 1]:
@@ -98,7 +154,7 @@ def pack_ranks(
         start, end = offsets[r], offsets[r + 1]
         if start == end:
             continue
-        while not pack_rank(costs[start:end], sizes[start:end], caps, count, bins[start:end]):
+        while not pack_rank(costs[start:end], sizes[start:end], caps, count, bins[start:end], held_by(held, r)):
             count += 1
         packed_into[r] = count
     if count == 1 or 0 < num_microbatches < count:
@@ -110,9 +166,9 @@ def pack_ranks(
         # Ranks packed before the count was raised have more room now; if a new search fails, their packing stays.
         if packed_into[r] < count:
             again = np.empty(end - start, np.int32)
-            if pack_rank(costs[start:end], sizes[start:end], caps, count, again):
+            if pack_rank(costs[start:end], sizes[start:end], caps, count, again, held_by(held, r)):
                 bins[start:end] = again
-        level(costs[start:end], sizes[start:end], caps, count, bins[start:end])
+        level(costs[start:end], sizes[start:end], caps, count, bins[start:end], held_by(held, r))
     return count
 
 
@@ -126,6 +182,7 @@ def deal(
     targets: NDArray[np.int64],
     stuck: NDArray[np.bool_],
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Put each sample, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
 
@@ -145,6 +202,8 @@ def deal(
     work = np.zeros((num_ranks, num_bins), np.int64)
     counts = np.zeros((num_ranks, num_bins), np.int32)
     loads = np.zeros((num_ranks, num_bins, caps.shape[0]), np.int64)
+    for r in range(num_ranks):
+        hold(held_by(held, r), work[r], counts[r], loads[r])
     for entry in entries:
         r = owner[entry]
         if stuck[r]:
@@ -173,12 +232,15 @@ def step_peaks(
     included: NDArray[np.bool_],
     bins: NDArray[np.int32],
     peaks: NDArray[np.int64],
+    held: NDArray[np.int64] | None,
 ) -> int:
     """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step. Return their sum."""
     work = np.empty(peaks.shape[0], np.int64)
     for r in range(offsets.shape[0] - 1):
         if included[r]:
             work[:] = 0
+            if held is not None:
+                work[: held.shape[1]] = held[r, :, 0]
             for entry in range(offsets[r], offsets[r + 1]):
                 work[bins[entry]] += costs[entry]
             for b in range(peaks.shape[0]):
@@ -196,6 +258,7 @@ def lower_peaks(
     num_bins: int,
     fill_all: bool,
     bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
 ) -> None:
     """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises.
 
@@ -218,20 +281,23 @@ def lower_peaks(
     mean = np.int64(0)
     for r in range(num_ranks):
         owner[offsets[r] : offsets[r + 1]] = r
-        mean = max(mean, costs[offsets[r] : offsets[r + 1]].sum() // num_bins)
+        total = costs[offsets[r] : offsets[r + 1]].sum()
+        if held is not None:
+            total += held[r, :, 0].sum()
+        mean = max(mean, total // num_bins)
     everyone = np.ones(num_ranks, np.bool_)
     stuck = np.zeros(num_ranks, np.bool_)
     given = bins.copy()
     trial = np.empty_like(bins)
-    lowest = step_peaks(costs, offsets, everyone, bins, np.zeros(num_bins, np.int64))
+    lowest = step_peaks(costs, offsets, everyone, bins, np.zeros(num_bins, np.int64), held)
     for trial_number in range(len(TARGETS) - 1 if fill_all else len(TARGETS)):
-        targets = np.full(num_bins, mean // 8 * TARGETS[trial_number])
-        step_peaks(costs, offsets, stuck, given, targets)
-        deal(costs, sizes, owner, entries, caps, targets, stuck, trial)
+        targets = np.maximum(mean // 8 * TARGETS[trial_number], held_peaks(held, num_bins))
+        step_peaks(costs, offsets, stuck, given, targets, held)
+        deal(costs, sizes, owner, entries, caps, targets, stuck, trial, held)
         for r in range(num_ranks):
             if stuck[r]:
                 trial[offsets[r] : offsets[r + 1]] = given[offsets[r] : offsets[r + 1]]
-        total = step_peaks(costs, offsets, everyone, trial, np.zeros(num_bins, np.int64))
+        total = step_peaks(costs, offsets, everyone, trial, np.zeros(num_bins, np.int64), held)
         if total < lowest:
             lowest = total
             bins[:] = trial
@@ -246,6 +312,7 @@ def split(
     caps: NDArray[np.int64],
     num_microbatches: int,
     in_step: bool,
+    held: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int32], int]:
     """Split each rank's samples into microbatches.
 
@@ -257,6 +324,8 @@ def split(
         caps: int64 (num_caps,), at least 1.
         num_microbatches: their number; 0 for the fewest that fit.
         in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
+        held: int64 (num_ranks, microbatches, 2 + num_caps), what microbatches hold of pinned samples, which have rank
+            -1 here: of `held_cells`. None without any.
 
     Returns:
         (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given
@@ -273,15 +342,18 @@ def split(
     bins = np.zeros(num_places, np.int32)
     # More microbatches than samples of a rank would only take memory.
     usable = min(num_microbatches, max(1, np.diff(offsets).max()))
-    count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins)
+    if held is not None:
+        usable = min(num_microbatches, usable + held.shape[1])
+    count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins, held)
     if 0 < num_microbatches < count:
         return np.empty(0, np.int32), count
     if count > 1:
-        rename_all(costs_here, samples, offsets, count, bins, in_step)
+        rename_all(costs_here, samples, offsets, count, bins, in_step, held)
         if in_step:
-            lower_peaks(costs_here, sizes_here, offsets, entries, caps, count, num_microbatches > 0, bins)
+            lower_peaks(costs_here, sizes_here, offsets, entries, caps, count, num_microbatches > 0, bins, held)
             # Never worse: the k-th most costly microbatch of a rank is within the k-th largest of the peaks.
-            rename_all(costs_here, samples, offsets, count, bins, True)
+            if held is None:
+                rename_all(costs_here, samples, offsets, count, bins, True, held)
     microbatch = np.full(rank.shape[0], np.int32(-1))
     for entry in range(num_places):
         microbatch[samples[entry]] = bins[entry]

@@ -48,7 +48,7 @@ def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int
     """Return a lower bound of what ranks wait for, over all phases, if some items fill a rank alone."""
     others = costs[~alone]
     free = num_ranks - (costs.shape[0] - others.shape[0])
-    return np.int64(sum_with_alone(phase_bounds(others, max(np.int64(1), free)), costs, alone))
+    return np.int64(sum_with_alone(phase_bounds(others, max(np.int64(1), free), None), costs, alone))
 
 
 @kernel
@@ -100,6 +100,6 @@ def rough_peaks(
         free = max(np.int64(1), num_ranks - (mine.shape[0] - others.shape[0]))
         phase = dominant_phases(others, primary)
         order = order_by_phase(others, phase, primary)
-        owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0)
+        owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0, None)
         high += sum_with_alone(phase_peaks(others, owner, free), mine, alone)
     return low, high

@@ -207,8 +207,7 @@ def add_up(
     filled: NDArray[np.int64],
     top: NDArray[np.int64],
 ) -> None:
-    """Write the loads and sizes of all cells, and the ranks with the largest loads."""
-    loads[:], filled[:] = 0, 0
+    """Add the loads and sizes of samples to those of all cells, and write the ranks with the largest loads."""
     for sample in range(costs.shape[0]):
         m, r = microbatch[sample], rank[sample]
         for p in range(costs.shape[1]):
@@ -230,6 +229,7 @@ def lower_peaks(
     microbatch: NDArray[np.int32],
     may_move: bool,
     pairs: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> None:
     """Lower the sum of peaks, and write the result into `rank` and `microbatch`. It never rises.
 
@@ -244,11 +244,42 @@ def lower_peaks(
         rank, microbatch: int32 (num_samples,), changed.
         may_move: whether a cell may give a sample without taking one.
         pairs: exchanges to look at.
+        pinned: int32 (num_samples,), the rank of a sample that stays in its cell, as in `rank`, or -1.
     """
-    num_samples, num_phases = costs.shape
-    loads = np.empty((num_micro_steps, group.shape[0], num_phases), np.int64)
-    filled = np.empty((num_micro_steps, group.shape[0], caps.shape[0]), np.int64)
-    top = np.empty((num_micro_steps, num_phases, TOP), np.int64)
+    held = np.zeros((num_micro_steps, group.shape[0], costs.shape[1]), np.int64)
+    held_sizes = np.zeros((num_micro_steps, group.shape[0], caps.shape[0]), np.int64)
+    if pinned is None:
+        search_swaps(costs, sizes, caps, group, rank, microbatch, may_move, pairs, held, held_sizes)
+    else:
+        fixed, free = np.flatnonzero(pinned >= 0), np.flatnonzero(pinned < 0)
+        top = np.empty((num_micro_steps, costs.shape[1], TOP), np.int64)
+        add_up(costs[fixed], sizes[fixed], rank[fixed], microbatch[fixed], held, held_sizes, top)
+        own, cut = rank[free], microbatch[free]
+        search_swaps(costs[free], sizes[free], caps, group, own, cut, may_move, pairs, held, held_sizes)
+        rank[free], microbatch[free] = own, cut
+
+
+@kernel
+def search_swaps(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    group: NDArray[np.int32],
+    rank: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    may_move: bool,
+    pairs: int,
+    held: NDArray[np.int64],
+    held_sizes: NDArray[np.int64],
+) -> None:
+    """`lower_peaks` of samples that may move, next to what cells hold besides.
+
+    Args:
+        held, held_sizes: int64 (num_micro_steps, num_ranks, num_phases), and num_caps in place of phases.
+    """
+    num_samples = costs.shape[0]
+    loads, filled = held.copy(), held_sizes.copy()
+    top = np.empty((held.shape[0], costs.shape[1], TOP), np.int64)
     add_up(costs, sizes, rank, microbatch, loads, filled, top)
     best_rank, best_microbatch, best = rank.copy(), microbatch.copy(), sum_of_tops(loads, top)
     state = np.uint64(88172645463325252)  # of xorshift
@@ -260,6 +291,7 @@ def lower_peaks(
             best_rank[:], best_microbatch[:] = rank, microbatch
         else:
             rank[:], microbatch[:] = best_rank, best_microbatch
+            loads[:], filled[:] = held, held_sizes
             add_up(costs, sizes, rank, microbatch, loads, filled, top)
         pairs -= num_samples
         for _ in range(KICKS):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.phase_refine import phase_peaks
+from orchdata.native.assign.phase_refine import phase_loads, phase_peaks
 from orchdata.native.assign.phases import (
     above_caps,
     dominant_phases,
@@ -112,6 +112,7 @@ def longest_first_within(
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
     num_ranks: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], int]:
     """Give each sample, in `order`, to the rank with the least load in the sample's own phase that has room for it.
 
@@ -120,6 +121,7 @@ def longest_first_within(
         order, phase: int32 (num_samples,), the phase by which each is assigned.
         sizes: int64 (num_samples, num_caps).
         caps: int64 (num_caps,), most that the sizes of a rank may sum to.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
 
     Returns:
         (int32 (num_samples,), number of samples without room).
@@ -129,12 +131,20 @@ def longest_first_within(
     leaves = np.int64(1) << depth
     loads = np.zeros((num_phases, 2 * leaves), np.int64)
     room = np.full((num_caps, 2 * leaves), NO_ROOM)  # leaves without a rank: less room than any rank above its cap
+    owner = np.full(costs.shape[0], np.int32(-1))
     for k in range(num_caps):
         room[k, leaves : leaves + num_ranks] = caps[k]
-        for node in range(leaves - 1, 0, -1):
+    if pinned is not None:
+        owner[:] = pinned
+        loads[:, leaves : leaves + num_ranks] = phase_loads(costs, pinned, num_ranks).T
+        room[:, leaves : leaves + num_ranks] -= phase_loads(sizes, pinned, num_ranks).T
+        order = order[pinned[order] < 0]
+    for node in range(leaves - 1, 0, -1):
+        for p in range(num_phases):
+            loads[p, node] = min(loads[p, 2 * node], loads[p, 2 * node + 1])
+        for k in range(num_caps):
             room[k, node] = max(room[k, 2 * node], room[k, 2 * node + 1])
     stack = np.empty(2 * depth + 4, np.int64)
-    owner = np.full(costs.shape[0], np.int32(-1))
     missed = np.int64(0)
     for sample in order:
         leaf = least_with_room(loads[phase[sample]], room, sizes[sample], stack)
@@ -162,12 +172,13 @@ def brought_within(
     rank: NDArray[np.int32],
     num_ranks: int,
     budget: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> bool:
     """Move samples of ranks above caps, in place, with unchanged largest loads. Return whether the caps are kept."""
     if above_caps(sizes, caps, rank, num_ranks) == 0:
         return True
     targets = phase_peaks(costs, rank, num_ranks)
-    refine_within(costs, sizes, caps, rank, num_ranks, targets, costs.shape[0], budget)
+    refine_within(costs, sizes, caps, rank, num_ranks, targets, costs.shape[0], budget, pinned)
     return above_caps(sizes, caps, rank, num_ranks) == 0
 
 
@@ -179,6 +190,7 @@ def start_within(
     num_ranks: int,
     primary: int,
     budget: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], bool]:
     """Return an assignment, longest first, and whether it is within the caps; costs (num_samples, num_phases).
 
@@ -189,22 +201,27 @@ def start_within(
     best, fewest = np.empty(0, np.int32), np.int64(costs.shape[0] + 1)
     for part in LARGE:
         order = large_first(by_phase, sizes, caps, part)
-        owner, missed = longest_first_within(costs, order, phase, sizes, caps, num_ranks)
+        owner, missed = longest_first_within(costs, order, phase, sizes, caps, num_ranks, pinned)
         if missed < fewest:
             best, fewest = owner, missed
         if fewest == 0:
             break
-    return best, brought_within(costs, sizes, caps, best, num_ranks, budget)
+    return best, brought_within(costs, sizes, caps, best, num_ranks, budget, pinned)
 
 
 @kernel
 def longest_first_above(
-    costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], num_ranks: int, primary: int
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_ranks: int,
+    primary: int,
+    pinned: NDArray[np.int32] | None = None,
 ) -> int:
     """Return by how much longest first, which ignores the caps, exceeds them, as in `above_caps`."""
     phase = dominant_phases(costs, primary)
     order = order_by_phase(costs, phase, primary)
-    rank = longest_first_by_phase(costs, order, phase, num_ranks, max(1, costs.shape[0]), 0)
+    rank = longest_first_by_phase(costs, order, phase, num_ranks, max(1, costs.shape[0]), 0, pinned)
     return np.int64(above_caps(sizes, caps, rank, num_ranks))
 
 
@@ -220,6 +237,7 @@ def solve_within(
     primary: int,
     good_part: int,
     pairs: float,
+    pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Return one rank for each sample within the caps: lower the sum over phases of the largest load, group by group.
 
@@ -234,6 +252,8 @@ def solve_within(
         primary: index of the phase that all samples take part in.
         good_part: the search ends when peaks are at most this part above their bounds.
         pairs: to look at, for each pair of samples that share a rank.
+        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given` and `within`, or -1; of a
+            single group.
 
     Returns:
         int32 (num_samples,).
@@ -243,27 +263,29 @@ def solve_within(
         start, stop, num_ranks = offsets[group], offsets[group + 1], group_sizes[group]
         num_samples = stop - start
         mine, weights = costs[start:stop], sizes[start:stop]
-        bounds = phase_bounds(mine, num_ranks)
+        bounds = phase_bounds(mine, num_ranks, pinned)
         good = bounds.sum() + bounds.sum() // good_part
         budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
         first, inside = given[start:stop].copy(), within[start:stop].copy()
         above = np.int64(0)
         if num_samples <= FEW * num_ranks:
-            above = longest_first_above(mine, weights, caps, num_ranks, primary)
+            above = longest_first_above(mine, weights, caps, num_ranks, primary, pinned)
         rank, kept = inside, True
         if above <= BINDING * num_ranks:
-            trial = solve_barrier(mine, first, num_ranks, primary, bounds, num_samples, 0, False, good, budget).copy()
-            kept = brought_within(mine, weights, caps, trial, num_ranks, budget // 2)
+            trial = solve_barrier(
+                mine, first, num_ranks, primary, bounds, num_samples, 0, False, good, budget, pinned
+            ).copy()
+            kept = brought_within(mine, weights, caps, trial, num_ranks, budget // 2, pinned)
             if kept and sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
                 rank = trial
         if above > 0 or not kept:
-            trial, is_within = start_within(mine, weights, caps, num_ranks, primary, budget // 4)
+            trial, is_within = start_within(mine, weights, caps, num_ranks, primary, budget // 4, pinned)
             trial = trial if is_within else inside.copy()
             for turn in range(2):
                 if sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
                     rank = trial.copy()
                 if turn == 0:
-                    refine_within(mine, weights, caps, trial, num_ranks, bounds, num_samples, budget // 2)
+                    refine_within(mine, weights, caps, trial, num_ranks, bounds, num_samples, budget // 2, pinned)
         ranks[start:stop] = rank
     return ranks
 
@@ -310,7 +332,7 @@ def looked_peaks(
             inside = number[at[others]]
             span, ranks = np.array([0, others.shape[0]]), np.array([free])
             assigned = solve_within(
-                mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs
+                mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs, None
             )
             peaks = phase_peaks(counted[members[others]], assigned, free)
         total += sum_with_alone(peaks, counted[members], alone)

@@ -127,6 +127,6 @@ def move_in_grid(
     place_in_grid(columns, order_by_phase(costs, phase, primary), phase, home, owner, loads, goals, ranks_per_node)
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(
-            columns, num_phases, owner, num_ranks, goals.copy(), num_samples, window, raising, budget
+            columns, num_phases, owner, num_ranks, goals.copy(), num_samples, window, raising, budget, None
         )
     return owner

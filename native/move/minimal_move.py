@@ -109,7 +109,8 @@ def move_excess(
             descending, sizes, home, owner, loads, counts, target, search_budget(num_samples, num_ranks)
         )
     if loads.max() > target:
-        lower_makespan(descending, owner, loads, counts, target, num_samples, search_budget(num_samples, num_ranks))
+        limits = np.full(num_ranks, num_samples)
+        lower_makespan(descending, owner, loads, counts, target, limits, search_budget(num_samples, num_ranks))
 
 
 @kernel
@@ -156,9 +157,11 @@ def deal_again(
 ) -> None:
     """Assign everything longest first, with rank names that keep much home; arguments as in `move_excess`."""
     num_samples, num_ranks = descending.shape[0], loads.shape[0]
+    loads[:], counts[:] = 0, 0
     owner[:] = longest_first(descending, num_samples, 0, loads, counts)
     if loads.max() > target:
-        lower_makespan(descending, owner, loads, counts, target, num_samples, search_budget(num_samples, num_ranks))
+        limits = np.full(num_ranks, num_samples)
+        lower_makespan(descending, owner, loads, counts, target, limits, search_budget(num_samples, num_ranks))
     relabel(sizes, home, owner, num_ranks)
     recount(descending, owner, loads, counts)
 

@@ -149,6 +149,6 @@ def move_by_phase(
     num_samples, num_phases = costs.shape
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(
-            costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget
+            costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget, None
         )
     return owner
