@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.packed import solve
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.refine import lower_makespan, search_budget
 from orchdata.native.assign.tournament import replay, tournament
@@ -17,11 +16,12 @@ from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
 Ints = NDArray[np.int64]
+Order = NDArray[np.int32]
 
 NEVER = 1 << 62  # Cost of a size that a sequence does not take.
 FEW_SEQUENCES = 1024  # Up to this number all are packed in each trial; else those of a 16th of the bound or more.
 # Thousandths above the bound of each trial's target, and of that target that a member may pay for one sequence.
-TARGETS = (1, 3, 6, 10, 15, 20, 30, 40, 60, 80, 120, 160, 250, 400, 700, 1000)
+TARGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 25, 30, 35, 40, 50, 60, 80, 100, 120, 160, 200, 250, 400, 700, 1000)
 SHARES = (1000, 700)
 RAISES = 6
 BUDGET = 1 << 18  # Sequences and blocks to look at, about, in changing the size of one sequence at a time.
@@ -89,31 +89,32 @@ def teams_bound(table: Ints, sizes: Ints, num_ranks: int) -> int:
 
 @kernel
 def pack_teams(
-    table: Ints, sizes: Ints, num_ranks: int, orders: NDArray[np.int32], level: Ints, target: int
+    table: Ints, sizes: Ints, num_ranks: int, orders: Order, level: Ints, target: int
 ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
     """Pack sequences of given sizes: each into the fullest team in which it ends by `target`, else the emptiest one.
 
     Args:
-        table: int64 (num_sequences, num_sizes), those with more work first.
-        level: int64 (num_packed,), index of the size of each of the first sequences.
+        table: int64 (num_sequences, num_sizes).
+        orders: int32 (num_sizes, num_packed), the first sequences, by their cost at each size from the largest.
+        level: int64 (num_packed,), index of the size of each.
 
     Returns:
         (loads of the ranks int64 (num_ranks,), from the least; these ranks; first rank of each sequence; whether it
         ends after the target).
     """
-    num_packed, num_sizes = level.shape[0], sizes.shape[0]
+    num_sizes, num_packed = orders.shape
     first, late = np.empty(num_packed, np.int64), np.zeros(num_packed, np.bool_)
     loads, blocks = np.empty(0, np.int64), np.empty(0, np.int64)
     for size in range(num_sizes - 1, -1, -1):
         # Each block becomes `parts` smaller ones. Ranks that no team of the size above has come first: they are idle.
         num_blocks = num_ranks // sizes[size]
         parts = sizes[size + 1] // sizes[size] if size + 1 < num_sizes else 1
-        fresh = num_blocks - parts * blocks.shape[0]
-        wider, halves = np.zeros(num_blocks, np.int64), np.arange(num_blocks - fresh, 2 * num_blocks - fresh)
-        for at in range(num_blocks - fresh):
-            wider[fresh + at] = loads[at // parts]
-            halves[fresh + at] = blocks[at // parts] * parts + at % parts
-        loads, blocks = wider, halves
+        cut = parts * blocks.shape[0]
+        smaller, names = np.zeros(num_blocks, np.int64), np.arange(cut, num_blocks + cut)
+        for at in range(cut):
+            smaller[num_blocks - cut + at] = loads[at // parts]
+            names[num_blocks - cut + at] = blocks[at // parts] * parts + at % parts
+        loads, blocks = smaller, names
         for sequence in orders[size]:
             if level[sequence] != size:
                 continue
@@ -129,69 +130,76 @@ def pack_teams(
 
 
 @kernel
-def peak_of(
-    table: Ints, sizes: Ints, num_ranks: int, orders: NDArray[np.int32], level: Ints, rest: int, target: int
-) -> int:
-    """Return the largest load of a packing, with the work of sequences that are not packed spread evenly."""
-    loads = pack_teams(table, sizes, num_ranks, orders, level, target)[0]
-    return max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+def raise_late(table: Ints, late: NDArray[np.bool_], level: Ints) -> bool:
+    """Give sequences that end late the next size that they take, in place; return whether there is one."""
+    raised = False
+    for sequence in np.flatnonzero(late):
+        size = level[sequence] + 1
+        while size < table.shape[1] and table[sequence, size] == NEVER:
+            size += 1
+        if size < table.shape[1]:
+            level[sequence], raised = size, True
+    return raised
 
 
 @kernel
-def choose_sizes(
-    table: Ints, sizes: Ints, num_ranks: int, orders: NDArray[np.int32], bound: int, rest: int
-) -> tuple[Ints, int]:
-    """Return (index of the size of each sequence that is packed, the load that their packing aimed at).
+def trial(
+    table: Ints, sizes: Ints, num_ranks: int, orders: Order, rest: int, target: int, most: int
+) -> tuple[int, Ints]:
+    """Return (the largest load, index of the size of each sequence) of the best packing towards a target.
 
-    A trial gives each sequence its cheapest size within a target, and those that end late the next size, some times.
+    Each sequence has its cheapest size at which a member pays at most `most`; those that end late get the next size,
+    some times. The work `rest` of sequences that are not packed is spread evenly.
     """
+    num_packed = orders.shape[1]
+    level = np.empty(num_packed, np.int64)
+    for sequence in range(num_packed):
+        level[sequence] = cheapest(table, sizes, sequence, most)[1]
+        if level[sequence] < 0:
+            level[sequence] = np.argmin(table[sequence])
+    peak, best = np.int64(NEVER), level
+    for _ in range(RAISES):
+        loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
+        found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+        if found < peak:
+            peak, best = found, level.copy()
+        if peak <= target or not raise_late(table, late, level):
+            break
+    return peak, best
+
+
+@kernel
+def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound: int, rest: int) -> tuple[Ints, int]:
+    """Return (index of the size of each sequence that is packed, the load that their packing aims at)."""
     num_sizes, num_packed = orders.shape
-    peak, best, aim = np.int64(NEVER), np.zeros(num_packed, np.int64), np.int64(0)
+    peak, level, aim = np.int64(NEVER), np.zeros(num_packed, np.int64), np.int64(0)
     for above in TARGETS:
         target = bound + part_of(bound, above)
+        for share in SHARES:
+            if peak > target:
+                found, other = trial(table, sizes, num_ranks, orders, rest, target, part_of(target, share))
+                if found < peak:
+                    peak, level, aim = found, other, target
         if peak <= target:
             break
-        for share in SHARES:
-            most = part_of(target, share)
-            level = np.empty(num_packed, np.int64)
-            for sequence in range(num_packed):
-                level[sequence] = cheapest(table, sizes, sequence, most)[1]
-                if level[sequence] < 0:
-                    level[sequence] = np.argmin(table[sequence])
-            for _ in range(RAISES):
-                loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
-                found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
-                if found < peak:
-                    peak, best, aim = found, level.copy(), target
-                if peak <= target:
-                    break
-                raised = False
-                for sequence in range(num_packed):
-                    size = level[sequence] + 1
-                    while late[sequence] and size < num_sizes and table[sequence, size] == NEVER:
-                        size += 1
-                    if late[sequence] and size < num_sizes:
-                        level[sequence], raised = size, True
-                if not raised:
-                    break
-            if peak <= target:
-                break
-    budget, improved = np.int64(BUDGET), peak > bound + bound // 1000
-    while improved and budget > 0:
+    # Another size for one sequence at a time.
+    budget, improved = np.int64(BUDGET), peak > bound + part_of(bound, TARGETS[0])
+    while improved:
         improved = False
         for sequence in range(num_packed):
             for size in range(num_sizes):
-                was = best[sequence]
+                was = level[sequence]
                 if size == was or table[sequence, size] >= peak or budget <= 0:
                     continue
-                best[sequence] = size
+                level[sequence] = size
                 budget -= num_packed + 2 * num_ranks
-                found = peak_of(table, sizes, num_ranks, orders, best, rest, peak - 1)
+                loads = pack_teams(table, sizes, num_ranks, orders, level, peak - 1)[0]
+                found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
                 if found < peak:
                     peak, aim, improved = found, peak - 1, True
                 else:
-                    best[sequence] = was
-    return best, aim
+                    level[sequence] = was
+    return level, aim
 
 
 @kernel
