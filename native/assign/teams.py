@@ -24,7 +24,7 @@ FEW_SEQUENCES = 1024  # Up to this number all are packed in each trial; else tho
 TARGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 25, 30, 35, 40, 50, 60, 80, 100, 120, 160, 200, 250, 400, 700, 1000)
 SHARES = (1000, 700)
 RAISES = 6
-BUDGET = 1 << 18  # Sequences and blocks to look at, about, in changing the size of one sequence at a time.
+BUDGET = 1 << 16# Sequences and blocks to look at, about, in changing the size of one sequence at a time.
 
 
 @kernel
@@ -192,7 +192,7 @@ def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound:
                 if size == was or table[sequence, size] >= peak or budget <= 0:
                     continue
                 level[sequence] = size
-                budget -= num_packed + 2 * num_ranks
+                budget -= num_sizes * num_packed + 2 * num_ranks
                 loads = pack_teams(table, sizes, num_ranks, orders, level, peak - 1)[0]
                 found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
                 if found < peak:
