@@ -43,7 +43,8 @@ def balance_teams(
     """Choose how many ranks share each sequence, and which, so that the largest load is as small as is found quickly.
 
     A team of s ranks begins at a multiple of s and ends at the last rank or before: 6 ranks have one team of 4 (0 to 3)
-    and three of 2. Ranks that no large team has get more of the rest. If nothing is shared, the result is `balance`'s.
+    and three of 2. Ranks that no large team has get more of the rest. Where whole sequences come within 0.1 % of the
+    lower bound, or as low as teams, nothing is shared, and the result is that of `balance`.
 
     For a target of the largest load, each sequence gets the size of least work at which it keeps the target (Turek,
     Wolf and Yu 1992). Sizes are placed from the largest, so that a team's ranks are level when it comes; each sequence
@@ -87,7 +88,7 @@ def balance_teams(
     whole = np.ascontiguousarray(table[:, 0])
     if whole.max(initial=0) <= loads.max():
         whole_rank, whole_loads, _ = solve(whole, num_ranks, max(1, len(whole)), 0, False, _TOLERANCE)
-        if (size == 1).all() or whole_loads.max() <= loads.max():
+        if (size == 1).all() or whole_loads.max() <= max(loads.max(), bound + int(bound * _TOLERANCE)):
             size, rank, loads = np.ones_like(size), whole_rank, whole_loads
     rank[(size == 1) & (whole == 0)] = -1
     return TeamAssignment(rank, loads, int(loads.max()), int(bound), size)

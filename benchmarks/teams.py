@@ -1,7 +1,7 @@
 """`python -m benchmarks.teams`: how close teams of ranks come to the best, and to other plans of long sequences.
 
 lengths --seconds of a member at each size--> balance_teams --> largest load over its bound and over the mean of whole
-                                          \\-> others' plans, by others' costs
+                                          |-> others' plans, by others' costs
 
 The cost is that of an 8B Llama, forward and backward, at 400 TFLOP/s. A member of a team of g computes 1/g and 2 % more
 a doubling of g. Inside a node of 8 the query, key, value and output travel all to all; between nodes keys and values go
@@ -166,7 +166,7 @@ def steps(config: TeamsBench) -> tuple[WideTable, list[Result]]:
                 results.append(Result(name=title, unit="x", values=(float(row[2]),), demand=demand))
     results.append(Result(name="planned, slowest list", unit="ms CPU", values=(slowest,), demand=20))
     columns = ("list", "whole", "single size", "teams", "bound", "shared, %", "CPU ms")
-    note = f"mean of {config.seeds} seeds, teams of up to 32; single size: the best size for all sequences; shared: of tokens"
+    note = f"mean of {config.seeds} seeds, teams of up to 32; single size: the best one for all; shared: of tokens"
     return WideTable(title="Largest load over the mean", columns=columns, rows=tuple(rows), note=note), results
 
 

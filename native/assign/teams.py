@@ -20,17 +20,18 @@ Order = NDArray[np.int32]
 
 NEVER = 1 << 62  # Cost of a size that a sequence does not take.
 FEW_SEQUENCES = 1024  # Up to this number all are packed in each trial; else those of a 16th of the bound or more.
-# Thousandths above the bound of each trial's target, and of that target that a member may pay for one sequence.
-TARGETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 25, 30, 35, 40, 50, 60, 80, 100, 120, 160, 200, 250, 400, 700, 1000)
-SHARES = (1000, 700)
+PARTS = 10_000
+# Parts above the bound of each trial's target, and of that target that a member may pay for one sequence.
+TARGETS = (1, 3, 10, 20, 30, 40, 60, 80, 100, 120, 150, 180, 210, 250, 300, 350, 400, 600, 800, 1200, 2000, 4000)
+SHARES = (10_000, 7_000)
 RAISES = 6
-BUDGET = 1 << 16# Sequences and blocks to look at, about, in changing the size of one sequence at a time.
+BUDGET = 1 << 16  # Sequences and blocks to look at, about, in changing the size of one sequence at a time.
 
 
 @kernel
-def part_of(value: int, thousandths: int) -> int:
-    """Return so many thousandths of a value of at most 2**62, rounded down."""
-    return value // 1000 * thousandths + value % 1000 * thousandths // 1000
+def part_of(value: int, parts: int) -> int:
+    """Return so many of the `PARTS` of a value of at most 2**62, rounded down."""
+    return value // PARTS * parts + value % PARTS * parts // PARTS
 
 
 @kernel
@@ -120,6 +121,7 @@ def pack_teams(
                 continue
             cost = table[sequence, size]
             at = max(0, np.searchsorted(loads, target - cost, side="right") - 1)
+            at = np.searchsorted(loads, loads[at])  # The first of equal ones.
             load, block = loads[at] + cost, blocks[at]
             while at + 1 < num_blocks and loads[at + 1] < load:
                 loads[at], blocks[at] = loads[at + 1], blocks[at + 1]
@@ -248,7 +250,7 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
     fixed = loads.copy()
     for position in whole:
         fixed[owner[position]] -= table[position, 0]
-    goal = max(bound + bound // 1000, fixed.max())
+    goal = max(bound + part_of(bound, TARGETS[0]), fixed.max())
     if loads.max() > goal and whole.shape[0] > 0:
         costs = table[whole, 0].copy()
         places = descending_order(costs)
