@@ -178,7 +178,7 @@ def best_partition(costs: Ints, partitions: Ints) -> int:
         costs: int64 (num_sequences, num_sizes), the longest first; each goes to the team that ends it first.
         partitions: int64 (num_partitions, num_sizes), the teams of each size.
     """
-    best = np.int64(1 << 62)
+    best = 1 << 62
     for teams in partitions:
         size_of = np.repeat(np.arange(len(teams)), teams)
         loads = np.zeros(len(size_of), np.int64)
@@ -190,7 +190,7 @@ def best_partition(costs: Ints, partitions: Ints) -> int:
             loads[at] = earliest
             if earliest >= best:
                 break
-        best = min(best, loads.max())
+        best = min(best, int(loads.max()))
     return best
 
 
@@ -282,6 +282,10 @@ def tables(config: TeamsBench) -> list[Result | WideTable]:
         ratios = against_flexsp(config, lists()["Wikipedia"])
         found.append(limit("over FlexSP's best of 1,828 partitions, worst batch", ratios.max(), 1.0))
     if config.peers:
+        wikipedia = next(iter(lists().values()))(np.random.default_rng(0), 512 * 16)
+        started = time.thread_time()
+        megatron_peak(wikipedia.clip(max=512 * 4096), 512, 4096)
+        found.append(limit("planned by Megatron-LM, 512 x 16", 1e3 * (time.thread_time() - started), unit="ms CPU"))
         of_lists = against_megatron(config)
         found.append(limit(f"over Megatron-LM's plan, worst of {len(of_lists)} lists", max(of_lists), 1.0))
         found.append(limit(f"over Megatron-LM's plan, mean of {len(of_lists)} lists", float(np.mean(of_lists))))

@@ -261,7 +261,7 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
         budget = search_budget(whole.shape[0], num_ranks)
         lower_makespan(costs[places], mine, loads, counts, goal, whole.shape[0], budget)
         owner[whole[places]] = mine
-    size, rank = np.empty(num_sequences, np.int32), np.empty(num_sequences, np.int32)
-    size[order] = sizes[level]
-    rank[order] = owner
-    return size, rank, loads, bound
+    team_size, first_rank = np.empty(num_sequences, np.int32), np.empty(num_sequences, np.int32)
+    team_size[order] = sizes[level]
+    first_rank[order] = owner
+    return team_size, first_rank, loads, bound
