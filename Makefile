@@ -92,6 +92,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.remote
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.teams
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
 	$(BIN)/python -m benchmarks.exchange
@@ -115,7 +116,7 @@ $(VENV)/torchvision: $(STAMP)
 # Loaders and solvers that benchmarks compare with, one to an environment, because together they have no solution. Each
 # environment sees the packages of $(VENV) behind its own, so that none brings another torch. What multi-storage-client, which
 # Energon needs, wants of two packages is older than $(VENV) has.
-PEERS := energon grain lance litdata ortools ray spdl streaming torchdata
+PEERS := energon grain lance litdata megatron ortools ray spdl streaming torchdata
 PEER_VENVS := .venv-peers
 energon_packages := megatron-energon
 grain_packages := grain
@@ -123,6 +124,7 @@ lance_packages := pylance
 # These two ask for torchvision, which is built for one torch: they come without what they ask for, and what they use.
 litdata_packages := --no-deps litdata boto3 botocore certifi charset_normalizer jmespath lightning-utilities obstore requests \
 	s3transfer tifffile urllib3 zstd
+megatron_packages := --no-deps megatron-core==0.16.1
 ortools_packages := ortools
 ray_packages := ray[data]
 spdl_packages := spdl

@@ -17,6 +17,7 @@ from orchdata.balancers.padded import balance_padded
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
 from orchdata.balancers.pipeline import MicrobatchOrder, order_microbatches, simulate_1f1b
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
+from orchdata.balancers.teams import TeamAssignment, balance_teams
 
 __all__ = [
     "Assignment",
@@ -32,6 +33,7 @@ __all__ = [
     "NodePlacement",
     "PhaseAssignment",
     "PhaseCost",
+    "TeamAssignment",
     "TransformerCost",
     "balance",
     "balance_from",
@@ -39,6 +41,7 @@ __all__ = [
     "balance_grouped",
     "balance_padded",
     "balance_phases",
+    "balance_teams",
     "bin_bound",
     "deal_bins",
     "fit_phase_cost",

@@ -66,6 +66,14 @@ def real_lengths(name: str) -> NDArray[np.int64]:
     return np.maximum(positions(_read(lengths_folder() / f"{file}.parquet")), 1)
 
 
+def all_lengths(name: str, longest: int) -> NDArray[np.int64] | None:
+    """Tokens of all documents of a list, those above `longest` cut there; None without the folder."""
+    path = lengths_folder() / f"{LISTS[name][0]}.parquet"
+    if not path.is_file():
+        return None
+    return np.clip(sum(_read(path).values(), np.int64(0)), 1, longest)
+
+
 def _draw(path: Path, positions: Callable[[Columns], NDArray[np.int64]], crossover: int | None) -> Distribution:
     def costs(generator: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
         """Some of the list in random order; with replacement where it is shorter than that."""

@@ -216,4 +216,5 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "steps, H200": lambda: wide_table("steps_h200"),
     "resume": lambda: all_tables("resume"),
     "memory": lambda: all_tables("memory"),
+    "teams": lambda: wide_table("teams"),
 }

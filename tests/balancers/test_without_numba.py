@@ -31,6 +31,8 @@ for name, make in DISTRIBUTIONS.items():
         balance_grid(costs, owner, 6, 2),
         balance_grouped(costs, owner, 6, 4),
         place_on_nodes(traffic_between(owner, owner[::-1], 6), 2),
+        balance_teams(-(-costs[:, None] // [1, 2, 4]), 5),
+        balance_teams(-(-costs[:, None] ** 2 // [1, 2, 4]), 6, tokens=costs, max_tokens=int(costs.max()) // 3 + 1),
     ))
 lengths = omni_lengths(np.random.default_rng(6), 48)
 costs = quadratic(lengths)

@@ -1,0 +1,267 @@
+"""Teams: what a member pays at each size, (num_sequences, num_sizes) -> size and first rank of each sequence.
+
+Sizes are packed from the largest to the smallest, so the ranks of a team have equal loads when it comes: a team is one
+block of an array. Its blocks are then halved for the next size, until they are ranks (nested, as buddies in memory).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.ranking import bit_length
+from orchdata.native.assign.refine import lower_makespan, search_budget
+from orchdata.native.assign.tournament import replay, tournament
+from orchdata.native.jit import kernel
+from orchdata.native.sorting import descending_order
+
+Ints = NDArray[np.int64]
+Order = NDArray[np.int32]
+
+NEVER = 1 << 62  # Cost of a size that a sequence does not take.
+FEW_SEQUENCES = 1024  # Up to this number all are packed in each trial; else those of a 16th of the bound or more.
+PARTS = 10_000
+# Parts above the bound of each trial's target, and of that target that a member may pay for one sequence.
+TARGETS = (1, 3, 10, 20, 30, 40, 60, 80, 100, 120, 150, 180, 210, 250, 300, 350, 400, 600, 800, 1200, 2000, 4000)
+SHARES = (10_000, 7_000)
+RAISES = 6
+BUDGET = 1 << 16  # Sequences and blocks to look at, about, in changing the size of one sequence at a time.
+
+
+@kernel
+def part_of(value: int, parts: int) -> int:
+    """Return so many of the `PARTS` of a value of at most 2**62, rounded down."""
+    return value // PARTS * parts + value % PARTS * parts // PARTS
+
+
+@kernel
+def cheapest(table: Ints, sizes: Ints, sequence: int, most: int) -> tuple[int, int, int]:
+    """Return (smallest size at which a member pays at most `most`, that of the least work, this work), -1 for none."""
+    smallest, best, work = -1, -1, np.int64(NEVER)
+    for size in range(sizes.shape[0]):
+        if table[sequence, size] <= most:
+            if smallest < 0:
+                smallest = size
+            if table[sequence, size] * sizes[size] < work:
+                best, work = size, table[sequence, size] * sizes[size]
+    return smallest, best, work
+
+
+@kernel
+def teams_bound(table: Ints, sizes: Ints, num_ranks: int) -> int:
+    """Return the smallest T at which, for every size s, the sequences that keep T only at s or more fit, each at its
+    cheapest size within T, into floor(num_ranks / s) teams of s ranks.
+    """
+    num_sequences, num_sizes = table.shape
+    least, total = np.int64(0), np.int64(0)
+    for sequence in range(num_sequences):
+        total += cheapest(table, sizes, sequence, NEVER - 1)[2]
+        least = max(least, table[sequence].min())
+    low = max(least, -(-total // num_ranks)) - 1
+    # Sequences that are cheapest whole, and fit so at any T above: the others are looked at again for each T.
+    whole, others, count = np.int64(0), np.empty(num_sequences, np.int64), 0
+    for sequence in range(num_sequences):
+        _, best, work = cheapest(table, sizes, sequence, NEVER - 1)
+        if best == 0 and table[sequence, 0] <= low:
+            whole += work
+        else:
+            others[count] = sequence
+            count += 1
+    works = np.empty(num_sizes, np.int64)
+    step, high = np.int64(1), np.int64(-1)
+    while high < 0 or high - low > 1:
+        middle = low + step if high < 0 else low + (high - low) // 2
+        works[:] = 0
+        works[0] = whole
+        for sequence in others[:count]:
+            smallest, _, work = cheapest(table, sizes, sequence, middle)
+            works[smallest] += work
+        fits, work = True, np.int64(0)
+        for size in range(num_sizes - 1, -1, -1):
+            work += works[size]
+            fits &= -(-work // (num_ranks // sizes[size] * sizes[size])) <= middle
+        if fits:
+            high = middle
+        else:
+            low = middle
+            step = max(1, low >> 6) if step == 1 else 2 * step
+    return high
+
+
+@kernel
+def pack_teams(
+    table: Ints, sizes: Ints, num_ranks: int, orders: Order, level: Ints, target: int
+) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Pack sequences of given sizes: each into the fullest team in which it ends by `target`, else the emptiest one.
+
+    Args:
+        table: int64 (num_sequences, num_sizes).
+        orders: int32 (num_sizes, num_packed), the first sequences, by their cost at each size from the largest.
+        level: int64 (num_packed,), index of the size of each.
+
+    Returns:
+        (loads of the ranks int64 (num_ranks,), from the least; these ranks; first rank of each sequence; whether it
+        ends after the target).
+    """
+    num_sizes, num_packed = orders.shape
+    first, late = np.empty(num_packed, np.int64), np.zeros(num_packed, np.bool_)
+    loads, blocks = np.empty(0, np.int64), np.empty(0, np.int64)
+    for size in range(num_sizes - 1, -1, -1):
+        # Each block becomes `parts` smaller ones. Ranks that no team of the size above has come first: they are idle.
+        num_blocks = num_ranks // sizes[size]
+        parts = sizes[size + 1] // sizes[size] if size + 1 < num_sizes else 1
+        cut = parts * blocks.shape[0]
+        smaller, names = np.zeros(num_blocks, np.int64), np.arange(cut, num_blocks + cut)
+        for at in range(cut):
+            smaller[num_blocks - cut + at] = loads[at // parts]
+            names[num_blocks - cut + at] = blocks[at // parts] * parts + at % parts
+        loads, blocks = smaller, names
+        for sequence in orders[size]:
+            if level[sequence] != size:
+                continue
+            cost = table[sequence, size]
+            at = max(0, np.searchsorted(loads, target - cost, side="right") - 1)
+            at = np.searchsorted(loads, loads[at])  # The first of equal ones.
+            load, block = loads[at] + cost, blocks[at]
+            while at + 1 < num_blocks and loads[at + 1] < load:
+                loads[at], blocks[at] = loads[at + 1], blocks[at + 1]
+                at += 1
+            loads[at], blocks[at] = load, block
+            first[sequence], late[sequence] = block * sizes[size], load > target
+    return loads, blocks, first, late
+
+
+@kernel
+def raise_late(table: Ints, late: NDArray[np.bool_], level: Ints) -> bool:
+    """Give sequences that end late the next size that they take, in place; return whether there is one."""
+    raised = False
+    for sequence in np.flatnonzero(late):
+        size = level[sequence] + 1
+        while size < table.shape[1] and table[sequence, size] == NEVER:
+            size += 1
+        if size < table.shape[1]:
+            level[sequence], raised = size, True
+    return raised
+
+
+@kernel
+def trial(
+    table: Ints, sizes: Ints, num_ranks: int, orders: Order, rest: int, target: int, most: int
+) -> tuple[int, Ints]:
+    """Return (the largest load, index of the size of each sequence) of the best packing towards a target.
+
+    Each sequence has its cheapest size at which a member pays at most `most`; those that end late get the next size,
+    some times. The work `rest` of sequences that are not packed is spread evenly.
+    """
+    num_packed = orders.shape[1]
+    level = np.empty(num_packed, np.int64)
+    for sequence in range(num_packed):
+        level[sequence] = cheapest(table, sizes, sequence, most)[1]
+        if level[sequence] < 0:
+            level[sequence] = np.argmin(table[sequence])
+    peak, best = np.int64(NEVER), level
+    for _ in range(RAISES):
+        loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
+        found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+        if found < peak:
+            peak, best = found, level.copy()
+        if peak <= target or not raise_late(table, late, level):
+            break
+    return peak, best
+
+
+@kernel
+def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound: int, rest: int) -> tuple[Ints, int]:
+    """Return (index of the size of each sequence that is packed, the load that their packing aims at)."""
+    num_sizes, num_packed = orders.shape
+    peak, level, aim = np.int64(NEVER), np.zeros(num_packed, np.int64), np.int64(0)
+    for above in TARGETS:
+        target = bound + part_of(bound, above)
+        for share in SHARES:
+            if peak > target:
+                found, other = trial(table, sizes, num_ranks, orders, rest, target, part_of(target, share))
+                if found < peak:
+                    peak, level, aim = found, other, target
+        if peak <= target:
+            break
+    # Another size for one sequence at a time.
+    budget, improved = np.int64(BUDGET), peak > bound + part_of(bound, TARGETS[0])
+    while improved:
+        improved = False
+        for sequence in range(num_packed):
+            for size in range(num_sizes):
+                was = level[sequence]
+                if size == was or table[sequence, size] >= peak or budget <= 0:
+                    continue
+                level[sequence] = size
+                budget -= num_sizes * num_packed + 2 * num_ranks
+                loads = pack_teams(table, sizes, num_ranks, orders, level, peak - 1)[0]
+                found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+                if found < peak:
+                    peak, aim, improved = found, peak - 1, True
+                else:
+                    level[sequence] = was
+    return level, aim
+
+
+@kernel
+def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints, int]:
+    """Return size and first rank of each sequence, int32 (num_sequences,), loads int64 (num_ranks,), and a lower bound.
+
+    Args:
+        table: int64 (num_sequences, num_sizes), NEVER for a size that a sequence does not take, such as one that is no
+            cheaper than a smaller one; at least one size of each is not. The sum of the work is at most 2**62.
+        sizes: int64 (num_sizes,), ascending powers of two from 1, at most num_ranks.
+    """
+    num_sequences = table.shape[0]
+    bound = np.int64(teams_bound(table, sizes, num_ranks))
+    works = np.empty(num_sequences, np.int64)
+    num_packed = num_sequences if num_sequences <= FEW_SEQUENCES else 0
+    for sequence in range(num_sequences):
+        works[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2]
+    order = descending_order(works)
+    table = table[order]
+    for position in range(num_packed, num_sequences):
+        if table[position, 0] > bound >> 4 or table[position, 0] > works[order[position]]:
+            num_packed = position + 1
+    rest = works[order[num_packed:]].sum()
+    level = np.zeros(num_sequences, np.int64)
+    orders = np.empty((sizes.shape[0], num_packed), np.int32)
+    for size in range(sizes.shape[0]):
+        orders[size] = descending_order(table[:num_packed, size].copy())
+    level[:num_packed], aim = choose_sizes(table, sizes, num_ranks, orders, bound, rest)
+    ordered, ranks, first, _ = pack_teams(table, sizes, num_ranks, orders, level[:num_packed], aim)
+    loads = np.empty(num_ranks, np.int64)
+    loads[ranks] = ordered
+    # The small ones go to the least loaded rank, longest first; then whole sequences move and change places.
+    owner = np.empty(num_sequences, np.int32)
+    owner[:num_packed] = first
+    bits = bit_length(num_ranks - 1)
+    shift = max(0, bit_length(max(loads.max(), (loads.sum() + rest) // num_ranks + bound)) + bits - 63)
+    leaves = 1 << bits
+    tree = np.empty(2 * leaves, np.int64)
+    tournament(((loads >> shift) << bits) | np.arange(num_ranks), tree)
+    for position in range(num_packed, num_sequences):
+        rank = tree[1] & (leaves - 1)
+        owner[position] = rank
+        loads[rank] += table[position, 0]
+        replay(tree, leaves + rank, ((loads[rank] >> shift) << bits) | rank)
+    whole = np.flatnonzero(level == 0)
+    fixed = loads.copy()
+    for position in whole:
+        fixed[owner[position]] -= table[position, 0]
+    goal = max(bound + part_of(bound, TARGETS[0]), fixed.max())
+    if loads.max() > goal and whole.shape[0] > 0:
+        costs = table[whole, 0].copy()
+        places = descending_order(costs)
+        mine = owner[whole[places]]
+        counts = np.zeros(num_ranks, np.int32)
+        for rank in mine:
+            counts[rank] += 1
+        budget = search_budget(whole.shape[0], num_ranks)
+        lower_makespan(costs[places], mine, loads, counts, goal, whole.shape[0], budget)
+        owner[whole[places]] = mine
+    team_size, first_rank = np.empty(num_sequences, np.int32), np.empty(num_sequences, np.int32)
+    team_size[order] = sizes[level]
+    first_rank[order] = owner
+    return team_size, first_rank, loads, bound
