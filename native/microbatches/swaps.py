@@ -282,8 +282,8 @@ def search_swaps(
     top = np.empty((held.shape[0], costs.shape[1], TOP), np.int64)
     add_up(costs, sizes, rank, microbatch, loads, filled, top)
     best_rank, best_microbatch, best = rank.copy(), microbatch.copy(), sum_of_tops(loads, top)
-    state = np.uint64(88172645463325252)  # of xorshift
-    while pairs > 0 and num_samples > 1:
+    state, has_held = np.uint64(88172645463325252), held.sum() > 0  # of xorshift
+    while pairs > 0 and num_samples > 1 - has_held:
         pairs = descend(costs, sizes, caps, group, rank, microbatch, loads, filled, top, may_move, pairs)
         found = sum_of_tops(loads, top)
         if found <= best:
@@ -302,6 +302,9 @@ def search_swaps(
             taken = np.int64((state >> np.uint64(32)) % np.uint64(num_samples))
             m, r = np.int64(microbatch[given]), np.int64(rank[given])
             other_m, other_r = np.int64(microbatch[taken]), np.int64(rank[taken])
+            if has_held and may_move and (state >> np.uint64(20)) & np.uint64(1):  # Few samples have few swaps.
+                cell = np.int64((state >> np.uint64(32)) % np.uint64(loads.shape[0] * loads.shape[1]))
+                taken, other_m, other_r = np.int64(-1), cell // loads.shape[1], cell % loads.shape[1]
             same = m == other_m and r == other_r
             if (
                 not same

@@ -58,6 +58,10 @@ for in_step in (False, True):
     answer.append(
         split_microbatches(costs, rank, 4, sizes=lengths, max_size=7000, oversize="own", in_step=in_step)[0].tolist()
     )
+pinned = np.where(np.arange(48) % 5 == 0, rank, -1)
+answer.append(numbers(balance(costs, 4, pinned=pinned)))
+answer.append(numbers(balance_phases(phases, 4, sizes=lengths, max_size=lengths.sum() // 3, pinned=pinned)))
+answer.append(split_microbatches(costs, rank, 4, max_size=2 * max(costs), in_step=True, pinned=pinned)[0].tolist())
 for stages, count in ((1, 3), (3, 2), (2, 5), (4, 7)):
     forward, backward = np.random.default_rng(stages).lognormal(0, 1, (2, stages, count))
     answer += [numbers(order_microbatches(forward, backward, seed=3)), simulate_1f1b(forward, backward)]
