@@ -24,6 +24,9 @@ from orchdata.loaders.watch import Watch
 
 Load = Callable[[int], Any]
 
+STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
+"""Message of the error that takes its place: StopIteration would look like the end of the epoch."""
+
 _THREAD_SAFE = (default_collate, default_convert)
 
 
@@ -129,6 +132,20 @@ def takes_step(collate_fn: Callable[..., Any]) -> bool:
     by_name = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
     by_name += [each for each in parameters[1:] if each.kind is each.POSITIONAL_OR_KEYWORD]  # the first is the samples
     return any(each.name == "step" for each in by_name)
+
+
+def step_info(epoch: int, step: int, num_samples: int, dp_size: int) -> StepInfo:
+    """Return the step of samples whose loss tokens are not known."""
+    return StepInfo(
+        epoch=epoch,
+        step=step,
+        microbatch=0,
+        num_microbatches=1,
+        dp_size=dp_size,
+        num_step_samples=num_samples,
+        loss_tokens=0,
+        loss_scale=dp_size / num_samples,
+    )
 
 
 class SampleAssembly:

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
+from orchdata.batch.step_info import StepInfo
 from orchdata.building.assembler import Assembler, StatefulSource
-from orchdata.building.collate import SampleAssembler
+from orchdata.building.collate import STOP_ITERATION, SampleAssembler
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.watch import Watch
 from orchdata.order.stateful import is_stateful, restore_states, states_of
@@ -45,6 +46,33 @@ class MapContent:
         """Returns and restores the data set's own state; None if it has none."""
         return stateful_source(self.dataset)
 
+    def made(self, items: list[Any], info: StepInfo | None) -> Any:
+        """Return the batch of these items; `info` is for a collate_fn that has a parameter `step`."""
+        dataset, item = self.dataset, None
+        many = map_many(dataset) if self.batched else None
+        samples: Any = []
+        try:
+            if many is not None:
+                item, samples = items, many(items)
+            else:
+                for item in items:
+                    samples.append(dataset[item])
+        except (Exception, SystemExit) as error:
+            error.add_note(self.name_of(item))
+            if isinstance(error, StopIteration):
+                raise RuntimeError(STOP_ITERATION) from error
+            raise
+        collate, options = self.collate, {} if info is None else {"step": info}
+        try:
+            return collate(samples if self.batched else samples[0], **options)
+        except StopIteration as error:
+            raise RuntimeError(STOP_ITERATION) from error
+
+    @property
+    def collate(self) -> Callable[..., Any]:
+        """The function that makes a batch of items, or of one item."""
+        return self.collate_fn or (default_collate if self.batched else default_convert)
+
     def open(self, watch: Watch) -> Assembler:
         return MapAssembler(
             self.dataset,
@@ -52,13 +80,13 @@ class MapContent:
             watch=watch,
             refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
             load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
-            collate_fn=self.collate_fn or (default_collate if self.batched else default_convert),
+            collate_fn=self.collate,
             batched=self.batched,
             num_map_rows=self.num_rows,
         )
 
-    def name_of(self, row: int) -> str:
-        return f"item {row} of {type(self.dataset).__name__}"
+    def name_of(self, row: Any) -> str:
+        return f"item {row!r} of {type(self.dataset).__name__}"
 
 
 class MapAssembler(SampleAssembler):

@@ -96,6 +96,18 @@ class Arguments:
         return is_sharded(self.dataset)
 
     @property
+    def by_torch(self) -> bool:
+        """Whether torch's own loader reads the data set: nothing is balanced, skipped, or built on other machines."""
+        if isinstance(self.dataset, IterableDataset):
+            return True
+        return (
+            not self.in_shards
+            and self.cost is None
+            and self.engine is None
+            and as_policy(self.on_error).action != "skip"
+        )
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """The phases that may be balanced, as far as they are known before the data set is read."""
         if isinstance(self.cost, CostModel):
@@ -215,6 +227,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
     return choose_engine(
         arguments.dataset,
         in_shards=arguments.in_shards,
+        by_torch=arguments.by_torch,
         num_workers=arguments.num_workers,
         num_threads=arguments.num_threads,
         prefetch_factor=arguments.prefetch_factor,
@@ -230,7 +243,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
 
 
 def options_of(
-    arguments: Arguments, rank: Rank, listed: NDArray[np.int64] | None, reaches_all: bool, *, is_inline: bool
+    arguments: Arguments, rank: Rank, listed: NDArray[np.int64] | None, reaches_all: bool
 ) -> tuple[int | None, LoaderOptions]:
     """Return the samples of a rank in a step, and the options of steps.
 
@@ -264,7 +277,7 @@ def options_of(
         index=checked_index(arguments.index),
         batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
         cost=arguments.cost,
-        is_inline=is_inline,
+        by_torch=arguments.by_torch,
         accumulate=int(arguments.accumulate),
         timeout=float(arguments.timeout),
     )

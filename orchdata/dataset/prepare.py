@@ -14,7 +14,7 @@ from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
-from orchdata.engines.iterables import IterableContent
+from orchdata.engines.torch_workers import IterableContent
 from orchdata.notices import warn_once
 from orchdata.order.sampler import SamplerOrder
 from orchdata.order.steps import StepTask, StreamSteps

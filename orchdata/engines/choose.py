@@ -20,6 +20,7 @@ def choose_engine(
     dataset: Any,
     *,
     in_shards: bool,
+    by_torch: bool,
     num_workers: int,
     num_threads: int | None,
     prefetch_factor: int | None,
@@ -38,6 +39,7 @@ def choose_engine(
         dataset: as workers get it in `torch.utils.data.get_worker_info()`.
         in_shards: whether we decode. A map-style data set may not be safe to use from several threads, and its
             randomness follows `torch.manual_seed` in one thread only: it loads inline unless `num_threads` is given.
+        by_torch: whether torch's own loader reads the data set.
         engine: of the user's; it gets the options of `num_workers` workers.
         num_ranks: ranks of the loader.
     """
@@ -47,6 +49,14 @@ def choose_engine(
     depth = None if prefetch_factor is None else checked_count(prefetch_factor, "prefetch_factor")
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
+
+    for name, given in (("num_threads", threads), ("worker_memory", worker_memory)):
+        if by_torch and not iterated and given:
+            raise ValueError(
+                f"{name} is for steps that this library builds, and torch's own DataLoader reads map-style data "
+                "without costs: leave it out (num_workers=4 reads in four processes), or pass cost=, an integer for "
+                "each sample, or on_error='skip', with which this library builds the steps"
+            )
 
     # Workers.
     if num_workers:
@@ -146,5 +156,5 @@ def _check_inline(prefetch_factor: int | None, persistent_workers: bool, timeout
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it out, "
-            "or pass num_workers (or num_threads, for a map-style data set that is safe to use from several threads)"
+            "or pass num_workers"
         )

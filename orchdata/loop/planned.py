@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.delivery.delivery import Delivery
@@ -21,8 +22,8 @@ from orchdata.engines.engine import Engine
 from orchdata.engines.threads import PinningEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import STOP_ITERATION, EpochLoop
-from orchdata.notices import warn_once
+from orchdata.loop.loop import EpochLoop
+from orchdata.loop.position import Position
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
@@ -46,7 +47,6 @@ class LoopContext:
 
     Attributes:
         is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
-        in_order: whether steps come in order; else as they are ready.
         num_workers: number of workers that build steps; 1 if this process builds them.
     """
 
@@ -55,7 +55,6 @@ class LoopContext:
     agreement: Agreement
     delivery: Delivery
     is_single_rank: bool
-    in_order: bool
     num_workers: int
 
 
@@ -102,7 +101,6 @@ class PlannedStream:
             if is_checked and step == self._loop.start.position.step:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
             raise StopIteration
-        self._bring_forward()
         try:
             batches = self._deliver()
         except Exception as error:
@@ -173,52 +171,9 @@ class PlannedStream:
                 self._ending.cancel() if waits else self._ending.soon()
 
     def _draw(self) -> Iterator[StepTask]:
-        """Return the steps of the epoch from here on, once all ranks have its random inputs."""
-        context, loop = self._context, self._loop
-        origin, left = loop.origin, self._interrupted
-        self._interrupted = None
-
-        # After an error, the tasks that the failed iteration drew are taken again.
-        if left is not None and left.tasks is not None:
-            self.position = loop.know(origin.draw)
-            return left.tasks
-
-        # Ranks compare where they begin. All use the random inputs that rank 0 has drawn, or those of the state.
-        draw = self._begun.agree(lambda: origin.draw or context.steps.draw())
-        if origin.draw is not None and draw != origin.draw:
-            raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
-        self.position = loop.know(draw)
-
-        # Tasks begin at the first step that is not delivered; delivered steps after it are left out.
-        first = min((*origin.left, origin.step))
-        tasks = context.steps.tasks(
-            origin.epoch,
-            first,
-            draw,
-            again=origin.draw is not None or context.rank.rank > 0,
-            sampler_state=loop.sampler_state,
-        )
-        if first == origin.step:
-            return tasks
-        return (task for task in tasks if task.step >= origin.step or task.step in origin.left)
-
-    def _bring_forward(self) -> None:
-        """If steps come as they are ready, move the first that is ready to the front."""
-        if self._context.in_order:
-            return
-        if self._under_way[0][0].sampler_state is not None:
-            warn_once(
-                "a sampler with a state keeps order",
-                "in_order=False has no effect: the sampler has its own state, which does not store which of its "
-                "batches others have overtaken, so batches come in order",
-            )
-            return
-        self._engine.expect(self._under_way[0][1])
-        wait([future for _, future in self._under_way], return_when=FIRST_COMPLETED)
-        number = next(number for number, (_, future) in enumerate(self._under_way) if future.done())
-        ready = self._under_way[number]
-        del self._under_way[number]
-        self._under_way.appendleft(ready)
+        left, self._interrupted = self._interrupted, None
+        self.position, tasks = draw_tasks(self._context, self._loop, self._begun, left)
+        return tasks
 
     def _submit(self, depth: int) -> None:
         while len(self._under_way) < depth:
@@ -233,6 +188,36 @@ class PlannedStream:
             task = self._ahead[0]
             self._under_way.append((task, self._engine.submit(task)))
             self._ahead.popleft()
+
+
+def draw_tasks(
+    context: LoopContext, loop: EpochLoop, begun: Beginning, left: Interrupted | None
+) -> tuple[Position, Iterator[StepTask]]:
+    """Return where an iteration starts, and its steps, once all ranks have the random inputs of the epoch."""
+    origin = loop.origin
+
+    # After an error, the tasks that the failed iteration drew are taken again.
+    if left is not None and left.tasks is not None:
+        return loop.know(origin.draw), left.tasks
+
+    # Ranks compare where they begin. All use the random inputs that rank 0 has drawn, or those of the state.
+    draw = begun.agree(lambda: origin.draw or context.steps.draw())
+    if origin.draw is not None and draw != origin.draw:
+        raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
+    position = loop.know(draw)
+
+    # Tasks begin at the first step that is not delivered; delivered steps after it are left out.
+    first = min((*origin.left, origin.step))
+    tasks = context.steps.tasks(
+        origin.epoch,
+        first,
+        draw,
+        again=origin.draw is not None or context.rank.rank > 0,
+        sampler_state=loop.sampler_state,
+    )
+    if first == origin.step:
+        return position, tasks
+    return position, (task for task in tasks if task.step >= origin.step or task.step in origin.left)
 
 
 class Engines:

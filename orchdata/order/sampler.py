@@ -275,6 +275,7 @@ class SamplerSteps:
         batches: the loader's global batches.
         usable: rows, int64 (num_usable,), with the items as indices into them; None if items are rows.
         integers: whether items must be integers, as costs require.
+        as_drawn: whether the rows of a task are a list of the sampler's own indices.
     """
 
     def __init__(
@@ -285,12 +286,14 @@ class SamplerSteps:
         batches: GlobalBatches,
         usable: NDArray[np.int64] | None = None,
         integers: bool = False,
+        as_drawn: bool = False,
     ) -> None:
         self._source = source
         self._batched = batched
         self._batches = batches
         self._usable = usable
         self._integers = integers
+        self._as_drawn = as_drawn
 
     def follow(self, sampler: Any) -> None:
         """Draw from this sampler from now on, if the user has replaced the loader's."""
@@ -338,8 +341,9 @@ class SamplerSteps:
     ) -> Iterator[StepTask]:
         batches, items = self.items(first, draw, again=again, sampler_state=sampler_state)
         for step, batch in enumerate(batches, first):
-            rows = self._rows(list(batch))  # a copy: the sampler may use its list again
-            yield StepTask(epoch, step, rows, sampler_state=self.state(items, len(rows)))
+            rows: Any = list(batch)  # a copy: the sampler may use its list again
+            state = self.state(items, len(rows))
+            yield StepTask(epoch, step, rows if self._as_drawn else self._rows(rows), sampler_state=state)
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if not self._source.replays(draw):
@@ -351,7 +355,8 @@ class SamplerSteps:
                 "RandomSampler"
             )
         for task in self.tasks(epoch, step, draw, again=True):
-            return task._replace(sampler_state=None)
+            rows = self._rows(cast("Any", task.rows)) if self._as_drawn else task.rows
+            return task._replace(rows=rows, sampler_state=None)
         raise IndexError(f"step {step} is outside epoch {epoch}")
 
     def _rows(self, items: list[Any]) -> NDArray[Any]:

@@ -121,7 +121,7 @@ class StepActor:
 
     def _described(self, error: Exception) -> Unit:
         where = f"in DataLoader worker process {self._number} on {_here()['address']}"
-        return describe_error(error, where, as_torch=self._worker is not None and self._worker.options.as_torch)
+        return describe_error(error, where)
 
 
 def _here() -> dict[str, str]:

@@ -177,7 +177,7 @@ class WorkerLoop:
 
     def _send_error(self, message: dict[str, Any], error: Exception) -> None:
         where = f"in DataLoader worker process {self._worker.number}"
-        unit = describe_error(error, where, as_torch=self._worker.options.as_torch)
+        unit = describe_error(error, where)
         self._send(message, [unit], StepMemory(self._slabs))
 
     def _send(self, message: dict[str, Any], units: Sequence[Unit] = (), memory: StepMemory | None = None) -> None:

@@ -1,28 +1,32 @@
-"""The batches of an IterableDataset, built where torch's own loader iterates it: here, or in worker processes.
+"""The batches of torch's data sets, built where torch's own loader reads them: here, or in worker processes.
 
-    BatchStream (a data set for torch's loader) --in each worker--> Taken(batch, worker, state) --> this process
+    BatchStream, of an IterableDataset --in each worker--> Taken(batch, worker, state) --> this process
+    Items, of map-style data, by steps --in each worker--> Made(step, batch or error, state) --> this process
 
-Each worker iterates its own copy, and learns its share from `get_worker_info()`.
+Each worker has its own copy. That of an IterableDataset learns its share from `get_worker_info()`.
 """
 
 from __future__ import annotations
 
+import pickle
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.collate import takes_step
-from orchdata.engines.pickling import explain_pickling
+from orchdata.building.collate import step_info, takes_step
+from orchdata.building.map_items import MapContent
+from orchdata.engines.pickling import described, explain_pickling, what_does_not_pickle
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import Unit, packed, unpacked
-from orchdata.engines.work import describe_error, is_lost_by_torch, seed_process
+from orchdata.engines.processes.message import packed, unpacked
+from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 
@@ -57,16 +61,7 @@ class IterableContent:
 
     def collated_at(self, samples: list[Any], epoch: int, step: int) -> Any:
         """Return the batch of a step, from a collate_fn that has a parameter `step`."""
-        info = StepInfo(
-            epoch=epoch,
-            step=step,
-            microbatch=0,
-            num_microbatches=1,
-            dp_size=1,
-            num_step_samples=len(samples),
-            loss_tokens=0,
-            loss_scale=1 / len(samples),
-        )
+        info = step_info(epoch, step, len(samples), 1)
         return self.collated(samples, step=info)
 
     def open(self, watch: Any) -> NoReturn:
@@ -94,7 +89,7 @@ class Taken(NamedTuple):
     steps: int = 0
     is_last: bool = False
     state: bytes | None = None
-    error: Unit | None = None
+    error: Exception | None = None
 
     def progress(self, epoch: int) -> dict[str, Any]:
         """Return the state of the worker's data set after this batch."""
@@ -130,9 +125,7 @@ class Batches:
         except Exception as error:
             if get_worker_info() is None or not is_lost_by_torch(error):
                 raise
-            unit = describe_error(error, f"in DataLoader worker process {self._worker}", as_torch=True)
-            unit = replace(unit, buffers=[bytes(each) for each in unit.buffers])
-            return Taken(None, 0, self._worker, error=unit)
+            return Taken(None, 0, self._worker, error=sendable(error, f"in DataLoader worker process {self._worker}"))
 
     def _next(self) -> Taken:
         while self._skipped and not self.is_last:
@@ -275,18 +268,132 @@ def _own_epoch(state: Mapping[str, Any]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
+class Asked(NamedTuple):
+    """A step of map-style data, as torch's loader hands it to a worker.
+
+    Attributes:
+        items: indices of this rank's items.
+        info: for a collate_fn that has a parameter `step`.
+    """
+
+    step: int
+    items: list[Any]
+    info: StepInfo | None = None
+
+
+class Made(NamedTuple):
+    """A step of map-style data from torch's loader.
+
+    Attributes:
+        step: its number; -1 for an answer to no step.
+        batch: what collate_fn returned, or `Failed`.
+        state: the data set's own state, pickled; None if it has none, or is in this process.
+    """
+
+    step: int
+    batch: Any = None
+    worker: int = 0
+    state: bytes | None = None
+
+
+class Failed:
+    """An error in place of a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Sent:
+    """A batch, or an error, on its way from a worker. It is pickled here, and unpickled by a function of ours: torch's
+    queue loses what does not pickle, and waits for it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._pickled = bytes(ForkingPickler.dumps(value))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._pickled,)
+
+
+def _received(pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)  # noqa: S301 - of a worker of this process
+    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
+        return Failed(error)
+
+
+class Items(Dataset[Made]):
+    """A map-style data set by steps, which torch's loader reads in place of the user's.
+
+    Args:
+        states: for each worker, the state that its data set starts with; None for its own. Empty if nothing is
+            restored.
+        has_state: whether the data set's state comes with each step.
+    """
+
+    def __init__(self, content: MapContent, states: Sequence[Mapping[str, Any] | None], *, has_state: bool) -> None:
+        self.content = content
+        self._states = states
+        self._has_state = has_state
+
+    def __getitem__(self, asked: Asked | None) -> Made:
+        if asked is None:
+            return Made(-1)
+        info = get_worker_info()
+        if info is None:
+            self._restore(0)
+            return Made(asked.step, self.content.made(asked.items, asked.info))
+        try:
+            self._restore(info.id)
+            sent = self._sent(self.content.made(asked.items, asked.info))
+            state = packed(states_of(dataset=self.content.dataset)) if self._has_state else None
+            return Made(asked.step, sent, info.id, state)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is handed over
+            where = f"in DataLoader worker process {info.id}"
+            return Made(asked.step, _Sent(Failed(sendable(error, where))), info.id)
+
+    def _restore(self, worker: int) -> None:
+        states, self._states = self._states, ()
+        if states and states[worker]:
+            restore_states(states[worker], dataset=self.content.dataset)
+
+    def _sent(self, batch: Any) -> _Sent:
+        try:
+            return _Sent(batch)
+        except Exception as error:
+            name, member = what_does_not_pickle(batch, _is_sent)
+            raise RuntimeError(
+                f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set "
+                "or collate_fn return values that pickle, or load with num_workers=0"
+            ) from error
+
+
+def _is_sent(value: Any) -> bool:
+    try:
+        ForkingPickler.dumps(value)
+    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
+        return False
+    return True
+
+
 def torch_loader(
-    stream: BatchStream, workers: Workers | None, *, base_seed: int, in_order: bool, pin_memory: bool
-) -> DataLoader[Taken]:
-    """Return torch's loader over a stream; it starts workers at `iter()`."""
+    dataset: BatchStream | Items,
+    workers: Workers | None,
+    *,
+    base_seed: int,
+    in_order: bool,
+    pin_memory: bool,
+    sampler: Iterable[Asked | None] | None = None,
+) -> DataLoader[Any]:
+    """Return torch's loader over batches; it starts workers at `iter()`."""
     # torch's own base seed is not used: our loader draws it, or a state has stored it.
-    common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory}
+    common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory, "sampler": sampler}
     common["generator"] = torch.Generator()
     if workers is None:
-        return DataLoader(stream, **common)
+        return DataLoader(dataset, **common)
     options = workers.options
     return DataLoader(
-        stream,
+        dataset,
         num_workers=options.num_workers,
         prefetch_factor=options.max_jobs,
         timeout=workers.timeout,
@@ -298,12 +405,12 @@ def torch_loader(
     )
 
 
-def iterate(loader: DataLoader[Taken]) -> Iterator[Taken]:
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return `iter(loader)`. Raises TypeError that names a member which cannot be sent to a worker."""
     try:
         return iter(loader)
     except Exception as error:
-        if isinstance(loader.dataset, BatchStream):
+        if isinstance(loader.dataset, BatchStream | Items):
             explain_pickling(loader.dataset.content, error)
         raise
 
@@ -315,7 +422,7 @@ def _begin_worker(
     if memory is not None:
         lower_limit(resource.RLIMIT_DATA, taken_bytes() + memory)
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, BatchStream):
+    if info is not None and isinstance(info.dataset, BatchStream | Items):
         # The class does not let its attributes be set.
         object.__setattr__(info, "seed", seed_process(base_seed, worker))
         object.__setattr__(info, "dataset", info.dataset.content.dataset)
@@ -323,5 +430,5 @@ def _begin_worker(
         worker_init_fn(worker)
 
 
-def _same(batch: Taken) -> Taken:
+def _same(batch: Any) -> Any:
     return batch
