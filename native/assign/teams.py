@@ -259,7 +259,8 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
         for rank in mine:
             counts[rank] += 1
         budget = search_budget(whole.shape[0], num_ranks)
-        lower_makespan(costs[places], mine, loads, counts, goal, whole.shape[0], budget)
+        limits = np.full(num_ranks, whole.shape[0])
+        lower_makespan(costs[places], mine, loads, counts, goal, limits, budget)
         owner[whole[places]] = mine
     team_size, first_rank = np.empty(num_sequences, np.int32), np.empty(num_sequences, np.int32)
     team_size[order] = sizes[level]

@@ -62,6 +62,7 @@ def test_every_table_stands_on_one_page_and_every_stored_report_is_shown() -> No
         "steps_h200",
         "resume",
         "memory",
+        "teams",
     }
     assert {path.stem for path in results.FOLDER.glob("*.json")} == shown
 

@@ -28,7 +28,7 @@ native: assign bins scan
 native: move microbatches
 balancers: checks
 balancers: assignment costs
-balancers: packed padded pipeline placement microbatches bins
+balancers: packed padded pipeline placement microbatches bins teams
 balancers: phases
 balancers: moves
 balancers: grid
