@@ -164,6 +164,11 @@ def describe_error(error: BaseException, where: str) -> Unit:
     return describe_value(sendable(error, where))
 
 
+def is_lost_by_torch(error: Exception) -> bool:
+    """Whether torch's wrapper makes a TypeError of it: a class with a member `message`, as that of exception groups."""
+    return bool(getattr(type(error), "message", None))
+
+
 def error_of(unit: Unit) -> Any:
     """Return the error that `describe_error` was given."""
     try:
