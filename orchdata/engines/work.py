@@ -164,7 +164,7 @@ def describe_error(error: BaseException, where: str) -> Unit:
     return describe_value(sendable(error, where))
 
 
-def error_of(unit: Unit) -> Exception:
+def error_of(unit: Unit) -> Any:
     """Return the error that `describe_error` was given."""
     try:
         value = read_value(unit)

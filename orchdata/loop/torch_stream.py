@@ -20,12 +20,11 @@ from orchdata.building.map_items import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import unpacked
+from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.engines.torch_workers import (
     Asked,
     Batches,
     BatchStream,
-    Failed,
     Items,
     IterableContent,
     Made,
@@ -84,10 +83,10 @@ class MapSource:
             sampler=fed,
         )
 
-    def keep(self, fed: _Fed, loader: DataLoader[Made], *, is_over: bool) -> None:
+    def keep(self, loader: tuple[_Fed, DataLoader[Made]], *, is_over: bool) -> None:
         """Keep the workers, if they are persistent, and their data sets are not ahead of what was delivered."""
         if self._workers is not None and self._workers.persistent and (is_over or not self.is_stateful):
-            self._kept = fed, loader
+            self._kept = loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before the first step; () if it has none, or workers have copies."""
@@ -198,6 +197,8 @@ class MapStream:
         self._begun = context.agreement.begin(self._start.epoch, self._start.step, begun)
         self._feed: Feed | None = None
         self._batches: list[Iterator[Made]] = []  # one; a list, which the finalizer can clear
+        self._loader: tuple[_Fed, DataLoader[Made]] | None = None
+        self._ending: Ending | None = None
         # What was delivered.
         self._left: set[int] = set()
         self._delivered: StepTask | None = None
@@ -233,16 +234,16 @@ class MapStream:
         except StopIteration:
             self._end(feed)
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._fail(error, None if self._source.num_workers else next(iter(feed.under_way), None))
             raise
         if type(made.batch) is Failed:
-            error = made.batch.error
-            self._fail(error, made.step)
+            failed = made.batch
+            self._fail(failed.error, made.step)
             try:
-                raise error
+                raise failed.error
             finally:
-                del error, made  # or its traceback, which has this frame, would be a cycle
+                del failed, made  # or the error's traceback, which has this frame, would be a cycle
 
         task, num_samples, plan_hash = feed.under_way[made.step]
         if self._is_checked(made.step):  # a step whose plan other ranks do not have is tried again
@@ -281,14 +282,11 @@ class MapStream:
         return True
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
-        if self._feed is None:
-            return
-        if not has_failed:
-            self._source.keep(*self._loader, is_over=is_over)
+        if self._loader is not None and not has_failed:
+            self._source.keep(self._loader, is_over=is_over)
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
-        self._loader = ()
-        self._batches = []
+        self._loader, self._batches = None, []
 
     def _open(self) -> Feed:
         """Draw the steps, once all ranks have the random inputs of the epoch, and open torch's loader."""
@@ -322,23 +320,19 @@ class MapStream:
         self._feed, self._loop = feed, None
         return feed
 
-    def _fail(self, error: Exception, failed: int | None) -> None:
+    def _fail(self, error: Exception | SystemExit, failed: int | None) -> None:
         """A step failed, or an unknown one: the iteration is then over."""
         self._failed = failed
         if self._source.num_workers:
             error.with_traceback(None)  # torch's frame has the error as a variable: a cycle would keep the workers
-        if self._is_checked(self.next_step if failed is None else failed):
+        if isinstance(error, Exception) and self._is_checked(self.next_step if failed is None else failed):
             fail_check(error, self._context.rank.groups)
 
     def _end(self, feed: Feed) -> None:
         """All steps that were drawn are delivered. Raises what the sampler has raised."""
-        error = feed.error
-        if error is not None:
-            self._fail(error, None)
-            try:
-                raise error
-            finally:
-                del error
+        if feed.error is not None:
+            self._fail(feed.error, None)
+            raise feed.error
         if self._is_checked(feed.next_step) and feed.next_step == self._start.step:
             check_plans(self._start.epoch, feed.next_step, None, self._context.rank.groups)  # there is no step to plan
 
