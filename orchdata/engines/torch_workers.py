@@ -8,13 +8,11 @@ Each worker has its own copy. That of an IterableDataset learns its share from `
 
 from __future__ import annotations
 
-import pickle
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import step_info, takes_step
 from orchdata.building.map_items import MapContent
-from orchdata.engines.pickling import described, explain_pickling, what_does_not_pickle
+from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import packed, unpacked
+from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
@@ -296,32 +294,6 @@ class Made(NamedTuple):
     state: bytes | None = None
 
 
-class Failed:
-    """An error in place of a batch."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class _Sent:
-    """A batch, or an error, on its way from a worker. It is pickled here, and unpickled by a function of ours: torch's
-    queue loses what does not pickle, and waits for it.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._pickled = bytes(ForkingPickler.dumps(value))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self._pickled,)
-
-
-def _received(pickled: bytes) -> Any:
-    try:
-        return pickle.loads(pickled)  # noqa: S301 - of a worker of this process
-    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
-        return Failed(error)
-
-
 class Items(Dataset[Made]):
     """A map-style data set by steps, which torch's loader reads in place of the user's.
 
@@ -345,35 +317,17 @@ class Items(Dataset[Made]):
             return Made(asked.step, self.content.made(asked.items, asked.info))
         try:
             self._restore(info.id)
-            sent = self._sent(self.content.made(asked.items, asked.info))
+            sent = Sent(self.content.made(asked.items, asked.info))
             state = packed(states_of(dataset=self.content.dataset)) if self._has_state else None
             return Made(asked.step, sent, info.id, state)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is handed over
             where = f"in DataLoader worker process {info.id}"
-            return Made(asked.step, _Sent(Failed(sendable(error, where))), info.id)
+            return Made(asked.step, Sent(Failed(sendable(error, where))), info.id)
 
     def _restore(self, worker: int) -> None:
         states, self._states = self._states, ()
         if states and states[worker]:
             restore_states(states[worker], dataset=self.content.dataset)
-
-    def _sent(self, batch: Any) -> _Sent:
-        try:
-            return _Sent(batch)
-        except Exception as error:
-            name, member = what_does_not_pickle(batch, _is_sent)
-            raise RuntimeError(
-                f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set "
-                "or collate_fn return values that pickle, or load with num_workers=0"
-            ) from error
-
-
-def _is_sent(value: Any) -> bool:
-    try:
-        ForkingPickler.dumps(value)
-    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
-        return False
-    return True
 
 
 def torch_loader(

@@ -20,12 +20,11 @@ from orchdata.building.map_items import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.delivery.stats import TorchCounts
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import unpacked
+from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.engines.torch_workers import (
     Asked,
     Batches,
     BatchStream,
-    Failed,
     Items,
     IterableContent,
     Made,
