@@ -130,14 +130,13 @@ class Runtime:
             agreement=agreement,
             delivery=delivery,
             is_single_rank=self.is_single_rank,
-            num_workers=max(1, arguments.num_workers),
         )
         self._engines = Engines(
             choice,
             warming,
             pin_memory=pin_memory,
             persistent=arguments.persistent_workers,
-            keeps_after_break=choice.given is not None or self.is_single_rank,
+            keeps_after_break=choice.given is not None,
         )
         self._torch: IterableSource | MapSource | None = None
         content = self.prepared.spec.content
@@ -330,7 +329,6 @@ class Runtime:
             self.builder,
             self.context.delivery,
             base_seed=loop.base_seed,
-            states=loop.dataset_states,
         )
         stream = PlannedStream(self.context, loop, engine, self._engines.leave)
         if self._filler is not None and not self.context.delivery.receives:

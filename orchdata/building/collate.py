@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
+from orchdata.building.assembler import Assembled, Share, Task, kept
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
@@ -88,10 +88,6 @@ class SampleAssembler:
 
     def load_alone(self, row: int) -> None:
         self.load(row)
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        return None
 
     def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
         """Call `collate_fn` with the samples, by their index in the share, or with all of them `together`."""

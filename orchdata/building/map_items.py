@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,10 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembler, StatefulSource
+from orchdata.building.assembler import Assembler
 from orchdata.building.collate import STOP_ITERATION, SampleAssembler
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.watch import Watch
-from orchdata.order.stateful import is_stateful, restore_states, states_of
 
 # System errors that say nothing about the file: it may be readable later.
 _NOT_NOW = frozenset(
@@ -40,11 +39,6 @@ class MapContent:
     collate_fn: Callable[..., Any] | None
     batched: bool
     skip_errors: bool
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        """Returns and restores the data set's own state; None if it has none."""
-        return stateful_source(self.dataset)
 
     def made(self, items: list[Any], info: StepInfo | None) -> Any:
         """Return the batch of these items; `info` is for a collate_fn that has a parameter `step`."""
@@ -74,8 +68,7 @@ class MapContent:
         return self.collate_fn or (default_collate if self.batched else default_convert)
 
     def open(self, watch: Watch) -> Assembler:
-        return MapAssembler(
-            self.dataset,
+        return SampleAssembler(
             load=map_loader(self.dataset, skip_errors=self.skip_errors),
             watch=watch,
             refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
@@ -87,40 +80,6 @@ class MapContent:
 
     def name_of(self, row: Any) -> str:
         return f"item {row!r} of {type(self.dataset).__name__}"
-
-
-class MapAssembler(SampleAssembler):
-    """Assembles the items of a map-style data set, which may have its own state.
-
-    Args:
-        arguments: of SampleAssembler.
-    """
-
-    def __init__(self, dataset: Any, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._dataset = dataset
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        return stateful_source(self._dataset)
-
-
-class StatefulDataset:
-    """A map-style data set with its own state."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def state(self) -> dict[str, Any]:
-        return states_of(dataset=self._dataset)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        restore_states(state, dataset=self._dataset)
-
-
-def stateful_source(dataset: Any) -> StatefulSource | None:
-    """Return the `StatefulSource` of a map-style data set; None if it has no state."""
-    return StatefulDataset(dataset) if is_stateful(dataset) else None
 
 
 def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:

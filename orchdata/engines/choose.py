@@ -10,10 +10,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from orchdata.balancers.checks import checked_count
-from orchdata.building.map_items import stateful_source
 from orchdata.engines.choice import DEFAULT_PREFETCH, DEFAULT_THREADS, EngineChoice
 from orchdata.engines.engine import EngineRun, OpensEngine, WorkerOptions
 from orchdata.engines.processes.engine import Workers, start_server
+from orchdata.order.stateful import is_stateful
 
 
 def choose_engine(
@@ -58,6 +58,13 @@ def choose_engine(
                 "each sample, or on_error='skip', with which this library builds the steps"
             )
 
+    if not (by_torch or in_shards) and (num_ranks == 1 or engine is not None) and is_stateful(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} has a state of its own (state_dict), which is stored where torch's own "
+            "DataLoader reads the data: leave out cost=, on_error='skip' and engine=, or make the data set a function "
+            "of the index"
+        )
+
     # Workers.
     if num_workers:
         options = WorkerOptions(
@@ -66,7 +73,6 @@ def choose_engine(
             max_jobs=depth or DEFAULT_PREFETCH,
             worker_init_fn=worker_init_fn,
             dataset=dataset,
-            as_torch=not in_shards,
             memory=worker_memory,
         )
         in_turn = not in_shards and in_order
@@ -116,12 +122,6 @@ def _check_given(engine: Any, dataset: Any, multiprocessing_context: Any) -> Non
         raise ValueError(
             "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
             "engine out, or give the data as shards or as a map-style data set"
-        )
-    if stateful_source(dataset) is not None:
-        raise ValueError(
-            f"{type(dataset).__name__} has a state of its own (state_dict), and an engine may build a step again after "
-            "a worker is lost: it would draw from that state twice. Leave engine out, or make the data set a function "
-            "of the index"
         )
 
 

@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker as torch_worker
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
-from orchdata.engines.processes.message import Unit, describe_value, read_value, unpacked
+from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.storage.counted import ReadBytes
@@ -48,7 +48,6 @@ class WorkerSpec:
         number: of the worker.
         base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
         environ: variables that it sets: those of the training process, if it runs on the same machine.
-        state: the data set's state that it starts with, pickled.
     """
 
     spec: Opens
@@ -56,7 +55,6 @@ class WorkerSpec:
     options: WorkerOptions
     base_seed: int
     environ: Mapping[str, str]
-    state: bytes | None = None
 
     @property
     def num_loading_threads(self) -> int:
@@ -94,13 +92,11 @@ class Work:
         )
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
-        """Open the data set, with the state of the worker that this one replaces. Raises what that raises."""
+        """Open the data set. Raises what that raises."""
         worker = self._worker
         if worker.options.worker_init_fn is not None:
             worker.options.worker_init_fn(worker.number)
         builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
-        if worker.state is not None and builder.stateful is not None:
-            builder.stateful.restore(unpacked(worker.state))
         if worker.options.num_threads:
             return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
         return InlineEngine(builder)

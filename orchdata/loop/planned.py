@@ -6,7 +6,7 @@ tasks --ahead--> engine --under way--> delivery (waits, counts, masks, sends to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,6 @@ class LoopContext:
 
     Attributes:
         is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
-        num_workers: number of workers that build steps; 1 if this process builds them.
     """
 
     steps: Steps
@@ -55,7 +54,6 @@ class LoopContext:
     agreement: Agreement
     delivery: Delivery
     is_single_rank: bool
-    num_workers: int
 
 
 class PlannedStream:
@@ -120,9 +118,6 @@ class PlannedStream:
             task.step,
             self.undelivered,
             sampler=task.sampler_state,
-            state=built.dataset_state,
-            worker=built.worker,
-            num_workers=self._context.num_workers,
         )
         return batches
 
@@ -230,8 +225,7 @@ class Engines:
         warming: loads kernels in the background.
         pin_memory: whether batches are copied to page-locked memory.
         persistent: whether an engine is kept at the end of an epoch.
-        keeps_after_break: whether it is kept too when the caller leaves an iteration before its end. As with torch's
-            loader, its workers then finish the steps under way, and draw random numbers for them.
+        keeps_after_break: whether it is kept too when the caller leaves an iteration before its end.
     """
 
     def __init__(
@@ -252,7 +246,6 @@ class Engines:
         delivery: Delivery,
         *,
         base_seed: int,
-        states: Sequence[dict[str, Any] | None],
     ) -> Engine:
         """An engine for one iteration; arguments as of `EngineChoice.make`."""
         if self.idle is not None:
@@ -263,7 +256,7 @@ class Engines:
         else:
             self._warming.wait()
         engine = delivery.receiving_engine() or self._choice.make(
-            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows, states=states
+            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows
         )
         return PinningEngine(engine) if self._pin_memory else engine
 

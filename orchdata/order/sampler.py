@@ -309,13 +309,9 @@ class SamplerSteps:
     def draw(self) -> Draw | None:
         return self._source.draw()
 
-    def items(
-        self, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
-    ) -> tuple[Iterator[list[Any]], Iterator[Any]]:
-        """Return the items of each step from step `first` on, and the sampler's iterator that yields them.
-
-        For the arguments see `Steps.tasks`.
-        """
+    def tasks(
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> Iterator[StepTask]:
         if sampler_state is None:
             items, skipped = self._source.items(draw, again=again), first
         else:
@@ -326,23 +322,9 @@ class SamplerSteps:
             batches = iter(lambda: [*islice(items, size)], [])
             if drop_last:
                 batches = (batch for batch in batches if len(batch) == size)
-        return islice(batches, skipped, None) if skipped else iter(batches), items
-
-    def state(self, items: Iterator[Any], num_items: int) -> Any:
-        """Return the sampler's state after a step of `num_items` items was taken from its iterator `items`."""
-        state = self._source.state(items)
-        full = self._source.batch_size if self._batched else self._batches.size
-        if state is not None and full is not None and num_items < full:
-            state[ENDED] = True  # one more item was requested, and the sampler had none
-        return state
-
-    def tasks(
-        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
-    ) -> Iterator[StepTask]:
-        batches, items = self.items(first, draw, again=again, sampler_state=sampler_state)
-        for step, batch in enumerate(batches, first):
+        for step, batch in enumerate(islice(batches, skipped, None), first):
             rows: Any = list(batch)  # a copy: the sampler may use its list again
-            state = self.state(items, len(rows))
+            state = self._state(items, len(rows))
             yield StepTask(epoch, step, rows if self._as_drawn else self._rows(rows), sampler_state=state)
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
@@ -358,6 +340,14 @@ class SamplerSteps:
             rows = self._rows(cast("Any", task.rows)) if self._as_drawn else task.rows
             return task._replace(rows=rows, sampler_state=None)
         raise IndexError(f"step {step} is outside epoch {epoch}")
+
+    def _state(self, items: Iterator[Any], num_items: int) -> Any:
+        """Return the sampler's state after a step of `num_items` items was taken from its iterator `items`."""
+        state = self._source.state(items)
+        full = self._source.batch_size if self._batched else self._batches.size
+        if state is not None and full is not None and num_items < full:
+            state[ENDED] = True  # one more item was requested, and the sampler had none
+        return state
 
     def _rows(self, items: list[Any]) -> NDArray[Any]:
         if self._integers or self._usable is not None:

@@ -25,7 +25,7 @@ from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.channel import Channel
 from orchdata.engines.processes.life import end_with
-from orchdata.engines.processes.message import Unit, describe_step, packed, unpack_rows
+from orchdata.engines.processes.message import Unit, describe_step, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, describe_error
@@ -115,8 +115,6 @@ class WorkerLoop:
         self._send({"kind": "ready"})
         while (received := self._channel.receive()) is not None:
             message, _ = received
-            if message["kind"] == "stop":
-                return
             self._watch.known_bad_rows.update(message["known_bad_rows"])
             self._slabs.take_back(message["returned"])
             if message["kind"] == "alone":
@@ -149,8 +147,6 @@ class WorkerLoop:
             built = future.result()
             units = describe_step(built)
             message: dict[str, Any] = {"kind": "built", "job": job, "finished": finished}
-            if built.dataset_state is not None:
-                message["state"] = packed(built.dataset_state())
             self._send(message, units, memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             if isinstance(error, MemoryError):
