@@ -51,11 +51,6 @@ from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
 from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import Rank
 
-_IN_ORDER = (
-    "in_order=False has no effect: batches stay in order, because steps are planned over ranks, or are of shards, and "
-    "a state of them is a position"
-)
-
 
 class Runtime:
     """The running parts of a loader.
@@ -67,8 +62,8 @@ class Runtime:
     Attributes:
         prepared: the data set.
         batch_size: samples of this rank in a step; None if another size was given.
-        is_single_rank: a torch data set on one rank: states may store things of this rank alone, and an iteration
-            continues after a step that failed.
+        is_single_rank: a torch data set on one rank: states may store things of this rank alone.
+        is_as_torch: it is read by torch's loader: an iteration continues after a step that failed.
     """
 
     def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
@@ -83,7 +78,9 @@ class Runtime:
         self.rank = rank
         self.agreement = agreement
         self.is_single_rank = not arguments.in_shards and rank.size == 1
-        in_order = arguments.in_order or not (self.is_single_rank and arguments.by_torch)
+        by_torch = arguments.by_torch(rank)
+        self.is_as_torch = self.is_single_rank and by_torch
+        in_order = arguments.in_order or not self.is_as_torch
         choice = engine_choice(arguments, rank, in_order=in_order)
         self.batch_size, options = options_of(arguments, rank, listed, agreement.reaches_all)
         options = replace(options, cache=cache)
@@ -124,37 +121,20 @@ class Runtime:
             inputs=inputs,
             unnamed=tuple(dict.fromkeys(unnamed)),
         )
-        self.context = LoopContext(
-            steps=self.prepared.steps,
-            rank=rank,
-            agreement=agreement,
-            delivery=delivery,
-            is_single_rank=self.is_single_rank,
-        )
-        self._engines = Engines(
-            choice,
-            warming,
-            pin_memory=pin_memory,
-            persistent=arguments.persistent_workers,
-            keeps_after_break=choice.given is not None,
-        )
+        self.context = LoopContext(steps=self.prepared.steps, rank=rank, agreement=agreement, delivery=delivery)
+        self._engines = Engines(choice, warming, pin_memory=pin_memory, persistent=arguments.persistent_workers)
         self._torch: IterableSource | MapSource | None = None
         content = self.prepared.spec.content
         if isinstance(content, IterableContent):
-            self._torch = IterableSource(content, choice.workers, in_order=arguments.in_order, pin_memory=pin_memory)
-        elif isinstance(content, MapContent) and arguments.by_torch:
-            self._torch = MapSource(
-                content,
-                choice.workers,
-                in_order=in_order or not arguments.num_workers,
-                pin_memory=pin_memory,
-                is_single_rank=self.is_single_rank,
-            )
+            self._torch = IterableSource(content, choice.workers, in_order=in_order, pin_memory=pin_memory)
+        elif isinstance(content, MapContent) and by_torch:
+            self._torch = MapSource(content, choice.workers, rank, in_order=in_order, pin_memory=pin_memory)
         self._in_shards = arguments.in_shards
         self._raises = options.policy.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
         if not arguments.in_order and in_order and arguments.num_workers:
-            warn_once("in_order=False of planned steps", _IN_ORDER)
+            why = "steps are planned over ranks, or are of shards, and a state of them is a position"
+            warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         budget.start(self.prepared.failures, lost=self.prepared.num_lost)
 
     @property
@@ -211,7 +191,7 @@ class Runtime:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell an IterableDataset, if it has epochs."""
-        if self._torch is not None:
+        if isinstance(self._torch, IterableSource):
             self._torch.set_epoch(epoch)
 
     def count(self, position: Position) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ class MapContent:
     def made(self, items: list[Any], info: StepInfo | None) -> Any:
         """Return the batch of these items; `info` is for a collate_fn that has a parameter `step`."""
         dataset, item = self.dataset, None
-        many = map_many(dataset) if self.batched else None
+        many = self._many
         samples: Any = []
         try:
             if many is not None:
@@ -71,28 +70,20 @@ class MapContent:
         return SampleAssembler(
             load=map_loader(self.dataset, skip_errors=self.skip_errors),
             watch=watch,
-            refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
-            load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
+            refuse=lambda row, why: DataError(type(self.dataset).__name__, str(row), "", f"its worker {why}"),
+            load_many=None if self.skip_errors else self._many,
             collate_fn=self.collate,
             batched=self.batched,
             num_map_rows=self.num_rows,
         )
 
+    @property
+    def _many(self) -> Callable[[list[int]], Any] | None:
+        """The data set's `__getitems__`, which torch calls for all samples of a batch. Its result is for collate_fn."""
+        return getattr(self.dataset, "__getitems__", None) if self.batched else None
+
     def name_of(self, row: Any) -> str:
         return f"item {row!r} of {type(self.dataset).__name__}"
-
-
-def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
-    """Return (row of a map-style data set, reason) -> the failure of that item, or torch's error for a lost worker."""
-    name = type(dataset).__name__
-    if skip_errors:
-        return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
-
-    def lost_worker(row: int, reason: str) -> RuntimeError:
-        who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
-        return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
-
-    return lost_worker
 
 
 def map_loader(dataset: Any, *, skip_errors: bool) -> Callable[[int], Any]:
@@ -113,11 +104,3 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Callable[[int], Any]:
             raise DataError(type(dataset).__name__, str(row), "", reason) from error
 
     return load
-
-
-def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return rows -> `dataset.__getitems__(rows)`, which torch calls for all samples of a batch if the data set has it;
-    else None. The result, usually a list, is passed to `collate_fn`.
-    """
-    get = getattr(dataset, "__getitems__", None)
-    return get if callable(get) else None

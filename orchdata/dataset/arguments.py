@@ -95,17 +95,12 @@ class Arguments:
         """Whether samples are in shards, with an index."""
         return is_sharded(self.dataset)
 
-    @property
-    def by_torch(self) -> bool:
-        """Whether torch's own loader reads the data set: nothing is balanced, skipped, or built on other machines."""
+    def by_torch(self, rank: Rank) -> bool:
+        """Whether torch's own loader reads the data set: no step is planned, and none built on other machines."""
         if isinstance(self.dataset, IterableDataset):
             return True
-        return (
-            not self.in_shards
-            and self.cost is None
-            and self.engine is None
-            and as_policy(self.on_error).action != "skip"
-        )
+        is_ours = self.in_shards or self.cost is not None or self.engine is not None or bool(rank.check_plan_every)
+        return not is_ours and as_policy(self.on_error).action != "skip"
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -147,8 +142,6 @@ def check_combination(arguments: Arguments) -> None:
                 raise ValueError(
                     f"DataLoader with IterableDataset: expected unspecified {name} option, but got {name}={given}"
                 )
-        if arguments.num_threads:
-            raise ValueError("num_threads load several samples together, and an IterableDataset yields one at a time")
     if sampler is not None and shuffle:
         raise ValueError("sampler option is mutually exclusive with shuffle")
     if batch_sampler is not None:
@@ -227,7 +220,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
     return choose_engine(
         arguments.dataset,
         in_shards=arguments.in_shards,
-        by_torch=arguments.by_torch,
+        by_torch=arguments.by_torch(rank),
         num_workers=arguments.num_workers,
         num_threads=arguments.num_threads,
         prefetch_factor=arguments.prefetch_factor,
@@ -277,7 +270,7 @@ def options_of(
         index=checked_index(arguments.index),
         batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
         cost=arguments.cost,
-        by_torch=arguments.by_torch,
+        by_torch=arguments.by_torch(rank),
         accumulate=int(arguments.accumulate),
         timeout=float(arguments.timeout),
     )

@@ -110,7 +110,7 @@ def prepare_map_style(
             batches=batches,
             usable=usable,
             integers=values is not None or not is_single,
-            as_drawn=is_single and options.by_torch and not options.rank.check_plan_every,
+            as_drawn=is_single and options.by_torch,
         )
         order = SamplerOrder.of(chosen if is_single else source.sampler, chosen if is_single else source)
     content = MapContent(
@@ -136,7 +136,6 @@ def prepare_map_style(
         failures=failures,
         num_indexed=num_indexed,
         torch_steps=steps,
-        is_torchs=options.by_torch,
         sampler=sampler,
         batch_sampler=batch_sampler,
     )

@@ -139,7 +139,6 @@ class PreparedDataset:
         none_chosen: the `filter`, `split` and others that choose no sample; empty if they choose any.
         on_first_step: called when the first step was delivered; None: nothing is to be done.
         torch_steps: the steps of an epoch, if they are not those of the plan.
-        is_torchs: whether torch's own loader reads the data set.
         sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
     """
 
@@ -152,7 +151,6 @@ class PreparedDataset:
     num_lost: int = 0
     none_chosen: str = ""
     on_first_step: Callable[[], None] | None = None
-    is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None
     collate_fn: Any = None

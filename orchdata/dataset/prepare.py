@@ -91,7 +91,6 @@ def prepare_iterable(dataset: Any, options: LoaderOptions) -> PreparedDataset:
         failures=[],
         num_indexed=0,
         torch_steps=StreamSteps(length=partial(len, dataset), batches=batches),
-        is_torchs=True,
     )
 
 

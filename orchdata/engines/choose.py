@@ -44,18 +44,17 @@ def choose_engine(
         num_ranks: ranks of the loader.
     """
     num_workers = checked_count(num_workers, "num_workers", 0)
-    iterated = isinstance(dataset, IterableDataset)
     threads = None if num_threads is None else checked_count(num_threads, "num_threads", 0)
     depth = None if prefetch_factor is None else checked_count(prefetch_factor, "prefetch_factor")
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
 
     for name, given in (("num_threads", threads), ("worker_memory", worker_memory)):
-        if by_torch and not iterated and given:
+        if by_torch and given:
             raise ValueError(
-                f"{name} is for steps that this library builds, and torch's own DataLoader reads map-style data "
-                "without costs: leave it out (num_workers=4 reads in four processes), or pass cost=, an integer for "
-                "each sample, or on_error='skip', with which this library builds the steps"
+                f"{name} is for steps that this library builds, and torch's own DataLoader reads an IterableDataset, "
+                "and map-style data without costs: leave it out (num_workers=4 reads in four processes). With cost= or "
+                "on_error='skip' this library builds the steps of map-style data"
             )
 
     if not (by_torch or in_shards) and (num_ranks == 1 or engine is not None) and is_stateful(dataset):
@@ -69,7 +68,7 @@ def choose_engine(
     if num_workers:
         options = WorkerOptions(
             num_workers=num_workers,
-            num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
+            num_threads=threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
             max_jobs=depth or DEFAULT_PREFETCH,
             worker_init_fn=worker_init_fn,
             dataset=dataset,
@@ -98,11 +97,15 @@ def choose_engine(
         )
 
     # This process: inline, or threads.
-    for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
-        if given is not None:
-            raise ValueError(f"{name} is for worker processes: leave it out, or pass num_workers")
+    if worker_memory is not None:
+        raise ValueError("worker_memory is for worker processes: leave it out, or pass num_workers")
     if threads == 0 or (not in_shards and not threads):
-        _check_inline(prefetch_factor, persistent_workers, timeout)
+        ahead = {"prefetch_factor": prefetch_factor is not None, "persistent_workers": persistent_workers}
+        for name in (name for name, given in ({"timeout": timeout} | ahead).items() if given):
+            raise ValueError(
+                f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it "
+                "out, or pass num_workers"
+            )
         return EngineChoice(num_threads=0, depth=0)
     if worker_init_fn is not None:
         raise ValueError(
@@ -126,35 +129,11 @@ def _check_given(engine: Any, dataset: Any, multiprocessing_context: Any) -> Non
 
 
 def _context(given: Any, *, in_shards: bool) -> BaseContext:
-    """Return the context that starts worker processes. For map-style data sets it is multiprocessing's default, as with
-    torch's loader: many of them do not pickle.
-    """
+    """Return the context that starts workers. For other data than shards, which may not pickle, it is torch's."""
     if isinstance(given, BaseContext):
         return given
-    known = multiprocessing.get_all_start_methods()
     if given is None:
-        given = "forkserver" if in_shards and "forkserver" in known else multiprocessing.get_start_method()
-    if not isinstance(given, str):
-        raise TypeError(
-            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
-            f"but got multiprocessing_context={given!r}"
-        )
-    if given not in known:
-        raise ValueError(
-            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
-            f"multiprocessing_context={given!r}"
-        )
-    return multiprocessing.get_context(given)
-
-
-def _check_inline(prefetch_factor: int | None, persistent_workers: bool, timeout: float) -> None:
-    given = {
-        "timeout": timeout > 0,
-        "prefetch_factor": prefetch_factor is not None,
-        "persistent_workers": persistent_workers,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ValueError(
-            f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it out, "
-            "or pass num_workers"
-        )
+        has_server = in_shards and "forkserver" in multiprocessing.get_all_start_methods()
+        given = "forkserver" if has_server else multiprocessing.get_start_method()
+    context: BaseContext = multiprocessing.get_context(given)
+    return context

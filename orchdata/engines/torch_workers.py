@@ -8,7 +8,6 @@ Each worker has its own copy. That of an IterableDataset learns its share from `
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import seed_process, sendable
-from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 
 
@@ -342,7 +340,7 @@ def torch_loader(
         prefetch_factor=options.max_jobs,
         timeout=workers.timeout,
         multiprocessing_context=workers.context,
-        worker_init_fn=partial(_begin_worker, base_seed, options.memory, options.worker_init_fn),
+        worker_init_fn=partial(_begin_worker, base_seed, options.worker_init_fn),
         persistent_workers=workers.persistent,
         in_order=in_order,
         **common,
@@ -359,12 +357,8 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
         raise
 
 
-def _begin_worker(
-    base_seed: int, memory: int | None, worker_init_fn: Callable[[int], None] | None, worker: int
-) -> None:
-    """In a worker: set its seeds, its memory limit, and the data set that `get_worker_info()` returns."""
-    if memory is not None:
-        lower_limit(resource.RLIMIT_DATA, taken_bytes() + memory)
+def _begin_worker(base_seed: int, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """In a worker: set its seeds, and the data set that `get_worker_info()` returns."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, BatchStream | Items):
         # The class does not let its attributes be set.

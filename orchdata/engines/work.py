@@ -155,13 +155,8 @@ def _remade(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, 
     return error
 
 
-def describe_error(error: BaseException, where: str) -> Unit:
-    """Return the error as a unit: see `sendable`."""
-    return describe_value(sendable(error, where))
-
-
 def error_of(unit: Unit) -> Any:
-    """Return the error that `describe_error` was given."""
+    """Return an error that was `sendable`."""
     try:
         value = read_value(unit)
     except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything

@@ -43,17 +43,12 @@ class Interrupted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """Shared by all iterations of a loader.
-
-    Attributes:
-        is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
-    """
+    """Shared by all iterations of a loader."""
 
     steps: Steps
     rank: Rank
     agreement: Agreement
     delivery: Delivery
-    is_single_rank: bool
 
 
 class PlannedStream:
@@ -77,7 +72,6 @@ class PlannedStream:
         self._tasks: Iterator[StepTask] | None = None
         self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
         self._under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
-        self._is_delivering = False
         self._interrupted: Interrupted | None = loop.start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
@@ -88,7 +82,8 @@ class PlannedStream:
 
     def __next__(self) -> list[Any]:
         if self._tasks is None:
-            self._tasks = self._draw()
+            left, self._interrupted = self._interrupted, None
+            self.position, self._tasks = draw_tasks(self._context, self._loop, self._begun, left)
 
         # As many steps are under way as the engine wants, and the first of them is awaited.
         self._submit(max(1, self._engine.depth))
@@ -114,21 +109,15 @@ class PlannedStream:
             check_plans(self.position.epoch, step, built.plan.hash, self._context.rank.groups)
         self._under_way.popleft()
         self.next_step += 1
-        self.position = self.position.after(
-            task.step,
-            self.undelivered,
-            sampler=task.sampler_state,
-        )
+        self.position = self.position.after(task.step, self.undelivered, sampler=task.sampler_state)
         return batches
 
     def _deliver(self) -> list[Any]:
-        self._is_delivering = True
         task, future = self._under_way[0]
         try:
             batches = self._context.delivery.deliver(self._engine, future, task)
         finally:
             del future  # as in `Delivery.deliver`
-        self._is_delivering = False
         self._submit(self._engine.depth + 1)  # this one is still among them
         return batches
 
@@ -138,18 +127,10 @@ class PlannedStream:
         return Interrupted(self._begun, tasks)
 
     def skip_failed(self, error: BaseException) -> bool:
-        was_delivering, self._is_delivering = self._is_delivering, False
         context = self._context
-        if isinstance(error, KeyboardInterrupt):
-            # The step is still under way, and awaited again. Other ranks may wait for this one in a collective.
-            return self._tasks is not None and not (context.delivery.is_collective or context.rank.check_plan_every)
-        is_built = was_delivering and self._under_way[0][1].done()
-        # A warning that is an error here says nothing about the step.
-        if not context.is_single_rank or not is_built or isinstance(error, Warning):
-            return False
-        self._under_way.popleft()
-        self.next_step += 1
-        return True
+        is_collective = context.delivery.is_collective or context.rank.check_plan_every
+        # The step is still under way, and awaited again. Other ranks may wait for this one in a collective.
+        return isinstance(error, KeyboardInterrupt) and self._tasks is not None and not is_collective
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         try:
@@ -163,11 +144,6 @@ class PlannedStream:
                 self._leave(self._engine, is_over=is_over, has_failed=has_failed)
             if self._ending is not None:
                 self._ending.cancel() if waits else self._ending.soon()
-
-    def _draw(self) -> Iterator[StepTask]:
-        left, self._interrupted = self._interrupted, None
-        self.position, tasks = draw_tasks(self._context, self._loop, self._begun, left)
-        return tasks
 
     def _is_checked(self, step: int) -> bool:
         every = self._context.rank.check_plan_every
@@ -224,18 +200,14 @@ class Engines:
     Args:
         warming: loads kernels in the background.
         pin_memory: whether batches are copied to page-locked memory.
-        persistent: whether an engine is kept at the end of an epoch.
-        keeps_after_break: whether it is kept too when the caller leaves an iteration before its end.
+        persistent: whether an engine is kept at the end of an epoch, and the user's own after `break` too.
     """
 
-    def __init__(
-        self, choice: EngineChoice, warming: Warming, *, pin_memory: bool, persistent: bool, keeps_after_break: bool
-    ) -> None:
+    def __init__(self, choice: EngineChoice, warming: Warming, *, pin_memory: bool, persistent: bool) -> None:
         self._choice = choice
         self._warming = warming
         self._pin_memory = pin_memory
         self._persistent = persistent
-        self._keeps_after_break = keeps_after_break
         self._known_bad_rows: dict[int, str] = {}
         self.idle: Engine | None = None
 
@@ -262,7 +234,7 @@ class Engines:
 
     def leave(self, engine: Engine, *, is_over: bool, has_failed: bool) -> None:
         """Keep an engine for the next iteration, or close it."""
-        keeps = self._persistent and not has_failed and (is_over or self._keeps_after_break)
+        keeps = self._persistent and not has_failed and (is_over or self._choice.given is not None)
         if keeps and self.idle is None:
             self.idle = engine
         else:

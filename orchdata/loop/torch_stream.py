@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,7 @@ from orchdata.notices import warn_once, warn_user
 from orchdata.order.stateful import StateGetter, has_own_state, is_stateful, states_of
 from orchdata.order.steps import OrderedSteps, StepTask, StreamSteps
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.ranks.agreement import check_plans, fail_check
+from orchdata.ranks.parallel import Rank
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 
@@ -51,97 +51,66 @@ class MapSource:
 
     Args:
         workers: that read it; None for this process.
+        rank: on one alone, the data set's own state is stored, if it has one.
         in_order: whether steps come in order; else as they are ready.
-        is_single_rank: whether the data set's own state is stored, if it has one.
     """
 
     def __init__(
-        self, content: MapContent, workers: Workers | None, *, in_order: bool, pin_memory: bool, is_single_rank: bool
+        self, content: MapContent, workers: Workers | None, rank: Rank, *, in_order: bool, pin_memory: bool
     ) -> None:
         self.content = content
         self.num_workers = 0 if workers is None else workers.options.num_workers
-        self.in_order = in_order
-        self.is_stateful = is_single_rank and is_stateful(content.dataset)
+        self.in_order = in_order or workers is None
+        self.is_stateful = rank.size == 1 and is_stateful(content.dataset)
         self._workers = workers
         self._pin_memory = pin_memory
-        self._kept: tuple[_Fed, DataLoader[Made]] | None = None
+        self._kept: tuple[Feed, DataLoader[Made]] | None = None
 
-    def open(self, loop: EpochLoop, feed: Feed, *, in_order: bool) -> tuple[_Fed, DataLoader[Made]]:
+    def open(self, loop: EpochLoop, *, in_order: bool) -> tuple[Feed, DataLoader[Made]]:
         """Return torch's loader for the next iteration, and its sampler."""
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            kept[0].feed = feed
+        kept, self._kept = self._kept, None
+        if kept is not None:
             return kept
         items = Items(self.content, loop.dataset_states if self.is_stateful else (), has_state=self.is_stateful)
-        fed = _Fed(feed)
-        return fed, torch_loader(
-            items,
-            self._workers,
-            base_seed=loop.base_seed,
-            in_order=in_order,
-            pin_memory=self._pin_memory,
-            sampler=fed,
-        )
+        feed = Feed()
+        common: dict[str, Any] = {"base_seed": loop.base_seed, "pin_memory": self._pin_memory, "in_order": in_order}
+        return feed, torch_loader(items, self._workers, sampler=feed, **common)
 
-    def keep(self, loader: tuple[_Fed, DataLoader[Made]], *, is_over: bool) -> None:
+    def keep(self, feed: Feed, loader: DataLoader[Made], *, is_over: bool) -> None:
         """Keep the workers, if they are persistent, and their data sets are not ahead of what was delivered."""
         if self._workers is not None and self._workers.persistent and (is_over or not self.is_stateful):
-            self._kept = loader
+            self._kept = feed, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
-        """Return the data set's own state before the first step; () if it has none, or workers have copies."""
-        return (self.state,) if self.is_stateful and not self.num_workers else ()
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the data set in this process."""
-        return states_of(dataset=self.content.dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: samples are those of a sampler."""
+        """Return the data set's own state, now; () if it has none, or workers have copies."""
+        dataset = self.content.dataset
+        return (lambda: states_of(dataset=dataset),) if self.is_stateful and not self.num_workers else ()
 
     def close(self) -> None:
         """Stop workers that are kept."""
         self._kept = None
 
 
-class _Fed:
-    """The sampler of torch's loader, which may be kept: it asks for the steps of the present iteration."""
-
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
-
-    def __iter__(self) -> Iterator[Asked | None]:
-        return self.feed.asked()
-
-
 class Feed:
-    """What torch's loader asks its workers for: this rank's part of each step.
-
-    Args:
-        tasks: the steps.
-        compares: whether ranks compare plans. If not, and there is one rank, the rows of a task are a list.
-        next_step: number of the first step.
-        num_before: workers that are asked for nothing at first, because it is the turn of the one after them.
+    """The sampler of torch's loader, which may be kept: it asks for this rank's part of the steps of an iteration.
 
     Attributes:
-        under_way: number of a step that was asked for, and not delivered -> its task, this rank's number of samples,
-            and the hash of its plan.
+        under_way: number of a step that was asked for, and not delivered -> its task, and this rank's samples.
         again: tasks to ask for before all others.
         next_step: number of the step after the last that was asked for.
         error: what drawing a step has raised; it comes after the steps before it.
     """
 
-    def __init__(
-        self, tasks: Iterator[StepTask], spec: BuildSpec, *, compares: bool, next_step: int, num_before: int
-    ) -> None:
-        self.under_way: dict[int, tuple[StepTask, int, str]] = {}
+    def begin(self, tasks: Iterator[StepTask], spec: BuildSpec, *, next_step: int, num_before: int) -> None:
+        """Begin an iteration. On one rank, the rows of its tasks are lists. `num_before` workers are asked for nothing
+        at first, because it is the turn of the one after them.
+        """
+        self.under_way: dict[int, tuple[StepTask, int]] = {}
         self.again: deque[StepTask] = deque()
         self.next_step = next_step
         self.error: Exception | None = None
-        self._tasks = tasks
+        self._tasks: Iterator[StepTask] | None = tasks
         self._spec = spec
-        self._is_planned = spec.plan.num_ranks > 1 or compares
-        self._compares = compares
         self._num_before = num_before
         collate_fn = spec.content.collate_fn if isinstance(spec.content, MapContent) else None
         self._takes_step = collate_fn is not None and takes_step(collate_fn)
@@ -149,30 +118,28 @@ class Feed:
     @property
     def undelivered(self) -> Iterator[StepTask] | None:
         """All tasks that are not delivered; None if drawing one raised an error."""
-        if self.error is not None:
+        if self._tasks is None:
             return None
-        return chain([task for task, *_ in self.under_way.values()], self.again, self._tasks)
+        return chain([task for task, _ in self.under_way.values()], self.again, self._tasks)
 
-    def asked(self) -> Iterator[Asked | None]:
-        """Yield this rank's items of each step, and before them None for each worker whose turn it is not."""
+    def __iter__(self) -> Iterator[Asked | None]:
         yield from (None,) * self._num_before
-        dp_size = self._spec.plan.num_ranks
+        plan, rank, tasks = self._spec.plan, self._spec.rank, self._tasks
         try:
-            while (task := self.again.popleft() if self.again else next(self._tasks, None)) is not None:
-                items, plan_hash = cast("Any", task.rows), ""
-                own = num_samples = 0 if self._is_planned else len(items)
-                if self._is_planned:
-                    plan = make_plan(self._spec.plan, task)
-                    items, num_samples = plan.row[plan.places(self._spec.rank)].tolist(), len(plan.row)
-                    own = len(items)
-                    items = items or plan.row[:1].tolist()  # as torch's DistributedSampler pads
-                    plan_hash = plan.hash if self._compares else ""
-                self.under_way[task.step] = task, own, plan_hash
+            while tasks and (task := self.again.popleft() if self.again else next(tasks, None)) is not None:
+                items: Any = task.rows
+                own = num_samples = 0 if items is None else len(items)
+                if plan.num_ranks > 1:
+                    planned = make_plan(plan, task)
+                    items = planned.row[planned.places(rank)].tolist()
+                    own, num_samples = len(items), len(planned.row)
+                    items = items or planned.row[:1].tolist()  # as torch's DistributedSampler pads
+                self.under_way[task.step] = task, own
                 self.next_step = max(self.next_step, task.step + 1)
-                info = step_info(task.epoch, task.step, num_samples, dp_size) if self._takes_step else None
+                info = step_info(task.epoch, task.step, num_samples, plan.num_ranks) if self._takes_step else None
                 yield Asked(task.step, items, info)
         except Exception as error:  # noqa: BLE001 - it is raised where the step would come
-            self.error = error
+            self.error, self._tasks = error, None
 
 
 class MapStream:
@@ -197,7 +164,7 @@ class MapStream:
         self._begun = context.agreement.begin(self._start.epoch, self._start.step, begun)
         self._feed: Feed | None = None
         self._batches: list[Iterator[Made]] = []  # one; a list, which the finalizer can clear
-        self._loader: tuple[_Fed, DataLoader[Made]] | None = None
+        self._loader: DataLoader[Made] | None = None
         self._ending: Ending | None = None
         # What was delivered.
         self._left: set[int] = set()
@@ -205,7 +172,7 @@ class MapStream:
         self._step = self._start.step
         self._worker = 0
         self._states: list[StateGetter | None] = []
-        self._failed: int | None = None
+        self._failed: int | None = None  # the step that failed; None if a worker was lost: the iteration is over
 
     @property
     def position(self) -> Position:
@@ -232,28 +199,31 @@ class MapStream:
             while made.step < 0:
                 made = next(self._batches[0])
         except StopIteration:
-            self._end(feed)
-            raise
+            if (failure := feed.error) is None:
+                raise
+            feed.error = None
+            try:
+                raise failure from None
+            finally:
+                del failure  # as below
         except (Exception, SystemExit) as error:
-            self._fail(error, None if self._source.num_workers else next(iter(feed.under_way), None))
+            if self._source.num_workers:
+                error.with_traceback(None)  # torch's frame has the error as a variable: a cycle would keep the workers
+            else:
+                self._failed = next(iter(feed.under_way), None)
             raise
         if type(made.batch) is Failed:
-            failed = made.batch
-            self._fail(failed.error, made.step)
+            failed, self._failed = made.batch, made.step
             try:
                 raise failed.error
             finally:
                 del failed, made  # or the error's traceback, which has this frame, would be a cycle
 
-        task, num_samples, plan_hash = feed.under_way[made.step]
-        if self._is_checked(made.step):  # a step whose plan other ranks do not have is tried again
-            check_plans(task.epoch, task.step, plan_hash, self._context.rank.groups)
-        del feed.under_way[made.step]
+        self._delivered, num_samples = feed.under_way.pop(made.step)
         counts = self._counts
         counts.steps += 1
         counts.samples += num_samples
         counts.waiting_seconds += perf_counter() - started
-        self._delivered = task
         self._step = max(self._step, made.step + 1)
         if self._left:
             self._left.discard(made.step)
@@ -271,10 +241,10 @@ class MapStream:
             return False
         if isinstance(error, KeyboardInterrupt):
             if not self._source.num_workers:  # this process was making it: as with torch, one rank alone loses it
-                feed.again.extend(() if context.is_single_rank else (task for task, *_ in feed.under_way.values()))
+                feed.again.extend(() if context.rank.size == 1 else (task for task, _ in feed.under_way.values()))
                 feed.under_way.clear()
-            return not context.rank.check_plan_every
-        if failed is None or not context.is_single_rank:
+            return True
+        if failed is None or context.rank.size > 1:
             return False
         del feed.under_way[failed]
         if failed < self._step:  # others have overtaken it
@@ -282,8 +252,8 @@ class MapStream:
         return True
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
-        if self._loader is not None and not has_failed:
-            self._source.keep(self._loader, is_over=is_over)
+        if self._feed is not None and self._loader is not None and not has_failed:
+            self._source.keep(self._feed, self._loader, is_over=is_over)
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
         self._loader, self._batches = None, []
@@ -294,8 +264,7 @@ class MapStream:
         loop, left, self._interrupted = self._loop, self._interrupted, None
         assert loop is not None
         self._start, tasks = draw_tasks(context, loop, self._begun, left)
-        compares = bool(context.rank.check_plan_every)
-        if isinstance(context.steps, OrderedSteps) and plan.num_ranks == 1 and not compares:
+        if isinstance(context.steps, OrderedSteps) and plan.num_ranks == 1:
             tasks = _ordered(plan, context.steps, tasks)
         in_order = source.in_order
         if not in_order:
@@ -312,33 +281,13 @@ class MapStream:
         # The state of a worker goes on with its own steps.
         num_before = self._step % source.num_workers if source.is_stateful and source.num_workers else 0
         self._states = list(self._start.workers) or [None] * (source.num_workers if source.is_stateful else 0)
-        feed = Feed(tasks, self._spec, compares=compares, next_step=self._step, num_before=num_before)
-        self._loader = source.open(loop, feed, in_order=in_order)
-        self._batches = [iterate(self._loader[1])]
+        feed, self._loader = source.open(loop, in_order=in_order)
+        feed.begin(tasks, self._spec, next_step=self._step, num_before=num_before)
+        self._batches = [iterate(self._loader)]
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
         self._ending = Ending(self, self._batches.clear) if source.num_workers else None
         self._feed, self._loop = feed, None
         return feed
-
-    def _fail(self, error: Exception | SystemExit, failed: int | None) -> None:
-        """A step failed, or an unknown one: the iteration is then over."""
-        self._failed = failed
-        if self._source.num_workers:
-            error.with_traceback(None)  # torch's frame has the error as a variable: a cycle would keep the workers
-        if isinstance(error, Exception) and self._is_checked(self.next_step if failed is None else failed):
-            fail_check(error, self._context.rank.groups)
-
-    def _end(self, feed: Feed) -> None:
-        """All steps that were drawn are delivered. Raises what the sampler has raised."""
-        if feed.error is not None:
-            self._fail(feed.error, None)
-            raise feed.error
-        if self._is_checked(feed.next_step) and feed.next_step == self._start.step:
-            check_plans(self._start.epoch, feed.next_step, None, self._context.rank.groups)  # there is no step to plan
-
-    def _is_checked(self, step: int) -> bool:
-        every = self._context.rank.check_plan_every
-        return bool(every) and (step - self._begun.step) % every == 0
 
 
 def _ordered(plan: PlanSpec, steps: OrderedSteps, tasks: Iterator[StepTask]) -> Iterator[StepTask]:

@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.step import BuiltStep
-from orchdata.engines.pickling import described, what_does_not_pickle
+from orchdata.engines.pickling import described, pickles, what_does_not_pickle
 from orchdata.loaders.errors import DataError
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
@@ -231,17 +232,9 @@ def _pickled_here(value: Any) -> None:
     _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
 
 
-def _unsent(batch: Any, pickle_it: Callable[[Any], Any], error: Exception) -> RuntimeError:
+def _unsent(batch: Any, dump: Callable[[Any], Any], error: Exception) -> RuntimeError:
     """Return the error for a batch that cannot be sent: it names the member."""
-
-    def pickles(value: Any) -> bool:
-        try:
-            pickle_it(value)
-        except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
-            return False
-        return True
-
-    name, member = what_does_not_pickle(batch, pickles)
+    name, member = what_does_not_pickle(batch, partial(pickles, dump=dump))
     return RuntimeError(
         f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set or "
         "collate_fn return values that pickle, or load with num_workers=0"
