@@ -301,10 +301,8 @@ class Items(Dataset[Made]):
             return Made(-1)
         info = get_worker_info()
         if info is None:
-            self._restore(0)
             return Made(asked.step, self.content.made(asked.items, asked.info))
         try:
-            self._restore(info.id)
             sent = Sent(self.content.made(asked.items, asked.info))
             state = packed(states_of(dataset=self.content.dataset)) if self._has_state else None
             return Made(asked.step, sent, info.id, state)
@@ -312,10 +310,10 @@ class Items(Dataset[Made]):
             where = f"in DataLoader worker process {info.id}"
             return Made(asked.step, Sent(Failed(sendable(error, where))), info.id)
 
-    def _restore(self, worker: int) -> None:
-        states, self._states = self._states, ()
-        if states and states[worker]:
-            restore_states(states[worker], dataset=self.content.dataset)
+    def restore(self, worker: int) -> None:
+        """Begin with the state of this worker; 0 is also this process."""
+        if self._states:
+            restore_states(self._states[worker] or {}, dataset=self.content.dataset)
 
 
 def torch_loader(
@@ -359,13 +357,15 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _begin_worker(base_seed: int, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     """In a worker: set its seeds, and the data set that `get_worker_info()` returns."""
-    info = get_worker_info()
-    if info is not None and isinstance(info.dataset, BatchStream | Items):
-        # The class does not let its attributes be set.
-        object.__setattr__(info, "seed", seed_process(base_seed, worker))
-        object.__setattr__(info, "dataset", info.dataset.content.dataset)
+    info: Any = get_worker_info()
+    read = info.dataset
+    # The class does not let its attributes be set.
+    object.__setattr__(info, "seed", seed_process(base_seed, worker))
+    object.__setattr__(info, "dataset", read.content.dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)
+    if isinstance(read, Items):
+        read.restore(worker)
 
 
 def _same(batch: Any) -> Any:

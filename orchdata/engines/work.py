@@ -150,7 +150,8 @@ class _AsItIs:
 
 
 def _remade(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind)
+    error.args = args
     vars(error).update(attributes)
     return error
 

@@ -72,6 +72,8 @@ class MapSource:
         if kept is not None:
             return kept
         items = Items(self.content, loop.dataset_states if self.is_stateful else (), has_state=self.is_stateful)
+        if self._workers is None:
+            items.restore(0)
         feed = Feed()
         common: dict[str, Any] = {"base_seed": loop.base_seed, "pin_memory": self._pin_memory, "in_order": in_order}
         return feed, torch_loader(items, self._workers, sampler=feed, **common)

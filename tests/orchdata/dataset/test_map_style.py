@@ -239,10 +239,7 @@ def test_arguments_of_our_engine_are_refused_where_torch_reads(argument: str) ->
 
 
 class Stateful(Numbers):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    state_dict = load_state_dict = dict
 
 
 @pytest.mark.parametrize("ours", OURS)
@@ -299,13 +296,11 @@ def test_a_worker_hands_over_errors_with_type_message_and_index() -> None:
 
 
 class Dying(Numbers):
-    """Its first process dies at item 8, once all before are delivered."""
-
     is_well = False
 
     def __getitem__(self, number: int) -> Any:
         if number == 8 and not self.is_well:
-            time.sleep(0.5)
+            time.sleep(0.5)  # all before it are delivered
             os._exit(1)
         return super().__getitem__(number)
 
