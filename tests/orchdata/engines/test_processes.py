@@ -275,7 +275,7 @@ def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(
         assert numbers == [number for number in range(20) if number != 7]
     (failure,) = loader.gather_failures()
     assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
-    with pytest.raises(RuntimeError, match=f"DataLoader.*{re.escape(reason)}.*: item 7 of Bad"):
+    with pytest.raises(od.DataError, match=f"Bad: sample '7'.*{re.escape(reason)}"):
         list(od.DataLoader(Bad(20, what), cost=[1] * 20, **common))
     assert no_children()
 
