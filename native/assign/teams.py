@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.ranking import bit_length
+from orchdata.native.assign.packed import longest_first
 from orchdata.native.assign.refine import lower_makespan, search_budget
-from orchdata.native.assign.tournament import replay, tournament
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
@@ -48,32 +47,25 @@ def cheapest(table: Ints, sizes: Ints, sequence: int, most: int) -> tuple[int, i
 
 
 @kernel
-def teams_bound(table: Ints, sizes: Ints, num_ranks: int) -> int:
+def teams_bound(table: Ints, sizes: Ints, num_ranks: int, least_works: Ints) -> int:
     """Return the smallest T at which, for every size s, the sequences that keep T only at s or more fit, each at its
-    cheapest size within T, into floor(num_ranks / s) teams of s ranks.
+    cheapest size within T, into floor(num_ranks / s) teams of s ranks; `least_works` are those at any T.
     """
     num_sequences, num_sizes = table.shape
-    least, total = np.int64(0), np.int64(0)
+    least = np.int64(0)
     for sequence in range(num_sequences):
-        total += cheapest(table, sizes, sequence, NEVER - 1)[2]
         least = max(least, table[sequence].min())
-    low = max(least, -(-total // num_ranks)) - 1
+    low = max(least, -(-least_works.sum() // num_ranks)) - 1
     # Sequences that are cheapest whole, and fit so at any T above: the others are looked at again for each T.
-    whole, others, count = np.int64(0), np.empty(num_sequences, np.int64), 0
-    for sequence in range(num_sequences):
-        _, best, work = cheapest(table, sizes, sequence, NEVER - 1)
-        if best == 0 and table[sequence, 0] <= low:
-            whole += work
-        else:
-            others[count] = sequence
-            count += 1
+    is_whole = (table[:, 0] == least_works) & (table[:, 0] <= low)
+    whole, others = least_works[is_whole].sum(), np.flatnonzero(~is_whole)
     works = np.empty(num_sizes, np.int64)
     step, high = np.int64(1), np.int64(-1)
     while high < 0 or high - low > 1:
         middle = low + step if high < 0 else low + (high - low) // 2
         works[:] = 0
         works[0] = whole
-        for sequence in others[:count]:
+        for sequence in others:
             smallest, _, work = cheapest(table, sizes, sequence, middle)
             works[smallest] += work
         fits, work = True, np.int64(0)
@@ -145,6 +137,12 @@ def raise_late(table: Ints, late: NDArray[np.bool_], level: Ints) -> bool:
 
 
 @kernel
+def peak_with(loads: Ints, rest: int) -> int:
+    """Return the largest of ascending loads once the work `rest` is spread evenly."""
+    return max(loads[-1], -(-(loads.sum() + rest) // loads.shape[0]))
+
+
+@kernel
 def trial(
     table: Ints, sizes: Ints, num_ranks: int, orders: Order, rest: int, target: int, most: int
 ) -> tuple[int, Ints]:
@@ -162,7 +160,7 @@ def trial(
     peak, best = np.int64(NEVER), level
     for _ in range(RAISES):
         loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
-        found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+        found = peak_with(loads, rest)
         if found < peak:
             peak, best = found, level.copy()
         if peak <= target or not raise_late(table, late, level):
@@ -196,7 +194,7 @@ def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound:
                 level[sequence] = size
                 budget -= num_sizes * num_packed + 2 * num_ranks
                 loads = pack_teams(table, sizes, num_ranks, orders, level, peak - 1)[0]
-                found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+                found = peak_with(loads, rest)
                 if found < peak:
                     peak, aim, improved = found, peak - 1, True
                 else:
@@ -214,11 +212,11 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
         sizes: int64 (num_sizes,), ascending powers of two from 1, at most num_ranks.
     """
     num_sequences = table.shape[0]
-    bound = np.int64(teams_bound(table, sizes, num_ranks))
     works = np.empty(num_sequences, np.int64)
-    num_packed = num_sequences if num_sequences <= FEW_SEQUENCES else 0
     for sequence in range(num_sequences):
         works[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2]
+    bound = np.int64(teams_bound(table, sizes, num_ranks, works))
+    num_packed = num_sequences if num_sequences <= FEW_SEQUENCES else 0
     order = descending_order(works)
     table = table[order]
     for position in range(num_packed, num_sequences):
@@ -236,16 +234,8 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
     # The small ones go to the least loaded rank, longest first; then whole sequences move and change places.
     owner = np.empty(num_sequences, np.int32)
     owner[:num_packed] = first
-    bits = bit_length(num_ranks - 1)
-    shift = max(0, bit_length(max(loads.max(), (loads.sum() + rest) // num_ranks + bound)) + bits - 63)
-    leaves = 1 << bits
-    tree = np.empty(2 * leaves, np.int64)
-    tournament(((loads >> shift) << bits) | np.arange(num_ranks), tree)
-    for position in range(num_packed, num_sequences):
-        rank = tree[1] & (leaves - 1)
-        owner[position] = rank
-        loads[rank] += table[position, 0]
-        replay(tree, leaves + rank, ((loads[rank] >> shift) << bits) | rank)
+    small = table[num_packed:, 0].copy()
+    owner[num_packed:] = longest_first(small, small.shape[0], 0, loads, np.zeros(num_ranks, np.int32))
     whole = np.flatnonzero(level == 0)
     fixed = loads.copy()
     for position in whole:
