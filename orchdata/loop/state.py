@@ -97,10 +97,8 @@ def check_loader(state: Mapping[str, Any], fingerprint: Mapping[str, Any], allow
         differences, other_size, other_weights = _differences_of_windows(theirs, fingerprint), None, False
     else:
         differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
-        other_size, other_weights = (
-            _other_size(theirs, fingerprint),
-            WEIGHTS in theirs and WEIGHTS in fingerprint and theirs[WEIGHTS] != fingerprint[WEIGHTS],
-        )
+        other_size = _other_size(theirs, fingerprint)
+        other_weights = WEIGHTS in theirs and WEIGHTS in fingerprint and theirs[WEIGHTS] != fingerprint[WEIGHTS]
         if other_size is not None and other_size[0] not in allow:
             differences.append(other_size[1])
         if other_weights and WEIGHTS not in allow:

@@ -292,24 +292,25 @@ class TrainerMixin(_Base):
     def _check(self, steps: OptimizerSteps) -> None:
         """Raise ValueError where the Trainer would make other steps of the loader's."""
         args = self.args
-        refused = {
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, whose "
-            "loss is scaled for one: leave it at 1, and give DataLoader(accumulate=...)": (
-                args.gradient_accumulation_steps != 1
-            ),
-            "auto_find_batch_size cannot change the batches of a DataLoader: give od.Balance(max_tokens=...)": (
-                args.auto_find_batch_size
-            ),
-            f"this process has {args.n_gpu} GPUs, among which the Trainer would split each batch by rows: start a "
-            "process for each with torchrun, or set CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
-            "the Trainer's context and sequence parallelism split each batch as one sequence: batches of a DataLoader "
-            "are several, and their cu_seqlens and positions would not be split with them": (
-                self.get_cp_size() * self.get_sp_size() > 1
-            ),
-        }
-        for why, is_asked in refused.items():
-            if is_asked:
-                raise ValueError(why)
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, "
+                "whose loss is scaled for one: leave it at 1, and give DataLoader(accumulate=...)"
+            )
+        if args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size cannot change the batches of a DataLoader: give od.Balance(max_tokens=...)"
+            )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"this process has {args.n_gpu} GPUs, among which the Trainer would split each batch by rows: start a "
+                "process for each with torchrun, or set CUDA_VISIBLE_DEVICES"
+            )
+        if self.get_cp_size() * self.get_sp_size() > 1:
+            raise ValueError(
+                "the Trainer's context and sequence parallelism split each batch as one sequence: batches of a "
+                "DataLoader are several, and their cu_seqlens and positions would not be split with them"
+            )
         num_ranks = args.world_size // self.get_tp_size()
         instead = "give it the data set itself, not split by rank, or write a loop, and save a state for each rank"
         steps.check_ranks(num_ranks, "the Trainer", "TrainingArguments", instead)
