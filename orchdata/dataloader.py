@@ -71,19 +71,19 @@ class DataLoader(Generic[T_co]):
             index, the same in each epoch. Rows of excluded samples are skipped.
         sampler, batch_sampler: for map-style data sets, as in torch: any iterable. The loader draws from it lazily.
             Over several ranks: a `DistributedSampler` of the same ranks and data, with its order, seed and `set_epoch`.
-        num_workers: number of worker processes, with `num_threads` threads each. One worker builds a whole step. 0 uses
-            threads of this process. A worker that is lost is replaced, and its steps are built again.
+        num_workers: number of worker processes, of which one builds a whole step; 0 for this process. Those of shards,
+            and of map-style data with `cost` or `on_error="skip"`, are replaced if they are lost. Other map-style data
+            are read by torch's own DataLoader, with these arguments of its.
         collate_fn: default `od.Packed()` for shards, torch's for map-style data; `od.hf.Inputs(config)` for a Hugging
             Face model; or a function of a list of samples, and of an `od.StepInfo` if it has a parameter named `step`.
             Only one thread calls it at a time.
         pin_memory: copy batches to page-locked memory, in a separate thread.
         drop_last: drop the remainder of an epoch; else it is a smaller global batch, or of windows the next epoch's
             start.
-        timeout: seconds to wait for a step; 0 for no limit. With workers: a process that takes longer is replaced, and
-            the step is built again; a sample that takes longer in two processes with no other sample is a failure. With
-            threads: RuntimeError, up to 2 s late if a thread hangs; the next iteration tries the step again. Inline:
-            ValueError. Peers that receive steps by broadcast wait that long for the reading rank, or by default as long
-            as the process group of the job waits: the limit must cover the reader's longest pause.
+        timeout: seconds to wait for a step; 0 for no limit. A worker of ours that takes longer is replaced, and the
+            step is built again. From threads, and from torch's workers: RuntimeError; the next iteration tries the step
+            again. Inline: ValueError. Peers that receive steps by broadcast wait that long for the reading rank, or by
+            default as long as the process group of the job waits: it must cover the reader's longest pause.
         worker_init_fn: called with the worker's number in each worker process, before it builds. ValueError with
             threads, which share the random state of the training process. Inline it is not called, as in torch.
         prefetch_factor: number of steps under way per worker, or in all threads. Default 2; 4 with threads that read
@@ -95,10 +95,10 @@ class DataLoader(Generic[T_co]):
         pin_memory_device: ignored; memory is pinned for the current accelerator.
         multiprocessing_context: how worker processes are started: a start method, or a context of multiprocessing.
             Default: "forkserver" for shards, multiprocessing's own for other data. ValueError without num_workers.
-        num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data,
-            whose `__getitem__` several threads would call at the same time, without regard to `torch.manual_seed`.
-        worker_memory: bytes that a worker process may allocate beyond what it starts with, besides the batches. A
-            worker that needs more counts as lost.
+        num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data. They
+            call `__getitem__` at the same time, without regard to `torch.manual_seed`. ValueError where torch reads.
+        worker_memory: bytes that a worker of ours may allocate beyond what it starts with, besides the batches. One
+            that needs more counts as lost. ValueError where torch reads.
         global_batch_size: samples (or windows) of one optimizer step over all ranks; give exactly one of the three
             sizes. It need not be divisible by the number of ranks; use it if that number may change.
         global_batch_tokens: LLM tokens of one optimizer step over all ranks, for shards. A step has the samples that
@@ -386,7 +386,7 @@ class DataLoader(Generic[T_co]):
         loop = runtime.begin(progress)
         if ends or runtime.prepared.spec.plan.evens_tail:
             watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
-        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
+        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_as_torch, watcher=watcher)
 
     def _asked_by_trainers(self) -> tuple[bool, Any]:
         """Return whether Accelerate must know the last batch of an epoch, and what watches an iteration for Lightning.

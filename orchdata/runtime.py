@@ -34,27 +34,22 @@ from orchdata.dataset.resume.restore import restore
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
-from orchdata.engines.iterables import IterableContent, set_epoch
 from orchdata.engines.threads import can_pin
+from orchdata.engines.torch_workers import IterableContent, set_epoch
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import BLANK, StateError
 from orchdata.loop.loop import EpochLoop, Stream
-from orchdata.loop.planned import Engines, Interrupted, LoopContext, PlannedStream
+from orchdata.loop.planned import Engines, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import check_allowed, dump_state, known_count
-from orchdata.loop.torch_stream import IterableSource, IterableStream, MapStream
+from orchdata.loop.torch_stream import IterableSource, IterableStream, MapSource, MapStream
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
 from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import Rank
-
-_IN_ORDER = (
-    "in_order=False has no effect: batches stay in order, because steps are planned over ranks, or are of shards, and "
-    "a state of them is a position"
-)
 
 
 class Runtime:
@@ -67,8 +62,8 @@ class Runtime:
     Attributes:
         prepared: the data set.
         batch_size: samples of this rank in a step; None if another size was given.
-        is_single_rank: a torch data set on one rank: states may store things of this rank alone, and an iteration
-            continues after a step that failed.
+        is_single_rank: a torch data set on one rank: states may store things of this rank alone.
+        is_as_torch: it is read by torch's loader: an iteration continues after a step that failed.
     """
 
     def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
@@ -83,10 +78,11 @@ class Runtime:
         self.rank = rank
         self.agreement = agreement
         self.is_single_rank = not arguments.in_shards and rank.size == 1
-        choice = engine_choice(arguments, rank, in_order=arguments.in_order or not self.is_single_rank)
-        self.batch_size, options = options_of(
-            arguments, rank, listed, agreement.reaches_all, is_inline=choice.is_inline
-        )
+        by_torch = arguments.by_torch(rank)
+        self.is_as_torch = self.is_single_rank and by_torch
+        in_order = arguments.in_order or not self.is_as_torch
+        choice = engine_choice(arguments, rank, in_order=in_order)
+        self.batch_size, options = options_of(arguments, rank, listed, agreement.reaches_all)
         options = replace(options, cache=cache)
         pin_memory = arguments.pin_memory and can_pin()
         warming = warming_of(arguments, options)
@@ -125,35 +121,20 @@ class Runtime:
             inputs=inputs,
             unnamed=tuple(dict.fromkeys(unnamed)),
         )
-        self.context = LoopContext(
-            steps=self.prepared.steps,
-            rank=rank,
-            agreement=agreement,
-            delivery=delivery,
-            is_single_rank=self.is_single_rank,
-            in_order=arguments.in_order or not (arguments.num_workers and self.is_single_rank),
-            num_workers=max(1, arguments.num_workers),
-        )
-        self._engines = Engines(
-            choice,
-            warming,
-            pin_memory=pin_memory,
-            persistent=arguments.persistent_workers,
-            keeps_after_break=choice.given is not None
-            or (self.is_single_rank and (self.builder is None or self.builder.stateful is None)),
-        )
-        self._iterable: IterableSource | None = None
-        if isinstance(self.prepared.spec.content, IterableContent):
-            self._iterable = IterableSource(
-                self.prepared.spec.content, choice.workers, in_order=arguments.in_order, pin_memory=pin_memory
-            )
-        self._is_inline = choice.is_inline
-        self._pin_memory = pin_memory
+        self.context = LoopContext(steps=self.prepared.steps, rank=rank, agreement=agreement, delivery=delivery)
+        self._engines = Engines(choice, warming, pin_memory=pin_memory, persistent=arguments.persistent_workers)
+        self._torch: IterableSource | MapSource | None = None
+        content = self.prepared.spec.content
+        if isinstance(content, IterableContent):
+            self._torch = IterableSource(content, choice.workers, in_order=in_order, pin_memory=pin_memory)
+        elif isinstance(content, MapContent) and by_torch:
+            self._torch = MapSource(content, choice.workers, rank, in_order=in_order, pin_memory=pin_memory)
         self._in_shards = arguments.in_shards
         self._raises = options.policy.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
-        if not (arguments.in_order or self.is_single_rank) and arguments.num_workers:
-            warn_once("in_order=False of planned steps", _IN_ORDER)
+        if not arguments.in_order and in_order and arguments.num_workers:
+            why = "steps are planned over ranks, or are of shards, and a state of them is a position"
+            warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         budget.start(self.prepared.failures, lost=self.prepared.num_lost)
 
     @property
@@ -243,11 +224,7 @@ class Runtime:
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before its first step, if it is read in this process and has one."""
-        if self._iterable is not None:
-            return self._iterable.state_before()
-        if not self._is_inline or self.builder is None or self.builder.stateful is None:
-            return ()
-        return (self.builder.stateful.state,)
+        return () if self._torch is None else self._torch.state_before()
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the loader's state: see `DataLoader.state_dict`."""
@@ -323,31 +300,24 @@ class Runtime:
         self._engines.close()
         if self._filler is not None:
             self._filler.stop()
-        if self._iterable is not None:
-            self._iterable.close()
+        if self._torch is not None:
+            self._torch.close()
         wait_for_finalizers()
 
     def _open_stream(self, loop: EpochLoop) -> Stream:
-        """Open the steps of one iteration: from torch's own loader if nothing is planned, else from an engine."""
+        """Open the steps of one iteration: from torch's own loader, or from an engine."""
         wait_for_finalizers()  # what an iteration before has left
         steps, spec = self.context.steps, self.prepared.spec
-        if self._iterable is not None and isinstance(steps, StreamSteps):
-            return IterableStream(self._iterable, steps, loop, self.stats.torch)
-        # Torch's loader cannot build steps that others overtook, or continue planned steps after an error.
-        by_torch = (
-            self.prepared.is_torchs
-            and not loop.start.position.left
-            and not isinstance(loop.start.interrupted, Interrupted)
-        )
-        if by_torch and isinstance(spec.content, MapContent) and isinstance(steps, SamplerSteps | OrderedSteps):
-            return MapStream(spec.content, spec.plan, steps, loop, self.stats.torch, pin_memory=self._pin_memory)
+        if isinstance(self._torch, IterableSource) and isinstance(steps, StreamSteps):
+            return IterableStream(self._torch, steps, loop, self.stats.torch)
+        if isinstance(self._torch, MapSource):
+            return MapStream(self.context, self._torch, spec, loop, self.stats.torch)
         assert self.builder is not None
         engine = self._engines.open(
             spec,
             self.builder,
             self.context.delivery,
             base_seed=loop.base_seed,
-            states=loop.dataset_states,
         )
         stream = PlannedStream(self.context, loop, engine, self._engines.leave)
         if self._filler is not None and not self.context.delivery.receives:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -18,16 +18,6 @@ from orchdata.planning.plan import Plan
 
 Task = Callable[[], None]
 _SHOWN_FRAMES: Final = 8
-
-
-class StatefulSource(Protocol):
-    """A data set with its own state, by torchdata's convention."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the data set's state after the last step that was built."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state` returned, before the first step."""
 
 
 def kept(failure: DataError) -> DataError:
@@ -111,7 +101,3 @@ class Assembler(Protocol):
 
     def load_alone(self, row: int) -> None:
         """Load one sample, and drop it. Raises what loading raises."""
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        """Returns and restores the data set's state; None if it has none."""

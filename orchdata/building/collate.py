@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
+from orchdata.building.assembler import Assembled, Share, Task, kept
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.generators import Pass
@@ -23,6 +23,9 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
 
 Load = Callable[[int], Any]
+
+STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
+"""Message of the error that takes its place: StopIteration would look like the end of the epoch."""
 
 _THREAD_SAFE = (default_collate, default_convert)
 
@@ -86,10 +89,6 @@ class SampleAssembler:
     def load_alone(self, row: int) -> None:
         self.load(row)
 
-    @property
-    def stateful(self) -> StatefulSource | None:
-        return None
-
     def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
         """Call `collate_fn` with the samples, by their index in the share, or with all of them `together`."""
         collate, kept = self._collate_fn, sorted(samples)
@@ -129,6 +128,20 @@ def takes_step(collate_fn: Callable[..., Any]) -> bool:
     by_name = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
     by_name += [each for each in parameters[1:] if each.kind is each.POSITIONAL_OR_KEYWORD]  # the first is the samples
     return any(each.name == "step" for each in by_name)
+
+
+def step_info(epoch: int, step: int, num_samples: int, dp_size: int) -> StepInfo:
+    """Return the step of samples whose loss tokens are not known."""
+    return StepInfo(
+        epoch=epoch,
+        step=step,
+        microbatch=0,
+        num_microbatches=1,
+        dp_size=dp_size,
+        num_step_samples=num_samples,
+        loss_tokens=0,
+        loss_scale=dp_size / num_samples,
+    )
 
 
 class SampleAssembly:

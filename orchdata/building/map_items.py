@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import errno
 import operator
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from orchdata.building.assembler import Assembler, StatefulSource
-from orchdata.building.collate import SampleAssembler
+from orchdata.batch.step_info import StepInfo
+from orchdata.building.assembler import Assembler
+from orchdata.building.collate import STOP_ITERATION, SampleAssembler
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.watch import Watch
-from orchdata.order.stateful import is_stateful, restore_states, states_of
 
 # System errors that say nothing about the file: it may be readable later.
 _NOT_NOW = frozenset(
@@ -40,72 +39,51 @@ class MapContent:
     batched: bool
     skip_errors: bool
 
+    def made(self, items: list[Any], info: StepInfo | None) -> Any:
+        """Return the batch of these items; `info` is for a collate_fn that has a parameter `step`."""
+        dataset, item = self.dataset, None
+        many = self._many
+        samples: Any = []
+        try:
+            if many is not None:
+                item, samples = items, many(items)
+            else:
+                for item in items:
+                    samples.append(dataset[item])
+        except (Exception, SystemExit) as error:
+            error.add_note(self.name_of(item))
+            if isinstance(error, StopIteration):
+                raise RuntimeError(STOP_ITERATION) from error
+            raise
+        collate, options = self.collate, {} if info is None else {"step": info}
+        try:
+            return collate(samples if self.batched else samples[0], **options)
+        except StopIteration as error:
+            raise RuntimeError(STOP_ITERATION) from error
+
     @property
-    def stateful(self) -> StatefulSource | None:
-        """Returns and restores the data set's own state; None if it has none."""
-        return stateful_source(self.dataset)
+    def collate(self) -> Callable[..., Any]:
+        """The function that makes a batch of items, or of one item."""
+        return self.collate_fn or (default_collate if self.batched else default_convert)
 
     def open(self, watch: Watch) -> Assembler:
-        return MapAssembler(
-            self.dataset,
+        return SampleAssembler(
             load=map_loader(self.dataset, skip_errors=self.skip_errors),
             watch=watch,
-            refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
-            load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
-            collate_fn=self.collate_fn or (default_collate if self.batched else default_convert),
+            refuse=lambda row, why: DataError(type(self.dataset).__name__, str(row), "", f"its worker {why}"),
+            load_many=None if self.skip_errors else self._many,
+            collate_fn=self.collate,
             batched=self.batched,
             num_map_rows=self.num_rows,
         )
 
-    def name_of(self, row: int) -> str:
-        return f"item {row} of {type(self.dataset).__name__}"
-
-
-class MapAssembler(SampleAssembler):
-    """Assembles the items of a map-style data set, which may have its own state.
-
-    Args:
-        arguments: of SampleAssembler.
-    """
-
-    def __init__(self, dataset: Any, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._dataset = dataset
-
     @property
-    def stateful(self) -> StatefulSource | None:
-        return stateful_source(self._dataset)
+    def _many(self) -> Callable[[list[int]], Any] | None:
+        """The data set's `__getitems__`, which torch calls for all samples of a batch. Its result is for collate_fn."""
+        return getattr(self.dataset, "__getitems__", None) if self.batched else None
 
-
-class StatefulDataset:
-    """A map-style data set with its own state."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def state(self) -> dict[str, Any]:
-        return states_of(dataset=self._dataset)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        restore_states(state, dataset=self._dataset)
-
-
-def stateful_source(dataset: Any) -> StatefulSource | None:
-    """Return the `StatefulSource` of a map-style data set; None if it has no state."""
-    return StatefulDataset(dataset) if is_stateful(dataset) else None
-
-
-def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
-    """Return (row of a map-style data set, reason) -> the failure of that item, or torch's error for a lost worker."""
-    name = type(dataset).__name__
-    if skip_errors:
-        return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
-
-    def lost_worker(row: int, reason: str) -> RuntimeError:
-        who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
-        return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
-
-    return lost_worker
+    def name_of(self, row: Any) -> str:
+        return f"item {row!r} of {type(self.dataset).__name__}"
 
 
 def map_loader(dataset: Any, *, skip_errors: bool) -> Callable[[int], Any]:
@@ -126,11 +104,3 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Callable[[int], Any]:
             raise DataError(type(dataset).__name__, str(row), "", reason) from error
 
     return load
-
-
-def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return rows -> `dataset.__getitems__(rows)`, which torch calls for all samples of a batch if the data set has it;
-    else None. The result, usually a list, is passed to `collate_fn`.
-    """
-    get = getattr(dataset, "__getitems__", None)
-    return get if callable(get) else None

@@ -55,8 +55,6 @@ class PackedAssembler:
     def read_ahead(self, wanted: Iterable[Wanted]) -> object:
         return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
 
-    stateful = None
-
     def load_alone(self, row: int) -> None:
         index = self.source.index
         self.watch.load(row, shard_loader(index, self.shards, self.source.recipe_of), shard_refusal(index))

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from orchdata.building.assembler import Assembler, Share, StatefulSource, Task
+from orchdata.building.assembler import Assembler, Share, Task
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
@@ -27,10 +26,6 @@ from orchdata.planning.plan import Plan
 class BuiltStep:
     """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures
     (`orchdata.building.figures`).
-
-    Attributes:
-        worker: number of the process that has built it; 0 for this process.
-        dataset_state: returns the state of the data set in that process after the step; None if it has none.
     """
 
     plan: Plan
@@ -38,8 +33,6 @@ class BuiltStep:
     failures: list[DataError]
     seconds: dict[str, float]
     figures: dict[str, Any]
-    worker: int = 0
-    dataset_state: StateGetter | None = None
 
 
 class Builder:
@@ -64,11 +57,6 @@ class Builder:
     def reads(self) -> ReadBytes | None:
         """Bytes read from shards so far; None if samples are not in shards."""
         return self._assembler.reads
-
-    @property
-    def stateful(self) -> StatefulSource | None:
-        """Returns and restores the data set's state; None if it has none."""
-        return self._assembler.stateful
 
     def start(self, task: StepTask) -> StartedStep:
         """Plan a step. Raises IndexError if it is outside the epoch."""

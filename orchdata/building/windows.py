@@ -46,8 +46,6 @@ class WindowAssembler:
     shards: OpenShards
     watch: Watch
 
-    stateful = None
-
     @property
     def reads(self) -> ReadBytes:
         return self.shards.reads

@@ -95,6 +95,13 @@ class Arguments:
         """Whether samples are in shards, with an index."""
         return is_sharded(self.dataset)
 
+    def by_torch(self, rank: Rank) -> bool:
+        """Whether torch's own loader reads the data set: no step is planned, and none built on other machines."""
+        if isinstance(self.dataset, IterableDataset):
+            return True
+        is_ours = self.in_shards or self.cost is not None or self.engine is not None or bool(rank.check_plan_every)
+        return not is_ours and as_policy(self.on_error).action != "skip"
+
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases that may be balanced, as far as they are known before the data set is read."""
@@ -135,8 +142,6 @@ def check_combination(arguments: Arguments) -> None:
                 raise ValueError(
                     f"DataLoader with IterableDataset: expected unspecified {name} option, but got {name}={given}"
                 )
-        if arguments.num_threads:
-            raise ValueError("num_threads load several samples together, and an IterableDataset yields one at a time")
     if sampler is not None and shuffle:
         raise ValueError("sampler option is mutually exclusive with shuffle")
     if batch_sampler is not None:
@@ -215,6 +220,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
     return choose_engine(
         arguments.dataset,
         in_shards=arguments.in_shards,
+        by_torch=arguments.by_torch(rank),
         num_workers=arguments.num_workers,
         num_threads=arguments.num_threads,
         prefetch_factor=arguments.prefetch_factor,
@@ -230,7 +236,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
 
 
 def options_of(
-    arguments: Arguments, rank: Rank, listed: NDArray[np.int64] | None, reaches_all: bool, *, is_inline: bool
+    arguments: Arguments, rank: Rank, listed: NDArray[np.int64] | None, reaches_all: bool
 ) -> tuple[int | None, LoaderOptions]:
     """Return the samples of a rank in a step, and the options of steps.
 
@@ -264,7 +270,7 @@ def options_of(
         index=checked_index(arguments.index),
         batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
         cost=arguments.cost,
-        is_inline=is_inline,
+        by_torch=arguments.by_torch(rank),
         accumulate=int(arguments.accumulate),
         timeout=float(arguments.timeout),
     )

@@ -21,7 +21,6 @@ from torch.utils.data import (
 )
 
 from orchdata.balancers.costs.model import CostModel
-from orchdata.building.collate import takes_step
 from orchdata.building.map_items import MapContent
 from orchdata.dataset.item_costs.kept import costs_of_items
 from orchdata.dataset.item_costs.measure import ItemCosts, Workers
@@ -111,6 +110,7 @@ def prepare_map_style(
             batches=batches,
             usable=usable,
             integers=values is not None or not is_single,
+            as_drawn=is_single and options.by_torch,
         )
         order = SamplerOrder.of(chosen if is_single else source.sampler, chosen if is_single else source)
     content = MapContent(
@@ -121,7 +121,6 @@ def prepare_map_style(
         skip_errors=skip_errors,
     )
     costs = EqualCosts() if values is None else ArrayCosts(values)
-    own_step = callable(options.collate_fn) and takes_step(options.collate_fn)
     return PreparedDataset(
         collate_fn=default_collate if options.batched else default_convert,
         spec=options.build_spec(costs, order, batches, content),
@@ -137,7 +136,6 @@ def prepare_map_style(
         failures=failures,
         num_indexed=num_indexed,
         torch_steps=steps,
-        is_torchs=options.is_inline and options.rank.size == 1 and not skip_errors and values is None and not own_step,
         sampler=sampler,
         batch_sampler=batch_sampler,
     )

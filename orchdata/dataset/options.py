@@ -70,7 +70,7 @@ class LoaderOptions:
         listed: rows of shards in the user's own order, int64 (num_samples,).
         index: what several ranks do if there is no index.
         drawn: whether torch's generator, or `generator`, shuffles map-style data: `shuffle=True` and no seed.
-        is_inline: whether the iterating thread builds each step when it is requested.
+        by_torch: whether torch's own loader reads the data set.
         accumulate: micro-steps of every step; 1: as many as caps need.
         timeout: seconds to wait for a step; 0 for no limit.
         cache: where a node keeps copies of shards of object storage.
@@ -89,7 +89,7 @@ class LoaderOptions:
     index: IndexUse
     batched: bool
     cost: Any
-    is_inline: bool
+    by_torch: bool
     accumulate: int = 1
     timeout: float = 0.0
     cache: Cache | None = None
@@ -139,7 +139,6 @@ class PreparedDataset:
         none_chosen: the `filter`, `split` and others that choose no sample; empty if they choose any.
         on_first_step: called when the first step was delivered; None: nothing is to be done.
         torch_steps: the steps of an epoch, if they are not those of the plan.
-        is_torchs: whether torch's own loader reads the data set, and no step is planned.
         sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for our own order or layout.
     """
 
@@ -152,7 +151,6 @@ class PreparedDataset:
     num_lost: int = 0
     none_chosen: str = ""
     on_first_step: Callable[[], None] | None = None
-    is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None
     collate_fn: Any = None

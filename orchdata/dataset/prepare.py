@@ -14,7 +14,7 @@ from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.map_style import check_layout, prepare_map_style
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
-from orchdata.engines.iterables import IterableContent
+from orchdata.engines.torch_workers import IterableContent
 from orchdata.notices import warn_once
 from orchdata.order.sampler import SamplerOrder
 from orchdata.order.steps import StepTask, StreamSteps
@@ -91,7 +91,6 @@ def prepare_iterable(dataset: Any, options: LoaderOptions) -> PreparedDataset:
         failures=[],
         num_indexed=0,
         torch_steps=StreamSteps(length=partial(len, dataset), batches=batches),
-        is_torchs=True,
     )
 
 

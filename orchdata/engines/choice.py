@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
@@ -35,11 +33,6 @@ class EngineChoice:
     given: tuple[OpensEngine, EngineRun] | None = None
 
     @property
-    def is_inline(self) -> bool:
-        """Whether the thread that iterates builds each step when it is requested."""
-        return self.workers is None and self.given is None and not self.num_threads
-
-    @property
     def forks(self) -> bool:
         """Whether worker processes are forked from this one."""
         return self.workers is not None and self.workers.context.get_start_method() == "fork"
@@ -60,7 +53,6 @@ class EngineChoice:
         *,
         base_seed: int,
         known_bad_rows: dict[int, str],
-        states: Sequence[dict[str, Any] | None] = (),
     ) -> Engine:
         """Return the engine that builds the steps of `spec`.
 
@@ -68,7 +60,6 @@ class EngineChoice:
             builder: of the spec, in this process.
             base_seed: of the random states of worker processes.
             known_bad_rows: row -> why it must not be loaded; worker processes add to it.
-            states: for each worker, the state that its data set starts with; None for its own.
         """
         if self.given is not None:
             engine, run = self.given
@@ -78,7 +69,6 @@ class EngineChoice:
                 reads=builder.reads,
                 name_of=spec.content.name_of,
                 known_bad_rows=known_bad_rows,
-                states=states,
             )
             return engine.open(spec, filled)
         if self.workers is not None:
@@ -89,9 +79,8 @@ class EngineChoice:
                 reads=builder.reads,
                 name_of=spec.content.name_of,
                 known_bad_rows=known_bad_rows,
-                states=states,
             )
         if not self.num_threads:
-            return InlineEngine(builder, states)
+            return InlineEngine(builder)
         depth = self.depth or (FAR_PREFETCH if spec.reads_far else DEFAULT_PREFETCH)
         return ThreadEngine(builder, num_threads=self.num_threads, depth=depth)

@@ -10,16 +10,17 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from orchdata.balancers.checks import checked_count
-from orchdata.building.map_items import stateful_source
 from orchdata.engines.choice import DEFAULT_PREFETCH, DEFAULT_THREADS, EngineChoice
 from orchdata.engines.engine import EngineRun, OpensEngine, WorkerOptions
 from orchdata.engines.processes.engine import Workers, start_server
+from orchdata.order.stateful import is_stateful
 
 
 def choose_engine(
     dataset: Any,
     *,
     in_shards: bool,
+    by_torch: bool,
     num_workers: int,
     num_threads: int | None,
     prefetch_factor: int | None,
@@ -38,25 +39,39 @@ def choose_engine(
         dataset: as workers get it in `torch.utils.data.get_worker_info()`.
         in_shards: whether we decode. A map-style data set may not be safe to use from several threads, and its
             randomness follows `torch.manual_seed` in one thread only: it loads inline unless `num_threads` is given.
+        by_torch: whether torch's own loader reads the data set.
         engine: of the user's; it gets the options of `num_workers` workers.
         num_ranks: ranks of the loader.
     """
     num_workers = checked_count(num_workers, "num_workers", 0)
-    iterated = isinstance(dataset, IterableDataset)
     threads = None if num_threads is None else checked_count(num_threads, "num_threads", 0)
     depth = None if prefetch_factor is None else checked_count(prefetch_factor, "prefetch_factor")
     if worker_memory is not None:
         worker_memory = checked_count(worker_memory, "worker_memory")
 
+    for name, given in (("num_threads", threads), ("worker_memory", worker_memory)):
+        if by_torch and given:
+            raise ValueError(
+                f"{name} is for steps that this library builds, and torch's own DataLoader reads an IterableDataset, "
+                "and map-style data without costs: leave it out (num_workers=4 reads in four processes). With cost= or "
+                "on_error='skip' this library builds the steps of map-style data"
+            )
+
+    if not (by_torch or in_shards) and (num_ranks == 1 or engine is not None) and is_stateful(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} has a state of its own (state_dict), which is stored where torch's own "
+            "DataLoader reads the data: leave out cost=, on_error='skip' and engine=, or make the data set a function "
+            "of the index"
+        )
+
     # Workers.
     if num_workers:
         options = WorkerOptions(
             num_workers=num_workers,
-            num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
+            num_threads=threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
             max_jobs=depth or DEFAULT_PREFETCH,
             worker_init_fn=worker_init_fn,
             dataset=dataset,
-            as_torch=not in_shards,
             memory=worker_memory,
         )
         in_turn = not in_shards and in_order
@@ -82,11 +97,15 @@ def choose_engine(
         )
 
     # This process: inline, or threads.
-    for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
-        if given is not None:
-            raise ValueError(f"{name} is for worker processes: leave it out, or pass num_workers")
+    if worker_memory is not None:
+        raise ValueError("worker_memory is for worker processes: leave it out, or pass num_workers")
     if threads == 0 or (not in_shards and not threads):
-        _check_inline(prefetch_factor, persistent_workers, timeout)
+        ahead = {"prefetch_factor": prefetch_factor is not None, "persistent_workers": persistent_workers}
+        for name in (name for name, given in ({"timeout": timeout} | ahead).items() if given):
+            raise ValueError(
+                f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it "
+                "out, or pass num_workers"
+            )
         return EngineChoice(num_threads=0, depth=0)
     if worker_init_fn is not None:
         raise ValueError(
@@ -107,44 +126,14 @@ def _check_given(engine: Any, dataset: Any, multiprocessing_context: Any) -> Non
             "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
             "engine out, or give the data as shards or as a map-style data set"
         )
-    if stateful_source(dataset) is not None:
-        raise ValueError(
-            f"{type(dataset).__name__} has a state of its own (state_dict), and an engine may build a step again after "
-            "a worker is lost: it would draw from that state twice. Leave engine out, or make the data set a function "
-            "of the index"
-        )
 
 
 def _context(given: Any, *, in_shards: bool) -> BaseContext:
-    """Return the context that starts worker processes. For map-style data sets it is multiprocessing's default, as with
-    torch's loader: many of them do not pickle.
-    """
+    """Return the context that starts workers. For other data than shards, which may not pickle, it is torch's."""
     if isinstance(given, BaseContext):
         return given
-    known = multiprocessing.get_all_start_methods()
     if given is None:
-        given = "forkserver" if in_shards and "forkserver" in known else multiprocessing.get_start_method()
-    if not isinstance(given, str):
-        raise TypeError(
-            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
-            f"but got multiprocessing_context={given!r}"
-        )
-    if given not in known:
-        raise ValueError(
-            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
-            f"multiprocessing_context={given!r}"
-        )
-    return multiprocessing.get_context(given)
-
-
-def _check_inline(prefetch_factor: int | None, persistent_workers: bool, timeout: float) -> None:
-    given = {
-        "timeout": timeout > 0,
-        "prefetch_factor": prefetch_factor is not None,
-        "persistent_workers": persistent_workers,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ValueError(
-            f"{name} needs threads or workers, and this loader builds each batch when it is requested: leave it out, "
-            "or pass num_workers (or num_threads, for a map-style data set that is safe to use from several threads)"
-        )
+        has_server = in_shards and "forkserver" in multiprocessing.get_all_start_methods()
+        given = "forkserver" if has_server else multiprocessing.get_start_method()
+    context: BaseContext = multiprocessing.get_context(given)
+    return context

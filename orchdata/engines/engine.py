@@ -6,7 +6,7 @@ them to workers (`jobs.JobEngine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,24 +63,15 @@ class PlainEngine:
 
 
 class InlineEngine(PlainEngine):
-    """Builds a step in the calling thread, when it is requested.
+    """Builds a step in the calling thread, when it is requested."""
 
-    Args:
-        states: one state, which the data set starts with; empty for its own.
-    """
-
-    def __init__(self, builder: Builder, states: Sequence[dict[str, Any] | None] = ()) -> None:
+    def __init__(self, builder: Builder) -> None:
         self.depth = 0
         self._builder = builder
-        self._stateful = builder.stateful
-        if states and self._stateful is not None:
-            self._stateful.restore(states[0] or {})
 
     def submit(self, task: StepTask) -> Future[BuiltStep]:
         try:
             built = self._builder.build(task)
-            if self._stateful is not None:
-                built.dataset_state = self._stateful.state
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             return _failed(error)
         future: Future[BuiltStep] = Future()
@@ -104,8 +95,6 @@ class WorkerOptions:
         max_jobs: the most jobs that a worker has at a time.
         worker_init_fn: called with the worker's number before it builds anything.
         dataset: as in `torch.utils.data.get_worker_info()`.
-        as_torch: whether random states and errors are those of torch's workers, and a worker that cannot start fails
-            only its own steps.
         memory: bytes that a worker may allocate in addition to those it starts with; None for no limit.
     """
 
@@ -114,7 +103,6 @@ class WorkerOptions:
     max_jobs: int
     worker_init_fn: Callable[[int], None] | None
     dataset: Any
-    as_torch: bool
     memory: int | None
 
 
@@ -131,7 +119,6 @@ class EngineRun:
         reads: counts the bytes that workers read from shards; None if samples are not in shards.
         name_of: row -> the sample's name in messages.
         known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
-        states: for each worker, the state that its data set starts with; None for its own.
     """
 
     options: WorkerOptions
@@ -142,7 +129,6 @@ class EngineRun:
     reads: ReadBytes | None = None
     name_of: Callable[[int], str] = str
     known_bad_rows: dict[int, str] = field(default_factory=dict)
-    states: Sequence[dict[str, Any] | None] = ()
 
 
 class OpensEngine(Protocol):

@@ -17,9 +17,9 @@ _WAY_OUT = (
 )
 
 
-def pickles(value: Any) -> bool:
+def pickles(value: Any, dump: Callable[[Any], Any] = pickle.dumps) -> bool:
     try:
-        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        dump(value)
     except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
         return False
     return True

@@ -13,19 +13,17 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
-from orchdata.engines.processes.message import Unit, describe_value, read_value, unpacked
-from orchdata.engines.threads import ThreadEngine
-from orchdata.loaders.errors import OrchdataError
+from orchdata.engines.processes.message import Unit, describe_value, read_value
+from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import requests
@@ -50,7 +48,6 @@ class WorkerSpec:
         number: of the worker.
         base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
         environ: variables that it sets: those of the training process, if it runs on the same machine.
-        state: the data set's state that it starts with, pickled.
     """
 
     spec: Opens
@@ -58,7 +55,6 @@ class WorkerSpec:
     options: WorkerOptions
     base_seed: int
     environ: Mapping[str, str]
-    state: bytes | None = None
 
     @property
     def num_loading_threads(self) -> int:
@@ -96,13 +92,11 @@ class Work:
         )
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
-        """Open the data set, with the state of the worker that this one replaces. Raises what that raises."""
+        """Open the data set. Raises what that raises."""
         worker = self._worker
         if worker.options.worker_init_fn is not None:
             worker.options.worker_init_fn(worker.number)
         builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
-        if worker.state is not None and builder.stateful is not None:
-            builder.stateful.restore(unpacked(worker.state))
         if worker.options.num_threads:
             return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
         return InlineEngine(builder)
@@ -129,24 +123,37 @@ def add_reads(reads: ReadBytes | None, new: list[int], requests: Mapping[str, in
     reads.requests.merge(dict(requests))
 
 
-def describe_error(error: Exception, where: str, *, as_torch: bool) -> Unit:
+def sendable(error: BaseException, where: str) -> Exception:
     """Return the error as the training process raises it, with the worker's traceback, which pickle leaves out.
 
     Args:
         where: it was raised, as in "in DataLoader worker process 0".
     """
     story = "".join(traceback.format_exception(error)).rstrip()
-    wrapped: Any = error
-    if as_torch and not isinstance(error, OrchdataError) and not is_lost_by_torch(error):
-        wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where=where)
-    else:
-        error.add_note(f"raised {where}:\n{story}")
-    try:
-        unit = describe_value(wrapped)
-        read_value(unit)
-    except Exception:  # noqa: BLE001 - pickling a user's error may raise anything
-        return describe_value(RuntimeError(f"{type(error).__name__}, raised {where}, does not pickle:\n{story}"))
-    return unit
+    sent: Any = passed_on(error)
+    sent.add_note(f"raised {where}:\n{story}")
+    for each in (sent, _AsItIs(sent)):
+        with contextlib.suppress(Exception):  # pickling a user's error may raise anything
+            read_value(describe_value(each))
+            return cast("Exception", each)
+    return RuntimeError(f"{type(error).__name__}: {error}, raised {where}, does not pickle:\n{story}")
+
+
+class _AsItIs:
+    """An error that is not made of its `args`: it unpickles without a call of its `__init__`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self._error), self._error.args, vars(self._error))
+
+
+def _remade(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 def is_lost_by_torch(error: Exception) -> bool:
@@ -154,19 +161,13 @@ def is_lost_by_torch(error: Exception) -> bool:
     return bool(getattr(type(error), "message", None))
 
 
-def error_of(unit: Unit) -> Exception:
-    """Return the error that `describe_error` was given."""
+def error_of(unit: Unit) -> Any:
+    """Return an error that was `sendable`."""
     try:
         value = read_value(unit)
     except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
         return RuntimeError(f"a worker process failed, and its error cannot be read: {error!r}")
-    if isinstance(value, Exception):
-        return value
-    try:
-        value.reraise()
-    except Exception as error:  # noqa: BLE001 - it is passed on
-        return error.with_traceback(None)  # torch's frame there has the error as a variable: a cycle
-    return RuntimeError("a worker process failed without an error message")
+    return value
 
 
 def alone(worker: WorkerSpec) -> WorkerSpec:

@@ -26,9 +26,6 @@ def _know_process() -> None:
 
 os.register_at_fork(after_in_child=_know_process)
 
-STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
-"""Message of the error that takes its place: StopIteration would look like the end of the epoch."""
-
 
 class Stream(Protocol):
     """The steps of one epoch, from where its iteration starts; iterating yields the microbatches of each, a list.

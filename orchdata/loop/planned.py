@@ -6,13 +6,14 @@ tasks --ahead--> engine --under way--> delivery (waits, counts, masks, sends to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.delivery.delivery import Delivery
@@ -21,8 +22,8 @@ from orchdata.engines.engine import Engine
 from orchdata.engines.threads import PinningEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import STOP_ITERATION, EpochLoop
-from orchdata.notices import warn_once
+from orchdata.loop.loop import EpochLoop
+from orchdata.loop.position import Position
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
@@ -42,21 +43,12 @@ class Interrupted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """Shared by all iterations of a loader.
-
-    Attributes:
-        is_single_rank: whether the loader has one rank and no shards: it then continues after a step that failed.
-        in_order: whether steps come in order; else as they are ready.
-        num_workers: number of workers that build steps; 1 if this process builds them.
-    """
+    """Shared by all iterations of a loader."""
 
     steps: Steps
     rank: Rank
     agreement: Agreement
     delivery: Delivery
-    is_single_rank: bool
-    in_order: bool
-    num_workers: int
 
 
 class PlannedStream:
@@ -80,7 +72,6 @@ class PlannedStream:
         self._tasks: Iterator[StepTask] | None = None
         self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
         self._under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
-        self._is_delivering = False
         self._interrupted: Interrupted | None = loop.start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
@@ -91,7 +82,8 @@ class PlannedStream:
 
     def __next__(self) -> list[Any]:
         if self._tasks is None:
-            self._tasks = self._draw()
+            left, self._interrupted = self._interrupted, None
+            self.position, self._tasks = draw_tasks(self._context, self._loop, self._begun, left)
 
         # As many steps are under way as the engine wants, and the first of them is awaited.
         self._submit(max(1, self._engine.depth))
@@ -102,7 +94,6 @@ class PlannedStream:
             if is_checked and step == self._loop.start.position.step:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
             raise StopIteration
-        self._bring_forward()
         try:
             batches = self._deliver()
         except Exception as error:
@@ -119,24 +110,15 @@ class PlannedStream:
             check_plans(self.position.epoch, step, built.plan.hash, self._context.rank.groups)
         self._under_way.popleft()
         self.next_step += 1
-        self.position = self.position.after(
-            task.step,
-            self.undelivered,
-            sampler=task.sampler_state,
-            state=built.dataset_state,
-            worker=built.worker,
-            num_workers=self._context.num_workers,
-        )
+        self.position = self.position.after(task.step, self.undelivered, sampler=task.sampler_state)
         return batches
 
     def _deliver(self) -> list[Any]:
-        self._is_delivering = True
         task, future = self._under_way[0]
         try:
             batches = self._context.delivery.deliver(self._engine, future, task)
         finally:
             del future  # as in `Delivery.deliver`
-        self._is_delivering = False
         self._submit(self._engine.depth + 1)  # this one is still among them
         return batches
 
@@ -146,18 +128,10 @@ class PlannedStream:
         return Interrupted(self._begun, tasks)
 
     def skip_failed(self, error: BaseException) -> bool:
-        was_delivering, self._is_delivering = self._is_delivering, False
         context = self._context
-        if isinstance(error, KeyboardInterrupt):
-            # The step is still under way, and awaited again. Other ranks may wait for this one in a collective.
-            return self._tasks is not None and not (context.delivery.is_collective or context.rank.check_plan_every)
-        is_built = was_delivering and self._under_way[0][1].done()
-        # A warning that is an error here says nothing about the step.
-        if not context.is_single_rank or not is_built or isinstance(error, Warning):
-            return False
-        self._under_way.popleft()
-        self.next_step += 1
-        return True
+        is_collective = context.delivery.is_collective or context.rank.check_plan_every
+        # The step is still under way, and awaited again. Other ranks may wait for this one in a collective.
+        return isinstance(error, KeyboardInterrupt) and self._tasks is not None and not is_collective
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         try:
@@ -172,53 +146,6 @@ class PlannedStream:
             if self._ending is not None:
                 self._ending.cancel() if waits else self._ending.soon()
 
-    def _draw(self) -> Iterator[StepTask]:
-        """Return the steps of the epoch from here on, once all ranks have its random inputs."""
-        context, loop = self._context, self._loop
-        origin, left = loop.origin, self._interrupted
-        self._interrupted = None
-
-        # After an error, the tasks that the failed iteration drew are taken again.
-        if left is not None and left.tasks is not None:
-            self.position = loop.know(origin.draw)
-            return left.tasks
-
-        # Ranks compare where they begin. All use the random inputs that rank 0 has drawn, or those of the state.
-        draw = self._begun.agree(lambda: origin.draw or context.steps.draw())
-        if origin.draw is not None and draw != origin.draw:
-            raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
-        self.position = loop.know(draw)
-
-        # Tasks begin at the first step that is not delivered; delivered steps after it are left out.
-        first = min((*origin.left, origin.step))
-        tasks = context.steps.tasks(
-            origin.epoch,
-            first,
-            draw,
-            again=origin.draw is not None or context.rank.rank > 0,
-            sampler_state=loop.sampler_state,
-        )
-        if first == origin.step:
-            return tasks
-        return (task for task in tasks if task.step >= origin.step or task.step in origin.left)
-
-    def _bring_forward(self) -> None:
-        """If steps come as they are ready, move the first that is ready to the front."""
-        if self._context.in_order:
-            return
-        if self._under_way[0][0].sampler_state is not None:
-            warn_once(
-                "a sampler with a state keeps order",
-                "in_order=False has no effect: the sampler has its own state, which does not store which of its "
-                "batches others have overtaken, so batches come in order",
-            )
-            return
-        self._engine.expect(self._under_way[0][1])
-        wait([future for _, future in self._under_way], return_when=FIRST_COMPLETED)
-        number = next(number for number, (_, future) in enumerate(self._under_way) if future.done())
-        ready = self._under_way[number]
-        del self._under_way[number]
-        self._under_way.appendleft(ready)
 
     def _submit(self, depth: int) -> None:
         while len(self._under_way) < depth:
@@ -235,25 +162,50 @@ class PlannedStream:
             self._ahead.popleft()
 
 
+def draw_tasks(
+    context: LoopContext, loop: EpochLoop, begun: Beginning, left: Interrupted | None
+) -> tuple[Position, Iterator[StepTask]]:
+    """Return where an iteration starts, and its steps, once all ranks have the random inputs of the epoch."""
+    origin = loop.origin
+
+    # After an error, the tasks that the failed iteration drew are taken again.
+    if left is not None and left.tasks is not None:
+        return loop.know(origin.draw), left.tasks
+
+    # Ranks compare where they begin. All use the random inputs that rank 0 has drawn, or those of the state.
+    draw = begun.agree(lambda: origin.draw or context.steps.draw())
+    if origin.draw is not None and draw != origin.draw:
+        raise ValueError("ranks continue from different states: pass load_state_dict the same on every rank")
+    position = loop.know(draw)
+
+    # Tasks begin at the first step that is not delivered; delivered steps after it are left out.
+    first = min((*origin.left, origin.step))
+    tasks = context.steps.tasks(
+        origin.epoch,
+        first,
+        draw,
+        again=origin.draw is not None or context.rank.rank > 0,
+        sampler_state=loop.sampler_state,
+    )
+    if first == origin.step:
+        return position, tasks
+    return position, (task for task in tasks if task.step >= origin.step or task.step in origin.left)
+
+
 class Engines:
     """Opens engines, and keeps one where workers are persistent.
 
     Args:
         warming: loads kernels in the background.
         pin_memory: whether batches are copied to page-locked memory.
-        persistent: whether an engine is kept at the end of an epoch.
-        keeps_after_break: whether it is kept too when the caller leaves an iteration before its end. As with torch's
-            loader, its workers then finish the steps under way, and draw random numbers for them.
+        persistent: whether an engine is kept at the end of an epoch, and the user's own after `break` too.
     """
 
-    def __init__(
-        self, choice: EngineChoice, warming: Warming, *, pin_memory: bool, persistent: bool, keeps_after_break: bool
-    ) -> None:
+    def __init__(self, choice: EngineChoice, warming: Warming, *, pin_memory: bool, persistent: bool) -> None:
         self._choice = choice
         self._warming = warming
         self._pin_memory = pin_memory
         self._persistent = persistent
-        self._keeps_after_break = keeps_after_break
         self._known_bad_rows: dict[int, str] = {}
         self.idle: Engine | None = None
 
@@ -264,7 +216,6 @@ class Engines:
         delivery: Delivery,
         *,
         base_seed: int,
-        states: Sequence[dict[str, Any] | None],
     ) -> Engine:
         """An engine for one iteration; arguments as of `EngineChoice.make`."""
         if self.idle is not None:
@@ -275,13 +226,13 @@ class Engines:
         else:
             self._warming.wait()
         engine = delivery.receiving_engine() or self._choice.make(
-            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows, states=states
+            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows
         )
         return PinningEngine(engine) if self._pin_memory else engine
 
     def leave(self, engine: Engine, *, is_over: bool, has_failed: bool) -> None:
         """Keep an engine for the next iteration, or close it."""
-        keeps = self._persistent and not has_failed and (is_over or self._keeps_after_break)
+        keeps = self._persistent and not has_failed and (is_over or self._choice.given is not None)
         if keeps and self.idle is None:
             self.idle = engine
         else:

@@ -1,172 +1,304 @@
-"""Steps from torch's own loader: map-style data in this process, and IterableDatasets.
+"""Steps from torch's own loader: map-style data without costs, and IterableDatasets.
 
-Nothing is planned: this rank gets every batch, and torch's loader takes less time per batch than a plan.
+tasks --Feed: this rank's items--> torch's loader, its workers --Made: a batch, or an error--> MapStream
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
+from orchdata.building.collate import step_info, takes_step
 from orchdata.building.map_items import MapContent
+from orchdata.building.spec import BuildSpec
 from orchdata.delivery.stats import TorchCounts
-from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.work import error_of
+from orchdata.engines.processes.message import Failed, unpacked
+from orchdata.engines.torch_workers import (
+    Asked,
+    Batches,
+    BatchStream,
+    Items,
+    IterableContent,
+    Made,
+    Taken,
+    iterate,
+    torch_loader,
+)
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import STOP_ITERATION, EpochLoop
+from orchdata.loop.loop import EpochLoop
+from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.loop.position import Position
 from orchdata.notices import warn_once, warn_user
-from orchdata.order.sampler import SamplerSteps
-from orchdata.order.stateful import StateGetter, has_own_state
-from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
-from orchdata.planning.make_plan import PlanSpec
+from orchdata.order.stateful import StateGetter, has_own_state, is_stateful, states_of
+from orchdata.order.steps import OrderedSteps, StepTask, StreamSteps
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.ranks.parallel import Rank
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 
 
-class Rows:
-    """The rows of steps in the form that torch's loader takes: a batch sampler, or a sampler of single indices.
+class MapSource:
+    """A map-style data set, and the workers that are kept from one iteration to the next.
 
-    Attributes:
-        current: of the step that is being read.
-        items: the iterator of the sampler that they come from; None for an order.
+    Args:
+        workers: that read it; None for this process.
+        rank: on one alone, the data set's own state is stored, if it has one.
+        in_order: whether steps come in order; else as they are ready.
     """
 
-    def __init__(self, steps: Iterator[list[Any]], items: Iterator[Any] | None, *, batched: bool) -> None:
-        self.current: list[Any] = []
-        self.items = items
-        self._steps = steps
-        self._batched = batched
-        self._drawn = self._draw()
+    def __init__(
+        self, content: MapContent, workers: Workers | None, rank: Rank, *, in_order: bool, pin_memory: bool
+    ) -> None:
+        self.content = content
+        self.num_workers = 0 if workers is None else workers.options.num_workers
+        self.in_order = in_order or workers is None
+        self.is_stateful = rank.size == 1 and is_stateful(content.dataset)
+        self._workers = workers
+        self._pin_memory = pin_memory
+        self._kept: tuple[Feed, DataLoader[Made]] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._drawn
+    def open(self, loop: EpochLoop, *, in_order: bool) -> tuple[Feed, DataLoader[Made]]:
+        """Return torch's loader for the next iteration, and its sampler."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        items = Items(self.content, loop.dataset_states if self.is_stateful else (), has_state=self.is_stateful)
+        if self._workers is None:
+            items.restore(0)
+        feed = Feed()
+        common: dict[str, Any] = {"base_seed": loop.base_seed, "pin_memory": self._pin_memory, "in_order": in_order}
+        return feed, torch_loader(items, self._workers, sampler=feed, **common)
+
+    def keep(self, feed: Feed, loader: DataLoader[Made], *, is_over: bool) -> None:
+        """Keep the workers, if they are persistent, and their data sets are not ahead of what was delivered."""
+        if self._workers is not None and self._workers.persistent and (is_over or not self.is_stateful):
+            self._kept = feed, loader
+
+    def state_before(self) -> tuple[StateGetter, ...]:
+        """Return the data set's own state, now; () if it has none, or workers have copies."""
+        dataset = self.content.dataset
+        return (lambda: states_of(dataset=dataset),) if self.is_stateful and not self.num_workers else ()
+
+    def close(self) -> None:
+        """Stop workers that are kept."""
+        self._kept = None
+
+
+class Feed:
+    """The sampler of torch's loader, which may be kept: it asks for this rank's part of the steps of an iteration.
+
+    Attributes:
+        under_way: number of a step that was asked for, and not delivered -> its task, and this rank's samples.
+        again: tasks to ask for before all others.
+        next_step: number of the step after the last that was asked for.
+        error: what drawing a step has raised; it comes after the steps before it.
+    """
+
+    def begin(self, tasks: Iterator[StepTask], spec: BuildSpec, *, next_step: int, num_before: int) -> None:
+        """Begin an iteration. On one rank, the rows of its tasks are lists. `num_before` workers are asked for nothing
+        at first, because it is the turn of the one after them.
+        """
+        self.under_way: dict[int, tuple[StepTask, int]] = {}
+        self.again: deque[StepTask] = deque()
+        self.next_step = next_step
+        self.error: Exception | None = None
+        self._tasks: Iterator[StepTask] | None = tasks
+        self._spec = spec
+        self._num_before = num_before
+        collate_fn = spec.content.collate_fn if isinstance(spec.content, MapContent) else None
+        self._takes_step = collate_fn is not None and takes_step(collate_fn)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the sampler has ended, or has raised an error."""
-        return getgeneratorstate(self._drawn) == GEN_CLOSED
+    def undelivered(self) -> Iterator[StepTask] | None:
+        """All tasks that are not delivered; None if drawing one raised an error."""
+        if self._tasks is None:
+            return None
+        return chain([task for task, _ in self.under_way.values()], self.again, self._tasks)
 
-    def again(self) -> Rows:
-        """The same from the current step on."""
-        return Rows(chain([self.current], self._steps), self.items, batched=self._batched)
-
-    def _draw(self) -> Generator[Any, None, None]:
-        batched = self._batched
-        for rows in self._steps:
-            self.current = rows
-            yield rows if batched else rows[0]
+    def __iter__(self) -> Iterator[Asked | None]:
+        yield from (None,) * self._num_before
+        plan, rank, tasks = self._spec.plan, self._spec.rank, self._tasks
+        try:
+            while tasks and (task := self.again.popleft() if self.again else next(tasks, None)) is not None:
+                items: Any = task.rows
+                own = num_samples = 0 if items is None else len(items)
+                if plan.num_ranks > 1:
+                    planned = make_plan(plan, task)
+                    items = planned.row[planned.places(rank)].tolist()
+                    own, num_samples = len(items), len(planned.row)
+                    items = items or planned.row[:1].tolist()  # as torch's DistributedSampler pads
+                self.under_way[task.step] = task, own
+                self.next_step = max(self.next_step, task.step + 1)
+                info = step_info(task.epoch, task.step, num_samples, plan.num_ranks) if self._takes_step else None
+                yield Asked(task.step, items, info)
+        except Exception as error:  # noqa: BLE001 - it is raised where the step would come
+            self.error, self._tasks = error, None
 
 
 class MapStream:
-    """The steps of one iteration over a map-style data set, read in this process.
+    """The steps of one iteration over a map-style data set.
 
-    The position is computed on request: besides torch's loader, a step costs only the code in `__next__`.
+    The position is computed on request: besides torch's loader, a step costs only the code in `__next__` and `Feed`.
     """
 
     computes_position = True
 
     def __init__(
-        self,
-        content: MapContent,
-        plan: PlanSpec,
-        steps: SamplerSteps | OrderedSteps,
-        loop: EpochLoop,
-        counts: TorchCounts,
-        *,
-        pin_memory: bool,
+        self, context: LoopContext, source: MapSource, spec: BuildSpec, loop: EpochLoop, counts: TorchCounts
     ) -> None:
-        # Draw the random inputs of the epoch, unless a state or an interrupted iteration has them.
-        origin, rows = loop.origin, loop.start.take_interrupted()
-        draw = steps.draw() if rows is None and origin.draw is None else origin.draw
-        if rows is None:
-            again = origin.draw is not None
-            if isinstance(steps, OrderedSteps):
-                rows = Rows(_ordered(plan, steps, origin, draw), None, batched=content.batched)
-            else:
-                lists, items = steps.items(origin.step, draw, again=again, sampler_state=loop.sampler_state)
-                rows = Rows(lists, items, batched=content.batched)
-
-        # The data set continues with its own state.
-        self._stateful = content.stateful
-        if self._stateful is not None and (states := loop.dataset_states):
-            self._stateful.restore(states[0] or {})
-
-        self.undelivered: list[int] = []  # the failed step is the next one
-        self._steps = steps
-        self._rows = rows
+        self._context = context
+        self._source = source
+        self._spec = spec
+        self._loop: EpochLoop | None = loop  # until it is open: a loop knows this stream, by its progress
         self._counts = counts
-        self._start = loop.know(draw)
-        self.next_step = self._yielded = self._start.step
-        self._sampler_state = self._start.sampler
-        self._has_sampler_state = self._state_of_sampler() is not None
-        # torch's own base seed is not used: our loader draws it, or a state has stored it.
-        options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
-        options |= {"batch_sampler": rows} if content.batched else {"batch_size": None, "sampler": rows}
-        self._batches = iter(DataLoader(content.dataset, collate_fn=content.collate_fn, **options))
-
-    def __next__(self) -> list[Any]:
-        started = perf_counter()
-        try:
-            batch = next(self._batches)
-        except StopIteration as error:
-            if self._rows.is_over:
-                raise
-            raise RuntimeError(STOP_ITERATION) from error
-        counts = self._counts
-        counts.steps += 1
-        counts.samples += len(self._rows.current)
-        counts.waiting_seconds += perf_counter() - started
-        self._yielded = self.next_step = self.next_step + 1
-        if self._has_sampler_state:
-            self._sampler_state = self._state_of_sampler()
-        return [batch]
+        self._start = loop.start.position
+        self._interrupted: Interrupted | None = loop.start.take_interrupted()
+        begun = self._interrupted and self._interrupted.begun
+        self._begun = context.agreement.begin(self._start.epoch, self._start.step, begun)
+        self._feed: Feed | None = None
+        self._batches: list[Iterator[Made]] = []  # one; a list, which the finalizer can clear
+        self._loader: DataLoader[Made] | None = None
+        self._ending: Ending | None = None
+        # What was delivered.
+        self._left: set[int] = set()
+        self._delivered: StepTask | None = None
+        self._step = self._start.step
+        self._worker = 0
+        self._states: list[StateGetter | None] = []
+        self._failed: int | None = None  # the step that failed; None if a worker was lost: the iteration is over
 
     @property
     def position(self) -> Position:
-        if self._yielded == self._start.step:
+        if self._delivered is None or self._feed is None:
             return self._start
-        return self._start.after(
-            self._yielded - 1,
-            sampler=self._sampler_state,
-            state=None if self._stateful is None else self._stateful.state,
-        )
+        reached = self._start.reaching(self._step, (*self._left, *self._feed.under_way))
+        workers = tuple(self._states) if self._source.num_workers else self._source.state_before()
+        return replace(reached, sampler=self._delivered.sampler_state, workers=workers, worker=self._worker)
 
-    def leave(self) -> Rows | None:
-        return None if self._rows.is_over else self._rows.again()
+    @property
+    def undelivered(self) -> list[int]:
+        return [] if self._feed is None else list(self._feed.under_way)
+
+    @property
+    def next_step(self) -> int:
+        """See `Stream`."""
+        return self._start.step if self._feed is None else self._feed.next_step
+
+    def __next__(self) -> list[Any]:
+        feed = self._feed or self._open()
+        started = perf_counter()
+        try:
+            made = next(self._batches[0])
+            while made.step < 0:
+                made = next(self._batches[0])
+        except StopIteration:
+            if (failure := feed.error) is None:
+                raise
+            feed.error = None
+            try:
+                raise failure from None
+            finally:
+                del failure  # as below
+        except (Exception, SystemExit) as error:
+            if self._source.num_workers:
+                error.with_traceback(None)  # torch's frame has the error as a variable: a cycle would keep the workers
+            else:
+                self._failed = next(iter(feed.under_way), None)
+            raise
+        if type(made.batch) is Failed:
+            failed, self._failed = made.batch, made.step
+            try:
+                raise failed.error
+            finally:
+                del failed, made  # or the error's traceback, which has this frame, would be a cycle
+
+        self._delivered, num_samples = feed.under_way.pop(made.step)
+        counts = self._counts
+        counts.steps += 1
+        counts.samples += num_samples
+        counts.waiting_seconds += perf_counter() - started
+        self._step = max(self._step, made.step + 1)
+        if self._left:
+            self._left.discard(made.step)
+        if made.state is not None:
+            self._states[made.worker], self._worker = partial(unpacked, made.state), made.worker
+        return [made.batch]
+
+    def leave(self) -> Interrupted:
+        return Interrupted(self._begun, None if self._feed is None else self._feed.undelivered)
 
     def skip_failed(self, error: BaseException) -> bool:
-        if self._rows.is_over:  # the sampler raised it
+        feed, context = self._feed, self._context
+        failed, self._failed = self._failed, None
+        if feed is None:
             return False
-        self.next_step += 1
+        if isinstance(error, KeyboardInterrupt):
+            if not self._source.num_workers:  # this process was making it: as with torch, one rank alone loses it
+                feed.again.extend(() if context.rank.size == 1 else (task for task, _ in feed.under_way.values()))
+                feed.under_way.clear()
+            return True
+        if failed is None or context.rank.size > 1:
+            return False
+        del feed.under_way[failed]
+        if failed < self._step:  # others have overtaken it
+            self._left.add(failed)
         return True
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
-        pass
+        if self._feed is not None and self._loader is not None and not has_failed:
+            self._source.keep(self._feed, self._loader, is_over=is_over)
+        if self._ending is not None:
+            self._ending.cancel() if waits else self._ending.soon()
+        self._loader, self._batches = None, []
 
-    def _state_of_sampler(self) -> Any:
-        if isinstance(self._steps, OrderedSteps) or self._rows.items is None:
-            return None
-        return self._steps.state(self._rows.items, len(self._rows.current))
+    def _open(self) -> Feed:
+        """Draw the steps, once all ranks have the random inputs of the epoch, and open torch's loader."""
+        context, source, plan = self._context, self._source, self._spec.plan
+        loop, left, self._interrupted = self._loop, self._interrupted, None
+        assert loop is not None
+        self._start, tasks = draw_tasks(context, loop, self._begun, left)
+        if isinstance(context.steps, OrderedSteps) and plan.num_ranks == 1:
+            tasks = _ordered(plan, context.steps, tasks)
+        in_order = source.in_order
+        if not in_order:
+            first = list(islice(tasks, 1))
+            tasks = chain(first, tasks)
+            if in_order := any(task.sampler_state is not None for task in first):
+                warn_once(
+                    "a sampler with a state keeps order",
+                    "in_order=False has no effect: the sampler has its own state, which does not store which of its "
+                    "batches others have overtaken, so batches come in order",
+                )
+        self._left = set(self._start.left)
+        self._step = self._start.step
+        # The state of a worker goes on with its own steps.
+        num_before = self._step % source.num_workers if source.is_stateful and source.num_workers else 0
+        self._states = list(self._start.workers) or [None] * (source.num_workers if source.is_stateful else 0)
+        feed, self._loader = source.open(loop, in_order=in_order)
+        feed.begin(tasks, self._spec, next_step=self._step, num_before=num_before)
+        self._batches = [iterate(self._loader)]
+        # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
+        self._ending = Ending(self, self._batches.clear) if source.num_workers else None
+        self._feed, self._loop = feed, None
+        return feed
 
 
-def _ordered(plan: PlanSpec, steps: OrderedSteps, position: Position, draw: Draw | None) -> Iterator[list[int]]:
-    """Yield the rows of each step of an order, from a position on."""
-    tasks = steps.tasks(position.epoch, position.step, draw, again=False)
+def _ordered(plan: PlanSpec, steps: OrderedSteps, tasks: Iterator[StepTask]) -> Iterator[StepTask]:
+    """Yield the tasks of an order with their rows, those of several steps computed together."""
     while block := list(islice(tasks, _BLOCK_STEPS)):
         bounds = [steps.bounds(task) for task in block]
         begin = bounds[0][0]
-        rows = plan.order.rows(position.epoch, begin, bounds[-1][1])[1].tolist()
-        for start, stop in bounds:
-            yield rows[start - begin : stop - begin]
+        rows = plan.order.rows(block[0].epoch, begin, bounds[-1][1])[1].tolist()
+        for task, (start, stop) in zip(block, bounds, strict=True):
+            yield task._replace(rows=rows[start - begin : stop - begin])
 
 
 class IterableSource:
@@ -268,7 +400,7 @@ class IterableStream:
             taken = next(self._batches)
             while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
                 if taken.error is not None:
-                    raise error_of(taken.error)
+                    raise taken.error
                 taken = next(self._batches)
         except Exception as error:
             if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers

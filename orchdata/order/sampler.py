@@ -275,6 +275,7 @@ class SamplerSteps:
         batches: the loader's global batches.
         usable: rows, int64 (num_usable,), with the items as indices into them; None if items are rows.
         integers: whether items must be integers, as costs require.
+        as_drawn: whether the rows of a task are a list of the sampler's own indices.
     """
 
     def __init__(
@@ -285,12 +286,14 @@ class SamplerSteps:
         batches: GlobalBatches,
         usable: NDArray[np.int64] | None = None,
         integers: bool = False,
+        as_drawn: bool = False,
     ) -> None:
         self._source = source
         self._batched = batched
         self._batches = batches
         self._usable = usable
         self._integers = integers
+        self._as_drawn = as_drawn
 
     def follow(self, sampler: Any) -> None:
         """Draw from this sampler from now on, if the user has replaced the loader's."""
@@ -306,13 +309,9 @@ class SamplerSteps:
     def draw(self) -> Draw | None:
         return self._source.draw()
 
-    def items(
-        self, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
-    ) -> tuple[Iterator[list[Any]], Iterator[Any]]:
-        """Return the items of each step from step `first` on, and the sampler's iterator that yields them.
-
-        For the arguments see `Steps.tasks`.
-        """
+    def tasks(
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> Iterator[StepTask]:
         if sampler_state is None:
             items, skipped = self._source.items(draw, again=again), first
         else:
@@ -323,23 +322,10 @@ class SamplerSteps:
             batches = iter(lambda: [*islice(items, size)], [])
             if drop_last:
                 batches = (batch for batch in batches if len(batch) == size)
-        return islice(batches, skipped, None) if skipped else iter(batches), items
-
-    def state(self, items: Iterator[Any], num_items: int) -> Any:
-        """Return the sampler's state after a step of `num_items` items was taken from its iterator `items`."""
-        state = self._source.state(items)
-        full = self._source.batch_size if self._batched else self._batches.size
-        if state is not None and full is not None and num_items < full:
-            state[ENDED] = True  # one more item was requested, and the sampler had none
-        return state
-
-    def tasks(
-        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
-    ) -> Iterator[StepTask]:
-        batches, items = self.items(first, draw, again=again, sampler_state=sampler_state)
-        for step, batch in enumerate(batches, first):
-            rows = self._rows(list(batch))  # a copy: the sampler may use its list again
-            yield StepTask(epoch, step, rows, sampler_state=self.state(items, len(rows)))
+        for step, batch in enumerate(islice(batches, skipped, None), first):
+            rows: Any = list(batch)  # a copy: the sampler may use its list again
+            state = self._state(items, len(rows))
+            yield StepTask(epoch, step, rows if self._as_drawn else self._rows(rows), sampler_state=state)
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if not self._source.replays(draw):
@@ -351,8 +337,17 @@ class SamplerSteps:
                 "RandomSampler"
             )
         for task in self.tasks(epoch, step, draw, again=True):
-            return task._replace(sampler_state=None)
+            rows = self._rows(cast("Any", task.rows)) if self._as_drawn else task.rows
+            return task._replace(rows=rows, sampler_state=None)
         raise IndexError(f"step {step} is outside epoch {epoch}")
+
+    def _state(self, items: Iterator[Any], num_items: int) -> Any:
+        """Return the sampler's state after a step of `num_items` items was taken from its iterator `items`."""
+        state = self._source.state(items)
+        full = self._source.batch_size if self._batched else self._batches.size
+        if state is not None and full is not None and num_items < full:
+            state[ENDED] = True  # one more item was requested, and the sampler had none
+        return state
 
     def _rows(self, items: list[Any]) -> NDArray[Any]:
         if self._integers or self._usable is not None:

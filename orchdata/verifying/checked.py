@@ -51,8 +51,6 @@ class CheckedContent:
 class Checker:
     """An assembler that builds each sample's step with the builder of a loader."""
 
-    stateful = None
-
     def __init__(self, content: CheckedContent, watch: Watch) -> None:
         shards = self._shards = content.shards
         packed = ShardContent(shards=shards, layout=Packed(), encoders=shards.index.modalities[1:])

@@ -144,7 +144,6 @@ def _checked(
         max_jobs=_QUEUED,
         worker_init_fn=begin_checking,
         dataset=None,
-        as_torch=False,
         memory=FREE_BYTES if elsewhere is None else None,  # a check limits its own memory, too
     )
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))

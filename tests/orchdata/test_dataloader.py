@@ -171,7 +171,7 @@ def test_the_next_steps_are_built_while_the_caller_works() -> None:
 
     for prefetch_factor in (1, 3):
         loaded.clear()
-        for _ in od.DataLoader(Noting(20), prefetch_factor=prefetch_factor, num_threads=1):
+        for _ in od.DataLoader(Noting(20), prefetch_factor=prefetch_factor, num_threads=1, cost=[1] * 20):
             deadline = time.monotonic() + 120
             while len(loaded) <= prefetch_factor and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -179,7 +179,7 @@ def test_the_next_steps_are_built_while_the_caller_works() -> None:
             break
         assert sorted(loaded) == list(range(prefetch_factor + 1))  # the one in use, and no more than these ahead
     loaded.clear()
-    next(iter(od.DataLoader(Noting(20), num_threads=0)))
+    next(iter(od.DataLoader(Noting(20), num_threads=0, cost=[1] * 20)))
     assert loaded == [0]
 
 
@@ -192,7 +192,7 @@ def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset)
         assert len(gone) == before + 1
 
 
-@pytest.mark.parametrize("how", ["num_threads=3", "num_workers=1"])
+@pytest.mark.parametrize("how", ["num_threads=3, cost=[1] * 1000", "num_workers=1, cost=[1] * 1000", "num_workers=1"])
 def test_an_iterator_that_is_open_at_exit_is_silent(how: str, tmp_path: Path) -> None:
     program = (
         "import orchdata as od\n"

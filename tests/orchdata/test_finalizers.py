@@ -67,11 +67,12 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str
 @pytest.mark.parametrize(
     ("data", "options", "kind", "end"),
     [
-        (Numbers(40), {"num_threads": 2}, ThreadPool, "close"),
-        (Numbers(40), {"num_workers": 1}, Supervisor, "stop"),
+        (Numbers(40), {"num_threads": 2, "cost": [1] * 40}, ThreadPool, "close"),
+        (Numbers(40), {"num_workers": 1, "cost": [1] * 40}, Supervisor, "stop"),
+        (Numbers(40), {"num_workers": 1}, _MultiProcessingDataLoaderIter, "_shutdown_workers"),
         (Counting(), {"num_workers": 1}, _MultiProcessingDataLoaderIter, "_shutdown_workers"),
     ],
-    ids=["threads", "processes", "torch's processes"],
+    ids=["threads", "processes", "torch's processes", "of an iterable"],
 )
 def test_the_collector_ends_no_engine_itself(
     data: Any, options: Any, kind: Any, end: str, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def make_specs(folder: Path) -> Specs:
     numbers, lengths = Numbers(40, bad=(7,)), np.arange(40) % 9
     halves = [od.Source(od.ShardDataset(shard, RECIPE), loss_weight=1 + at) for at, shard in enumerate(shards)]
     mixture = od.Mixture(dict(zip("ab", halves, strict=True)), stop="repeat", epoch_samples=50)
+    ours = {"shuffle": None, "on_error": "skip"}
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "shards, packed, joint": (RECIPE, {}),
         "shards, another seed": (RECIPE, {"seed": 1}),
@@ -41,8 +42,8 @@ def make_specs(folder: Path) -> Specs:
         "shards, mixture": (mixture, {}),
         "map-style": (numbers, {"cost": lengths, "on_error": od.ErrorPolicy("skip", max_failures=None)}),
         "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
-        "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
-        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7, 8], [3, 4, 5]], "shuffle": None}),
+        "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20))} | ours),
+        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7, 8], [3, 4, 5]]} | ours),
     }
     made: Specs = {}
     for name, (data, options) in kinds.items():

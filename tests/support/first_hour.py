@@ -97,7 +97,7 @@ def other_recipe_than_the_model_s() -> None:
 def script_without_a_guard() -> None:
     Path("script.py").write_text(
         "import orchdata as od\n"
-        "list(od.DataLoader(list(range(9)), num_workers=1, multiprocessing_context='forkserver'))\n"
+        "list(od.DataLoader(list('abc'), cost=[1] * 3, num_workers=1, multiprocessing_context='forkserver'))\n"
     )
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300)
     raise RuntimeError(ended.stderr[ended.stderr.rindex("RuntimeError: ") + len("RuntimeError: ") :])

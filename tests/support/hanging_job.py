@@ -61,7 +61,7 @@ class Hanging(torch.utils.data.Dataset[int]):
 
 def main(ending: str, fifo: str) -> None:
     timeout = 0 if ending == "interrupt" else 1
-    loader = od.DataLoader(Hanging(fifo), batch_size=CALLS, num_threads=CALLS, timeout=timeout)
+    loader = od.DataLoader(Hanging(fifo), CALLS, num_threads=CALLS, timeout=timeout, cost=[1] * CALLS)
     try:
         list(loader)
     except RuntimeError:

@@ -24,7 +24,7 @@ class Hanging(Numbers):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    loader = od.DataLoader(Hanging(16), batch_size=2, num_threads=1, timeout=1, dp=dist.group.WORLD)
+    loader = od.DataLoader(Hanging(16), 2, num_threads=1, timeout=1, dp=dist.group.WORLD, cost=[1] * 16)
     try:
         for batch in loader:
             dist.all_reduce(batch["length"])

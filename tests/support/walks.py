@@ -148,7 +148,6 @@ KINDS: dict[str, Callable[[], od.DataLoader]] = {
         Items(), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False), collate_fn=list
     ),
     "costs": lambda: od.DataLoader(Items(), batch_size=3, cost=list(range(11)), shuffle=True, collate_fn=list),
-    "threads": lambda: od.DataLoader(list(range(11)), batch_size=2, shuffle=True, num_threads=2, collate_fn=list),
     "two ranks": lambda: od.DataLoader(list(range(11)), batch_size=2, shuffle=True, seed=1, dp=(1, 2), collate_fn=list),
     "stream": lambda: od.DataLoader(Stream(), batch_size=3, collate_fn=list),
     "stream, one by one": lambda: od.DataLoader(Stream(), batch_size=None, collate_fn=_same),

@@ -28,5 +28,5 @@ class Stuck:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    for batch in od.DataLoader(Stuck(), batch_size=2, num_workers=2, multiprocessing_context=sys.argv[1]):
+    for batch in od.DataLoader(Stuck(), 2, num_workers=2, multiprocessing_context=sys.argv[1], cost=[1] * 40):
         len(batch)

@@ -22,9 +22,9 @@ from orchdata.engines.engine import Engine
 from orchdata.engines.on_ray.compare import check_same
 from orchdata.engines.on_ray.parcel import open_parcel
 from orchdata.engines.on_ray.reply import pack
-from orchdata.engines.processes.message import Unit, describe_step
+from orchdata.engines.processes.message import Unit, describe_step, describe_value
 from orchdata.engines.threads import passed_on
-from orchdata.engines.work import Work, WorkerSpec, describe_error
+from orchdata.engines.work import Work, WorkerSpec, sendable
 from orchdata.loaders.watch import IDLE, Watch, all_wait
 from orchdata.order.steps import StepTask
 
@@ -121,7 +121,7 @@ class StepActor:
 
     def _described(self, error: Exception) -> Unit:
         where = f"in DataLoader worker process {self._number} on {_here()['address']}"
-        return describe_error(error, where, as_torch=self._worker is not None and self._worker.options.as_torch)
+        return describe_value(sendable(error, where))
 
 
 def _here() -> dict[str, str]:

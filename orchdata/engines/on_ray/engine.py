@@ -290,7 +290,6 @@ class ActorDispatcher(threading.Thread):
         except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
             job.future.set_exception(error)
             return
-        built.worker = member.number
         built.seconds["handing_over"] = max(0.0, time.time() - message["finished"])  # clocks of nodes may differ
         job.future.set_result(built)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import process as mp_process
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from orchdata.engines.engine import WorkerOptions
 from orchdata.engines.jobs import JobEngine
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.message import packed
 from orchdata.engines.processes.supervisor import Supervisor
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.work import WorkerSpec
@@ -52,7 +50,6 @@ class ProcessEngine(JobEngine[Supervisor]):
         reads: counts the bytes that workers read from shards.
         name_of: row -> the sample's name in messages.
         known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
-        states: for each worker, the state that its data set starts with; None for its own.
 
     Raises:
         TypeError: the spec must be pickled, and cannot be.
@@ -67,7 +64,6 @@ class ProcessEngine(JobEngine[Supervisor]):
         reads: ReadBytes | None = None,
         name_of: Callable[[int], str] = str,
         known_bad_rows: dict[int, str] | None = None,
-        states: Sequence[dict[str, Any] | None] = (),
     ) -> None:
         start_server(workers.context)
         options = workers.options
@@ -75,7 +71,7 @@ class ProcessEngine(JobEngine[Supervisor]):
         try:
             supervisor = Supervisor(
                 workers.context,
-                [_worker(first, number, states) for number in range(options.num_workers)],
+                [replace(first, number=number) for number in range(options.num_workers)],
                 timeout=workers.timeout,
                 reads=reads,
                 name_of=name_of,
@@ -87,19 +83,13 @@ class ProcessEngine(JobEngine[Supervisor]):
         super().__init__(
             supervisor, num_workers=options.num_workers, max_jobs=options.max_jobs, in_turn=workers.in_turn
         )
-        self._is_polite = options.as_torch
         _supervisors.add(supervisor)
-        self._ending = Ending(self, partial(supervisor.stop, polite=False))
+        self._ending = Ending(self, supervisor.stop)
         supervisor.start()
 
     def close(self) -> None:
-        self._dispatcher.stop(polite=self._is_polite)
+        self._dispatcher.stop()
         self._ending.cancel()
-
-
-def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:
-    state = states[number] if states else None
-    return replace(first, number=number, state=None if state is None else packed(state))
 
 
 def start_server(context: BaseContext) -> None:

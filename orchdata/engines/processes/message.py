@@ -12,6 +12,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.step import BuiltStep
-from orchdata.engines.pickling import described, what_does_not_pickle
+from orchdata.engines.pickling import described, pickles, what_does_not_pickle
 from orchdata.loaders.errors import DataError
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
@@ -66,6 +68,37 @@ def packed(value: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return the value that `packed` was given."""
     return pickle.loads(data)  # noqa: S301 - of this process's own workers, or its parent
+
+
+class Failed:
+    """An error in place of a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Sent:
+    """A batch, or an error, on its way from a worker. It is pickled here, and unpickled by a function of ours: torch's
+    queue loses what does not pickle, and waits for it.
+
+    Raises RuntimeError for what cannot be sent, as `describe_value`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._pickled = bytes(ForkingPickler.dumps(value))
+        except Exception as error:
+            raise _unsent(value, ForkingPickler.dumps, error) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._pickled,)
+
+
+def _received(pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)  # noqa: S301 - of a worker of this process
+    except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
+        return Failed(error)
 
 
 def describe_step(built: BuiltStep) -> list[Unit]:
@@ -191,20 +224,21 @@ def _pickled(value: Any) -> Unit:
     try:
         _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:
-        name, member = what_does_not_pickle(value, _pickles)
-        raise RuntimeError(
-            f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set or "
-            "collate_fn return values that pickle, or load with num_workers=0"
-        ) from error
+        raise _unsent(value, _pickled_here, error) from error
     return Unit("pickle", out.getvalue(), [buffer.raw() for buffer in buffers])
 
 
-def _pickles(value: Any) -> bool:
-    try:
-        _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
-    except Exception:  # noqa: BLE001 - pickling a user's object may raise anything
-        return False
-    return True
+def _pickled_here(value: Any) -> None:
+    _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+
+
+def _unsent(batch: Any, dump: Callable[[Any], Any], error: Exception) -> RuntimeError:
+    """Return the error for a batch that cannot be sent: it names the member."""
+    name, member = what_does_not_pickle(batch, partial(pickles, dump=dump))
+    return RuntimeError(
+        f"batch{name} is {described(member)}, which a worker process cannot send ({error}): have the data set or "
+        "collate_fn return values that pickle, or load with num_workers=0"
+    )
 
 
 def _as_bytes(buffer: Any) -> Bytes:

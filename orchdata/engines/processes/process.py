@@ -158,13 +158,6 @@ class Process:
             self._slabs.drop(message["dropped"])
         return dict(message)
 
-    def stop(self) -> None:
-        """Ask it to end after its current work."""
-        try:
-            self._send({"kind": "stop"}, {})
-        except OSError:
-            return
-
     def kill(self) -> None:
         """End it now."""
         self._process.kill()

@@ -26,14 +26,13 @@ from typing import Any
 
 from orchdata.engines.jobs import Job
 from orchdata.engines.processes.isolate import FORK_SECONDS, FORKED, START_SECONDS, CrashSuspects, Trial
-from orchdata.engines.processes.message import read_step, unpacked
+from orchdata.engines.processes.message import read_step
 from orchdata.engines.processes.process import Process
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.work import WorkerSpec, add_reads, alone, error_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import ReadBytes
 
-_GRACE_SECONDS = 2.0
 _DROP_SECONDS = 0.005  # in which a loop that has requested a step drops the one before
 _LAST_SECONDS = 10.0  # that a process may take to end, once it has closed its channel
 _MAX_LOSSES = {"hung": 3, "killed": 40, "ended": 6}
@@ -93,11 +92,9 @@ class Supervisor(threading.Thread):
         self._waiting_for_trial: list[Job] = []
         self._failed_starts: Counter[str] = Counter()
         # Each job gets a new error: one that was raised keeps its frames alive, and through them this supervisor.
-        self._start_failures: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
         self._broken: Callable[[], Exception] | None = None
         self._has_ended = False
         self._is_stopping = False
-        self._is_polite = True
         self._process = os.getpid()
         self._wake, woken = os.pipe()
         self._woken: int | None = woken
@@ -135,13 +132,12 @@ class Supervisor(threading.Thread):
             if self._woken is not None:
                 os.write(self._woken, b"!")
 
-    def stop(self, *, polite: bool) -> None:
-        """End all processes; steps under way are dropped. `polite`: wait a moment for their current work."""
+    def stop(self) -> None:
+        """End all processes; steps under way are dropped."""
         if self._is_stopping and not self.is_alive():
             return  # stopped already; or the interpreter ends, and its modules are empty by now
         if os.getpid() != self._process:
             return  # a forked child's copy: these are not its processes
-        self._is_polite = polite
         self._is_stopping = True
         self.wake()
         if self.is_alive() and threading.current_thread() is not self:
@@ -254,7 +250,7 @@ class Supervisor(threading.Thread):
                 self._resolve(process, message)
 
     def _on_start_failure(self, process: Process, message: dict[str, Any], trial: Trial | None) -> None:
-        """A worker cannot start. As with torch's loader, the other workers still deliver their batches."""
+        """A worker cannot start, and the others would not either."""
         if trial is not None and trial.confirms:
             trial.untried = message.get("why") or repr(error_of(message["units"][0]))
             return
@@ -264,12 +260,7 @@ class Supervisor(threading.Thread):
                 partial(StorageError, *trouble) if (trouble := message["trouble"]) else partial(RuntimeError, why)
             )
             return
-        if not self._specs[0].options.as_torch or len(self._specs) == 1:
-            self._break(partial(error_of, message["units"][0]))
-            return
-        self._start_failures[process.number] = partial(error_of, message["units"][0])
-        for job in [self._jobs.pop(number) for number in process.jobs if number in self._jobs]:
-            job.future.set_exception(error_of(message["units"][0]))
+        self._break(partial(error_of, message["units"][0]))
 
     def _on_ready(self, process: Process) -> None:
         """A worker has started, or waits for storage: the timeout of its steps begins now."""
@@ -282,8 +273,6 @@ class Supervisor(threading.Thread):
         self._failed_starts.clear()
         number = int(str(message["job"]))
         process.jobs.pop(number, None)
-        if "state" in message:  # a process that replaces this worker starts with it
-            self._specs[process.number] = replace(self._specs[process.number], state=message["state"])
         job = self._jobs.pop(number, None)
         if job is None:
             return
@@ -296,9 +285,6 @@ class Supervisor(threading.Thread):
         except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
             job.future.set_exception(error)
             return
-        built.worker = process.number
-        if "state" in message:
-            built.dataset_state = partial(unpacked, message["state"])
         built.seconds["handing_over"] = time.monotonic() - message["finished"]
         job.future.set_result(built)
 
@@ -325,10 +311,6 @@ class Supervisor(threading.Thread):
         later: list[Job] = []
         while self._waiting:
             job = self._waiting.popleft()
-            if job.worker in self._start_failures:
-                del self._jobs[job.number]
-                job.future.set_exception(self._start_failures[job.worker]())
-                continue
             worker = self._worker_for(job)
             if worker is None:
                 later.append(job)
@@ -364,11 +346,7 @@ class Supervisor(threading.Thread):
     def _not_running(self) -> Iterator[int]:
         """Yield the numbers of workers to start."""
         if self._broken is None:
-            yield from (
-                number
-                for number, each in enumerate(self._workers)
-                if each is None and number not in self._start_failures
-            )
+            yield from (number for number, each in enumerate(self._workers) if each is None)
 
     def _restart(self, number: int) -> None:
         lost = self._specs[number]  # the one that replaces it draws other random numbers
@@ -444,8 +422,6 @@ class Supervisor(threading.Thread):
         """Return why it is useless to start another process; "" if it is not."""
         if process.exit_status == UNGUARDED:
             return _UNGUARDED
-        if process.number in self._start_failures:
-            return ""
         if not process.is_ready:
             self._failed_starts[kind] += 1
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
@@ -526,14 +502,10 @@ class Supervisor(threading.Thread):
 
     def _end_all(self) -> None:
         processes = list(self._processes())
-        grace = time.monotonic() + (_GRACE_SECONDS if self._is_polite and self._broken is None else 0.0)
         for process in processes:
-            if self._is_polite:
-                process.stop()
-            else:
-                process.kill()
+            process.kill()
         for process in processes:
-            process.end(max(0.0, grace - time.monotonic()))
+            process.end()
         self._workers = [None] * len(self._specs)
         self._suspects.trial = None
 

@@ -25,10 +25,10 @@ from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.channel import Channel
 from orchdata.engines.processes.life import end_with
-from orchdata.engines.processes.message import Unit, describe_step, packed, unpack_rows
+from orchdata.engines.processes.message import Unit, describe_step, describe_value, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
-from orchdata.engines.work import Work, WorkerSpec, describe_error
+from orchdata.engines.work import Work, WorkerSpec, sendable
 from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
@@ -115,8 +115,6 @@ class WorkerLoop:
         self._send({"kind": "ready"})
         while (received := self._channel.receive()) is not None:
             message, _ = received
-            if message["kind"] == "stop":
-                return
             self._watch.known_bad_rows.update(message["known_bad_rows"])
             self._slabs.take_back(message["returned"])
             if message["kind"] == "alone":
@@ -149,8 +147,6 @@ class WorkerLoop:
             built = future.result()
             units = describe_step(built)
             message: dict[str, Any] = {"kind": "built", "job": job, "finished": finished}
-            if built.dataset_state is not None:
-                message["state"] = packed(built.dataset_state())
             self._send(message, units, memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             if isinstance(error, MemoryError):
@@ -177,7 +173,7 @@ class WorkerLoop:
 
     def _send_error(self, message: dict[str, Any], error: Exception) -> None:
         where = f"in DataLoader worker process {self._worker.number}"
-        unit = describe_error(error, where, as_torch=self._worker.options.as_torch)
+        unit = describe_value(sendable(error, where))
         self._send(message, [unit], StepMemory(self._slabs))
 
     def _send(self, message: dict[str, Any], units: Sequence[Unit] = (), memory: StepMemory | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,12 +31,6 @@ def test_map_style_balances_equal_counts() -> None:
         assert max(sums) - min(sums) <= 2
         seen += [number for batch in step for number in batch["number"].tolist()]
     assert sorted(seen) == list(range(48))
-
-
-def test_map_style_rank_without_a_sample_repeats_the_first() -> None:
-    loaders = [od.DataLoader(Numbers(5), global_batch_size=3, dp=(rank, 4), num_threads=0) for rank in range(4)]
-    for step in zip(*loaders, strict=True):
-        assert all(len(batch["number"]) >= 1 for batch in step)
 
 
 def test_map_style_samplers() -> None:
@@ -228,3 +224,92 @@ def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest
     data = Batchwise(range(1, 8))
     ours, theirs = od.DataLoader(data, batch_size=3), torch.utils.data.DataLoader(data, batch_size=3)
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
+OURS = [{"cost": [1] * 23}, {"on_error": "skip"}]
+
+
+@pytest.mark.parametrize("argument", ["num_threads", "worker_memory"])
+def test_arguments_of_our_engine_are_refused_where_torch_reads(argument: str) -> None:
+    options: dict[str, Any] = {"num_workers": 1, argument: 1 << 30 if argument == "worker_memory" else 2}
+    with pytest.raises(ValueError, match=f"{argument} is for steps that this library builds.*cost= or on_error='skip'"):
+        od.DataLoader(Numbers(23), **options)
+    for ours in OURS:
+        assert od.DataLoader(Numbers(23), **options, **ours).num_workers == 1
+
+
+class Stateful(Numbers):
+    state_dict = load_state_dict = dict
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_data_with_a_state_of_their_own_are_for_torchs_loader(ours: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Stateful has a state of its own"):
+        od.DataLoader(Stateful(23), **ours)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_read_each_index_once_and_a_state_goes_on_on_more_of_them(num_workers: int) -> None:
+    def ranks_of(size: int) -> list[od.DataLoader]:
+        options: dict[str, Any] = {"global_batch_size": 6, "shuffle": True, "seed": 1, "num_workers": num_workers}
+        return [od.DataLoader(Numbers(23), dp=(rank, size), **options) for rank in range(size)]
+
+    def rows(step: tuple[Any, ...]) -> list[int]:
+        return [row for batch in step for row in batch["number"].tolist()]
+
+    two, seven = ranks_of(2), ranks_of(7)
+    begun = zip(*map(iter, two), strict=True)
+    steps = [rows(next(begun)) for _ in range(2)]
+    for loader in seven:
+        loader.load_state_dict(two[0].state_dict())
+    rest = [rows(step) for step in zip(*seven, strict=True)]
+    assert [sorted(step) for step in map(rows, begun)] == [sorted(set(step)) for step in rest]
+    assert sorted({row for step in steps + rest for row in step}) == list(range(23))
+    for number, step in enumerate(rest, 2):  # a rank without a sample repeats the first
+        planned = seven[0].plan_at(0, number).row.tolist()
+        assert step == planned + planned[:1] * (7 - len(planned))
+
+
+class CutFile(OSError):
+    """Made of something else than its `args`."""
+
+    def __init__(self, path: str, number: int) -> None:
+        super().__init__(f"{path} is cut at {number}")
+        self.number = number
+
+
+class Cut(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        if number == 4:
+            raise CutFile("a.bin", number)
+        return super().__getitem__(number)
+
+
+def test_a_worker_hands_over_errors_with_type_message_and_index() -> None:
+    steps = iter(od.DataLoader(Cut(12), batch_size=2, num_workers=2, multiprocessing_context="fork"))
+    assert [next(steps)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(CutFile) as raised:
+        next(steps)
+    assert str(raised.value) == "a.bin is cut at 4" and raised.value.number == 4
+    assert raised.value.__notes__[0] == "item 4 of Cut"
+    assert next(steps)["number"].tolist() == [6, 7]
+
+
+class Dying(Numbers):
+    is_well = False
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 8 and not self.is_well:
+            time.sleep(0.5)  # all before it are delivered
+            os._exit(1)
+        return super().__getitem__(number)
+
+
+def test_a_lost_worker_is_torchs_error_and_the_next_iteration_goes_on_there() -> None:
+    data = Dying(12)
+    loader = od.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match="DataLoader worker .* exited unexpectedly"):
+        list(loader)
+    assert loader.state_dict()["step"] == 4
+    data.is_well = True
+    assert [batch["number"].tolist() for batch in loader] == [[8, 9], [10, 11]]

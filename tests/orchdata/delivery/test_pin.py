@@ -81,13 +81,13 @@ def collate(samples: list[dict[str, Any]]) -> Pair:
     return Pair(Own(rows), {"rows": torch.tensor(rows)})
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-def test_batches_of_a_collate_fn_are_pinned_as_torch_does(pinned: Pinned, threads: int) -> None:
-    loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, num_threads=threads, pin_memory=True)
+@pytest.mark.parametrize("options", [{}, {"num_threads": 2, "cost": [1] * 8}], ids=["torch's", "threads"])
+def test_batches_of_a_collate_fn_are_pinned_as_torch_does(pinned: Pinned, options: Any) -> None:
+    loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, pin_memory=True, **options)
     for batch in loader:
         assert isinstance(batch, Pair) and batch.own.thread in pinned.threads
         assert id(batch.tensors["rows"]) in pinned.tensors
-    plain = list(od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, num_threads=threads))
+    plain = list(od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, **options))
     assert all(batch.own.thread is None for batch in plain)
 
 
@@ -98,15 +98,14 @@ class Refusing:
 
 def test_an_error_while_pinning_fails_the_step_and_leaves_no_thread(pinned: Pinned) -> None:
     before = set(threading.enumerate())
-    loader = od.DataLoader(
-        Numbers(8), batch_size=4, collate_fn=lambda samples: Refusing(), num_threads=2, pin_memory=True
-    )
+    threads: dict[str, Any] = {"batch_size": 4, "num_threads": 2, "pin_memory": True}
+    loader = od.DataLoader(Numbers(8), collate_fn=lambda samples: Refusing(), cost=[1] * 8, **threads)
     with pytest.raises(RuntimeError, match="no memory to pin"):
         next(iter(loader))
-    failing = od.DataLoader(Numbers(8, bad=(0,)), batch_size=4, num_threads=2, pin_memory=True)
+    failing = od.DataLoader(Numbers(8, bad=(0,)), cost=[1] * 8, **threads)
     with pytest.raises(OSError, match="disk on fire"):
         list(failing)
-    batches = iter(od.DataLoader(Numbers(80), batch_size=4, num_threads=2, pin_memory=True))
+    batches = iter(od.DataLoader(Numbers(80), cost=[1] * 80, **threads))
     next(batches)
     del batches
     assert not set(threading.enumerate()) - before

@@ -34,7 +34,7 @@ class Numbers:
 
 
 def loader_of(data: Any, **options: Any) -> od.DataLoader[Any]:
-    return od.DataLoader(data, **{"batch_size": 2, "num_threads": 2, "collate_fn": list, **options})
+    return od.DataLoader(data, **{"batch_size": 2, "num_threads": 2, "collate_fn": list, "cost": [1] * 24, **options})
 
 
 def batches_of(size: int = 24) -> list[list[int]]:

@@ -94,26 +94,25 @@ def test_worker_processes_build_the_same_batches_of_every_spec(
     count = 1 if method == "spawn" else 2
     for name, (spec, tasks) in specs.items():
         if method != "spawn" or name == "shards, packed, joint":
-            for threads, as_torch in ((2, False), (0, True)):
-                running = ProcessEngine(spec, workers(method, count, threads, as_torch=as_torch))
+            for threads, in_turn in ((2, False), (0, True)):
+                running = ProcessEngine(spec, workers(method, count, threads, in_turn=in_turn))
                 futures = [running.submit(task) for task in tasks]
                 assert [digest(future.result(120)) for future in futures] == alone[name], name
                 running.close()
                 running.close()
 
 
-def workers(method: str, count: int, threads: int, *, as_torch: bool) -> Workers:
+def workers(method: str, count: int, threads: int, *, in_turn: bool) -> Workers:
     options = WorkerOptions(
         num_workers=count,
         num_threads=threads,
         max_jobs=2,
         worker_init_fn=None,
         dataset=None,
-        as_torch=as_torch,
         memory=None,
     )
     context = multiprocessing.get_context(method)
-    return Workers(context=context, options=options, in_turn=as_torch, timeout=0, persistent=False)
+    return Workers(context=context, options=options, in_turn=in_turn, timeout=0, persistent=False)
 
 
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(

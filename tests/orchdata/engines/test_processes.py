@@ -133,9 +133,11 @@ class Failing(Numbers):
 
 
 def test_errors_arrive_with_the_workers_traceback() -> None:
-    with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 1") as caught:
+    with pytest.raises(KeyError) as caught:
         list(od.DataLoader(Failing(20), batch_size=5, num_workers=2))
-    assert "__getitem__" in str(caught.value)
+    item, story = caught.value.__notes__
+    assert caught.value.args == ("seven",) and item == "item 7 of Failing"
+    assert "raised in DataLoader worker process 1" in story and "__getitem__" in story
     loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error=od.ErrorPolicy("skip", max_failures=None))
     assert sum(len(batch["number"]) for batch in loader) == 19
     assert [failure.key for failure in loader.gather_failures()] == ["7"]
@@ -213,8 +215,9 @@ def test_a_warning_names_a_killed_worker_and_the_step_that_was_built_again() -> 
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__getitem__(number)
 
+    two: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
     with pytest.warns(UserWarning, match=r"killed by signal: Killed; built again: step 1 of epoch 0") as warned:
-        batches = [batch["number"].tolist() for batch in od.DataLoader(Dies(20), batch_size=5, num_workers=2)]
+        batches = [batch["number"].tolist() for batch in od.DataLoader(Dies(20), cost=[1] * 20, **two)]
     assert warned[0].filename == __file__
     assert batches == [list(range(at, at + 5)) for at in range(0, 20, 5)]
 
@@ -271,8 +274,8 @@ def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(
         assert numbers == [number for number in range(20) if number != 7]
     (failure,) = loader.gather_failures()
     assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
-    with pytest.raises(RuntimeError, match=f"DataLoader.*{re.escape(reason)}.*: item 7 of Bad"):
-        list(od.DataLoader(Bad(20, what), **common))
+    with pytest.raises(od.DataError, match=f"Bad: sample '7'.*{re.escape(reason)}"):
+        list(od.DataLoader(Bad(20, what), cost=[1] * 20, **common))
     assert no_children()
 
 
@@ -346,11 +349,6 @@ def test_nothing_is_left(ending: str) -> None:
     assert no_children()
 
 
-def refuse(worker: int) -> None:
-    if worker == 1:
-        raise LookupError(f"worker {worker} refuses")
-
-
 class SlowOnce(Numbers):
     """Item 1 is slow: the first time less than the second."""
 
@@ -364,7 +362,8 @@ class SlowOnce(Numbers):
 
 
 def test_a_step_may_be_requested_again_while_it_is_under_way() -> None:
-    loader = od.DataLoader(SlowOnce(8), num_workers=1, num_threads=4, persistent_workers=True, timeout=100)
+    options: dict[str, Any] = {"num_workers": 1, "num_threads": 4, "persistent_workers": True, "timeout": 100}
+    loader = od.DataLoader(SlowOnce(8), cost=[1] * 8, **options)
     for batch in loader:
         assert batch.tolist() == [0]
         break  # the worker continues with step 1
@@ -408,13 +407,12 @@ def test_memory_of_a_large_step_is_released_after_a_while() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
-def test_every_step_after_the_end_of_all_workers_is_an_error() -> None:
-    iterator = iter(od.DataLoader(Numbers(8), num_workers=2, worker_init_fn=lambda worker: os._exit(3)))
-    for _ in range(8):
+def test_workers_that_all_end_are_an_error_each_time() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "cost": [1] * 8}
+    loader = od.DataLoader(Numbers(8), worker_init_fn=lambda worker: os._exit(3), **options)
+    for _ in range(2):
         with pytest.raises(RuntimeError, match="worker processes do not start"):
-            next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
+            next(iter(loader))
 
 
 def test_a_forked_child_leaves_its_parents_workers_alone() -> None:
@@ -528,9 +526,12 @@ def test_a_step_that_was_queued_after_one_that_hangs_is_not_lost_with_it() -> No
             threading.Event().wait()
         return {"number": torch.tensor([item["number"] for item in batch])}
 
-    results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, timeout=0.5, collate_fn=stuck))
-    assert "DataLoader timed out after 0.5 seconds, waiting for step 1" in results[1]
-    assert [results[at] for at in (0, 2, 3)] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "cost": [1] * 12}
+    steps = iter(od.DataLoader(Numbers(12), timeout=0.5, collate_fn=stuck, **options))
+    assert next(steps)["number"].tolist() == [0, 1, 2]
+    for message in ("DataLoader timed out after 0.5 seconds, waiting for step 1", "this iteration ended with"):
+        with pytest.raises(RuntimeError, match=message):
+            next(steps)
 
 
 def test_few_descriptors_are_enough_to_keep_batches() -> None:
@@ -538,7 +539,7 @@ def test_few_descriptors_are_enough_to_keep_batches() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, limits[1]))
     try:
         large = [torch.full((40_000,), number) for number in range(100)]
-        kept = list(od.DataLoader(large, batch_size=2, num_workers=2))  # type: ignore[arg-type, var-annotated]
+        kept = list(od.DataLoader(large, batch_size=2, num_workers=2, cost=[1] * 100))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert [int(batch[1, 7]) for batch in kept] == list(range(1, 100, 2))
@@ -559,5 +560,5 @@ def test_a_forked_process_that_never_runs_is_replaced(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(process_module, "run_worker", run_or_not)
     monkeypatch.setattr("orchdata.engines.processes.supervisor.FORK_SECONDS", 0.5)
-    results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2))
+    results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, cost=[1] * 12))
     assert results == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and stuck.value < 0

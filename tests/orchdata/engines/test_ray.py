@@ -45,9 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:.*Ray actors of this loader have not started"),  # on a loaded machine
 ]
 ENGINE = RayEngine(**ACTOR)
-OPTIONS = WorkerOptions(
-    num_workers=1, num_threads=1, max_jobs=2, worker_init_fn=None, dataset=None, as_torch=False, memory=None
-)
+OPTIONS = WorkerOptions(num_workers=1, num_threads=1, max_jobs=2, worker_init_fn=None, dataset=None, memory=None)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import orchdata as od
 
+THREADS = {"num_threads": 2, "cost": [1] * 8}
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
@@ -123,7 +124,7 @@ class Slow(Dataset[int]):
         return number
 
 
-@pytest.mark.parametrize("options", [{"num_threads": 1}, FORKED], ids=["threads", "workers"])
+@pytest.mark.parametrize("options", [{"num_threads": 1, "cost": [1] * 6}, FORKED], ids=["threads", "workers"])
 def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any) -> None:
     data = Slow()
     iterator = iter(od.DataLoader(data, batch_size=1, collate_fn=list, **options))
@@ -181,8 +182,8 @@ CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating
 
 @pytest.mark.parametrize(
     ("shuffle", "options"),
-    [(False, {}), (True, {}), (True, {"num_threads": 2}), (True, FORKED)],
-    ids=["in order", "inline", "threads", "workers"],
+    [(False, {}), (True, {}), (True, FORKED)],
+    ids=["in order", "inline", "workers"],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
@@ -191,8 +192,7 @@ def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
     given = []
     for loader in (od.DataLoader, DataLoader):
         torch.manual_seed(2)
-        plain = {name: value for name, value in options.items() if name != "num_threads" or loader is od.DataLoader}
-        one: Any = loader(Numbers(9), batch_size=2, shuffle=shuffle, **plain)
+        one: Any = loader(Numbers(9), batch_size=2, shuffle=shuffle, **options)
         epochs = [[batch["number"].tolist() for batch in one]]
         change(one)
         epochs.append([batch["number"].tolist() for batch in islice(one, 7)])
@@ -204,7 +204,7 @@ def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
 @pytest.mark.parametrize("is_left", [False, True], ids=["to the end", "left"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_threads": 2}, {"num_threads": 2, "persistent_workers": True}, FORKED | {"persistent_workers": True}],
+    [{}, THREADS, THREADS | {"persistent_workers": True}, FORKED | {"persistent_workers": True}],
     ids=["inline", "threads", "persistent threads", "persistent workers"],
 )
 @pytest.mark.parametrize("data", [Numbers(8), Counting()], ids=["map-style", "iterable"])

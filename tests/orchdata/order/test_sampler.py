@@ -39,7 +39,7 @@ def test_a_sampler_is_drawn_once_an_epoch_and_not_before_it_begins() -> None:
 
 
 def test_another_process_gets_the_rows_and_never_the_sampler() -> None:
-    loader = od.DataLoader(Numbers(9), batch_size=2, sampler=Counting())
+    loader = od.DataLoader(Numbers(9), batch_size=2, sampler=Counting(), cost=[1] * 9)
     spec = pickle.dumps(loader._runtime.prepared.spec)
     assert b"Counting" in spec and b"draws" not in spec  # its name, for errors
     task = next(loader._runtime.prepared.steps.tasks(0, 1, None, again=False))

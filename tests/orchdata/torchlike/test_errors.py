@@ -153,9 +153,7 @@ def test_a_caught_error_does_not_keep_the_workers_of_an_iteration(persistent_wor
     "make",
     [
         lambda: od.DataLoader(Refusing({2}), batch_size=2),
-        lambda: od.DataLoader(Refusing({2}), batch_size=2, cost=[1] * 12),
-        lambda: od.DataLoader(Refusing({2}), batch_size=2, num_threads=1),
-        lambda: od.DataLoader(Refusing(set()), batch_size=2, num_threads=1, collate_fn=refuse_batch),
+        lambda: od.DataLoader(Refusing(set()), batch_size=2, num_workers=1, collate_fn=refuse_batch),
         lambda: od.DataLoader(Stream(), batch_size=2, collate_fn=refuse_batch),
         lambda: od.DataLoader(Stream(), batch_size=2, collate_fn=refuse_batch, num_workers=1),
     ],

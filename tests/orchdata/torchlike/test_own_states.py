@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import random
-import signal
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,26 +297,3 @@ def test_where_order_is_kept_a_word_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         od.DataLoader(numbers, in_order=False)  # as with torch's: without workers no batch could overtake another
-
-
-class Drawn(Dataset[Any]):
-    """Draws a number for each item; the first process that loads item 6 is killed at once."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, number: int) -> tuple[int, float]:
-        if number == 6 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number, random.random()
-
-
-def test_a_worker_that_is_replaced_draws_other_numbers_for_the_same_items(tmp_path: Path) -> None:
-    loader = od.DataLoader(Drawn(tmp_path / "mark"), batch_size=2, num_workers=2, collate_fn=list)
-    with pytest.warns(UserWarning, match="built again"):
-        items, drawn = zip(*(item for batch in loader for item in batch), strict=True)
-    assert items == tuple(range(16)) and len(set(drawn)) == 16

@@ -33,7 +33,6 @@ def backward() -> torch.Tensor:
 
 
 MADE: dict[str, Callable[[], Any]] = {
-    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
     "meta": lambda: torch.empty(2, 3, device="meta"),
@@ -56,7 +55,7 @@ UNSENT: dict[str, tuple[Callable[[], Any], str]] = {
     "lambda": (lambda: [1, lambda: 1], r"batch\[0\]\['made'\]\[1\] is a lambda in line"),
     "graph": (
         lambda: 2 * torch.ones(3, requires_grad=True),
-        r"batch\[0\]\['made'\].* requires grad.*: call detach\(\)",
+        r"batch\[0\]\['made'\].* requires_grad.*call detach\(\)",
     ),
 }
 
@@ -93,7 +92,7 @@ def described(value: Any) -> Any:
     if value.device.type == "meta":
         return traits, value.shape, value.stride()
     strides = value.stride() if value.layout == torch.strided else None
-    plain = value.dequantize() if value.is_quantized else value.to_dense() if strides is None else value
+    plain = value.to_dense() if strides is None else value
     return traits, strides, value.shape, plain.tolist(), getattr(value, "tag", None)
 
 
@@ -102,8 +101,7 @@ def described(value: Any) -> Any:
 def test_what_torch_passes_arrives(name: str) -> None:
     options: dict[str, Any] = {"num_workers": 1, "collate_fn": list}
     (ours,), (theirs,) = (next(iter(loader(Makes(MADE[name]), **options))) for loader in (od.DataLoader, DataLoader))
-    expected = MADE[name]() if name == "quantized" else theirs["made"]  # torch's arrives without its scale
-    assert described(ours["made"]) == described(expected)
+    assert described(ours["made"]) == described(theirs["made"])
     if isinstance(theirs["made"], list):
         assert ours["made"][0] is ours["made"][1] and theirs["made"][0] is theirs["made"][1]
 

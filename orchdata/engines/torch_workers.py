@@ -1,29 +1,29 @@
-"""The batches of an IterableDataset, built where torch's own loader iterates it: here, or in worker processes.
+"""The batches of torch's data sets, built where torch's own loader reads them: here, or in worker processes.
 
-    BatchStream (a data set for torch's loader) --in each worker--> Taken(batch, worker, state) --> this process
+    BatchStream, of an IterableDataset --in each worker--> Taken(batch, worker, state) --> this process
+    Items, of map-style data, by steps --in each worker--> Made(step, batch or error, state) --> this process
 
-Each worker iterates its own copy, and learns its share from `get_worker_info()`.
+Each worker has its own copy. That of an IterableDataset learns its share from `get_worker_info()`.
 """
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.collate import takes_step
+from orchdata.building.collate import step_info, takes_step
+from orchdata.building.map_items import MapContent
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
-from orchdata.engines.processes.message import Unit, packed, unpacked
-from orchdata.engines.work import describe_error, is_lost_by_torch, seed_process
-from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
+from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
 from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
 
 
@@ -57,16 +57,7 @@ class IterableContent:
 
     def collated_at(self, samples: list[Any], epoch: int, step: int) -> Any:
         """Return the batch of a step, from a collate_fn that has a parameter `step`."""
-        info = StepInfo(
-            epoch=epoch,
-            step=step,
-            microbatch=0,
-            num_microbatches=1,
-            dp_size=1,
-            num_step_samples=len(samples),
-            loss_tokens=0,
-            loss_scale=1 / len(samples),
-        )
+        info = step_info(epoch, step, len(samples), 1)
         return self.collated(samples, step=info)
 
     def open(self, watch: Any) -> NoReturn:
@@ -94,7 +85,7 @@ class Taken(NamedTuple):
     steps: int = 0
     is_last: bool = False
     state: bytes | None = None
-    error: Unit | None = None
+    error: Exception | None = None
 
     def progress(self, epoch: int) -> dict[str, Any]:
         """Return the state of the worker's data set after this batch."""
@@ -130,9 +121,7 @@ class Batches:
         except Exception as error:
             if get_worker_info() is None or not is_lost_by_torch(error):
                 raise
-            unit = describe_error(error, f"in DataLoader worker process {self._worker}", as_torch=True)
-            unit = replace(unit, buffers=[bytes(each) for each in unit.buffers])
-            return Taken(None, 0, self._worker, error=unit)
+            return Taken(None, 0, self._worker, error=sendable(error, f"in DataLoader worker process {self._worker}"))
 
     def _next(self) -> Taken:
         while self._skipped and not self.is_last:
@@ -275,53 +264,119 @@ def _own_epoch(state: Mapping[str, Any]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
+class Asked(NamedTuple):
+    """A step of map-style data, as torch's loader hands it to a worker.
+
+    Attributes:
+        items: indices of this rank's items.
+        info: for a collate_fn that has a parameter `step`.
+    """
+
+    step: int
+    items: list[Any]
+    info: StepInfo | None = None
+
+
+class Made(NamedTuple):
+    """A step of map-style data from torch's loader.
+
+    Attributes:
+        step: its number; -1 for an answer to no step.
+        batch: what collate_fn returned, or `Failed`.
+        state: the data set's own state, pickled; None if it has none, or is in this process.
+    """
+
+    step: int
+    batch: Any = None
+    worker: int = 0
+    state: bytes | None = None
+
+
+class Items(Dataset[Made]):
+    """A map-style data set by steps, which torch's loader reads in place of the user's.
+
+    Args:
+        states: for each worker, the state that its data set starts with; None for its own. Empty if nothing is
+            restored.
+        has_state: whether the data set's state comes with each step.
+    """
+
+    def __init__(self, content: MapContent, states: Sequence[Mapping[str, Any] | None], *, has_state: bool) -> None:
+        self.content = content
+        self._states = states
+        self._has_state = has_state
+
+    def __getitem__(self, asked: Asked | None) -> Made:
+        if asked is None:
+            return Made(-1)
+        info = get_worker_info()
+        if info is None:
+            return Made(asked.step, self.content.made(asked.items, asked.info))
+        try:
+            sent = Sent(self.content.made(asked.items, asked.info))
+            state = packed(states_of(dataset=self.content.dataset)) if self._has_state else None
+            return Made(asked.step, sent, info.id, state)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is handed over
+            where = f"in DataLoader worker process {info.id}"
+            return Made(asked.step, Sent(Failed(sendable(error, where))), info.id)
+
+    def restore(self, worker: int) -> None:
+        """Begin with the state of this worker; 0 is also this process."""
+        if self._states:
+            restore_states(self._states[worker] or {}, dataset=self.content.dataset)
+
+
 def torch_loader(
-    stream: BatchStream, workers: Workers | None, *, base_seed: int, in_order: bool, pin_memory: bool
-) -> DataLoader[Taken]:
-    """Return torch's loader over a stream; it starts workers at `iter()`."""
+    dataset: BatchStream | Items,
+    workers: Workers | None,
+    *,
+    base_seed: int,
+    in_order: bool,
+    pin_memory: bool,
+    sampler: Iterable[Asked | None] | None = None,
+) -> DataLoader[Any]:
+    """Return torch's loader over batches; it starts workers at `iter()`."""
     # torch's own base seed is not used: our loader draws it, or a state has stored it.
-    common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory}
+    common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory, "sampler": sampler}
     common["generator"] = torch.Generator()
     if workers is None:
-        return DataLoader(stream, **common)
+        return DataLoader(dataset, **common)
     options = workers.options
     return DataLoader(
-        stream,
+        dataset,
         num_workers=options.num_workers,
         prefetch_factor=options.max_jobs,
         timeout=workers.timeout,
         multiprocessing_context=workers.context,
-        worker_init_fn=partial(_begin_worker, base_seed, options.memory, options.worker_init_fn),
+        worker_init_fn=partial(_begin_worker, base_seed, options.worker_init_fn),
         persistent_workers=workers.persistent,
         in_order=in_order,
         **common,
     )
 
 
-def iterate(loader: DataLoader[Taken]) -> Iterator[Taken]:
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return `iter(loader)`. Raises TypeError that names a member which cannot be sent to a worker."""
     try:
         return iter(loader)
     except Exception as error:
-        if isinstance(loader.dataset, BatchStream):
+        if isinstance(loader.dataset, BatchStream | Items):
             explain_pickling(loader.dataset.content, error)
         raise
 
 
-def _begin_worker(
-    base_seed: int, memory: int | None, worker_init_fn: Callable[[int], None] | None, worker: int
-) -> None:
-    """In a worker: set its seeds, its memory limit, and the data set that `get_worker_info()` returns."""
-    if memory is not None:
-        lower_limit(resource.RLIMIT_DATA, taken_bytes() + memory)
-    info = get_worker_info()
-    if info is not None and isinstance(info.dataset, BatchStream):
-        # The class does not let its attributes be set.
-        object.__setattr__(info, "seed", seed_process(base_seed, worker))
-        object.__setattr__(info, "dataset", info.dataset.content.dataset)
+def _begin_worker(base_seed: int, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """In a worker: set its seeds, and the data set that `get_worker_info()` returns."""
+    info: Any = get_worker_info()
+    read = info.dataset
+    # The class does not let its attributes be set.
+    object.__setattr__(info, "seed", seed_process(base_seed, worker))
+    object.__setattr__(info, "dataset", read.content.dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)
+    if isinstance(read, Items):
+        read.restore(worker)
 
 
-def _same(batch: Taken) -> Taken:
+def _same(batch: Any) -> Any:
     return batch
