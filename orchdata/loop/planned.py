@@ -146,7 +146,6 @@ class PlannedStream:
             if self._ending is not None:
                 self._ending.cancel() if waits else self._ending.soon()
 
-
     def _submit(self, depth: int) -> None:
         while len(self._under_way) < depth:
             if not self._ahead and self._tasks is not None:
