@@ -56,6 +56,7 @@ from .planning.layout import Padded as Padded
 from .planning.plan import Plan as Plan
 from .planning.route import Route as Route
 from .planning.route import make_route as make_route
+from .planning.teams import Teams as Teams
 from .post_balancing.loader import post_balance as post_balance
 from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import Profile as Profile

@@ -115,8 +115,7 @@ class CostModel:
         Raises:
             ValueError: the model has no such phase.
         """
-        linear, quadratic, constant, windows = _quantised(self._cost(phase), self.exponent)
-        return linear, quadratic, constant, np.array(windows, np.int64).reshape(-1, 2)
+        return coefficients_of(self._cost(phase), self.exponent)
 
     def sequence_costs(self, phase: str, lengths: ArrayLike) -> NDArray[np.int64]:
         """Return the cost of each sequence of `lengths` positions in a phase: 0 without positions, else at least 1.
@@ -147,6 +146,12 @@ class CostModel:
             return self.costs[self.phases.index(phase)]
         except ValueError:
             raise ValueError(f"the cost model has no phase {phase!r}, it has {', '.join(self.phases)}") from None
+
+
+def coefficients_of(cost: PhaseCost, exponent: int) -> Coefficients:
+    """Return the coefficients of a cost times 2**exponent, as `CostModel.coefficients` does."""
+    linear, quadratic, constant, windows = _quantised(cost, exponent)
+    return linear, quadratic, constant, np.array(windows, np.int64).reshape(-1, 2)
 
 
 def _exponent(costs: tuple[PhaseCost, ...]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +128,7 @@ class Samples:
     media: Mapping[str, MediaColumns]
     balanced: tuple[str, ...]
     padded: Padding = NO_PADDING
+    exponent: ClassVar[int] = 0
 
     @property
     def phases(self) -> tuple[str, ...]:

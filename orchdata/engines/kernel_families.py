@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +139,7 @@ class _SyntheticCosts:
     phases: tuple[str, ...]
     balanced: tuple[str, ...]
     padded: Any
+    exponent: ClassVar[int] = 0
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return np.roll(_COSTS, self.phases.index(phase))[row]

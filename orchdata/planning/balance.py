@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import MAX_TOTAL, checked_count, checked_effort
 from orchdata.native.microbatches.pipeline import slowest
+from orchdata.planning.teams import Teams
 
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
@@ -51,6 +52,7 @@ class Balance:
             its own, "drop" removes it from the order on every rank. Per phase the same samples count as above it,
             although their parts may be shared: what is dropped does not depend on the number of ranks. Parts of an
             "own" sample are shared where that keeps all ranks within the cap.
+        teams: shares sequences that are long for one rank among several; None leaves every sample on one rank.
         effort: how long the search for plans under "barrier" takes, counted in pairs of samples, so plans are the same
             on every machine. 1 takes milliseconds at thousands of ranks; more finds better plans where few samples
             can be exchanged; 0 does not search.
@@ -67,6 +69,7 @@ class Balance:
     num_stages: int | None = None
     oversize: Oversize = "error"
     effort: float = 1.0
+    teams: Teams | None = None
 
     def __post_init__(self) -> None:
         kinds = {"scope": Scope, "assignment": AssignmentKind, "objective": Objective, "oversize": Oversize}
@@ -98,6 +101,14 @@ class Balance:
             raise ValueError(
                 f"Balance.order and num_stages go together, got order={self.order!r}, num_stages={self.num_stages}"
             )
+
+        if self.teams is not None:
+            if not isinstance(self.teams, Teams):
+                raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
+            defaults = {"scope": "global", "assignment": "joint", "order": None, "equal_count": False}
+            for name, only in ({**defaults, "max_samples": None}).items():
+                if (value := getattr(self, name)) != only:
+                    raise ValueError(f"Balance.teams shares sequences under {name}={only!r} alone, got {value!r}")
 
     @property
     def price(self) -> StepPrice:

@@ -67,6 +67,10 @@ class IndexCosts:
         return self.model.phases if self.model is not None else self.phases
 
     @property
+    def exponent(self) -> int:
+        return 0 if self.model is None else self.model.exponent
+
+    @property
     def padded(self) -> Padding:
         """How `llm` microbatches are padded, and what that costs."""
         if self.length is not None and self.attention is not None:
@@ -151,6 +155,7 @@ class _SampleCosts:
     phases: ClassVar[tuple[str, ...]] = ("llm",)
     balanced: ClassVar[tuple[str, ...]] = ("llm",)
     padded: ClassVar[Padding] = NO_PADDING
+    exponent: ClassVar[int] = 0
 
     def loss_tokens(self, row: Ints) -> Ints:
         return np.zeros(len(row), np.int64)

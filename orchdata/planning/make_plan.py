@@ -25,6 +25,7 @@ from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
+from orchdata.planning.sharing.teams import share_in_teams
 from orchdata.planning.sharing.windows import WindowCost
 from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
 
@@ -51,6 +52,10 @@ class SampleCosts(Protocol):
     @property
     def padded(self) -> Padding:
         """How `llm` microbatches are padded, and what that costs."""
+
+    @property
+    def exponent(self) -> int:
+        """Costs are in the unit of the cost model times 2**exponent."""
 
     def costs(self, phase: str, row: Ints) -> Ints: ...
 
@@ -143,6 +148,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     parts: Mapping[str, Parts] = {}
     if repeats:
         shares = one_microbatch(stream_rank)
+    elif spec.balance.teams is not None:
+        is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
+        may_share = np.broadcast_to(is_text, len(row))
+        shares = share_in_teams(batch.samples(), spec.balance.teams, spec.costs.exponent, spec.accumulate, may_share)
     elif spec.balance.assignment == "joint":
         shares = batch.share_out()
     else:
@@ -164,6 +173,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         group_size=spec.balance.group_size,
         ranks_per_node=spec.ranks_per_node,
         parts=parts,
+        teams=shares.teams,
         **_of_sources(spec.order, source, _passes(spec.order, task, start, stop), loss_tokens),
     )
 
@@ -229,6 +239,13 @@ class _GlobalBatch:
     positions: Mapping[str, Ints]
     stream_rank: NDArray[np.int32]
 
+    def samples(self, phases: Sequence[str] | None = None, caps: Sequence[str] | None = None) -> StepSamples:
+        """Return the samples with these phases and caps, as `share_out` takes them."""
+        spec, balance = self.spec, self.spec.balance
+        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
+        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
+        return StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
+
     def share_out(
         self,
         phases: Sequence[str] | None = None,
@@ -242,10 +259,7 @@ class _GlobalBatch:
             caps: phases with caps to keep; by default all that have one.
             num_microbatches: by default the fewest, or `PlanSpec.accumulate` of them.
         """
-        spec, balance = self.spec, self.spec.balance
-        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
-        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
-        step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
+        spec, step = self.spec, self.samples(phases, caps)
         if spec.accumulate > 1:
             return share_out_in(step, spec.costs.padded, spec.accumulate)
         return spec.costs.padded.share_out(step, num_microbatches)

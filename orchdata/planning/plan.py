@@ -21,6 +21,7 @@ from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding, Shares
+from orchdata.planning.teams import StepTeams
 from orchdata.planning.windows import TokenRanges
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ Ints = NDArray[np.int64]
 class Plan:
     """The rank and microbatch of each of the n samples of one global batch.
 
-    Builders and reports ask what a rank has: `places`, `encoded`, `arriving`, `route`, `cells`. Only these assume that
-    one rank has a whole sample, as `rank` says.
+    Builders and reports ask what a rank has: `places`, `encoded`, `arriving`, `route`, `cells`. Only these know that
+    `rank` is the first of `team_size` ranks that have a sample.
 
     Attributes:
         source, row: the global batch, int32 (n,) and int64 (n,), in the sequence of the order.
-        rank, microbatch: int32 (n,). Within a rank and microbatch, samples keep that sequence.
+        rank, microbatch: int32 (n,). Within a rank and microbatch, samples of equal teams keep that sequence.
         costs: phase -> int64 (n,), 0 where the sample lacks the phase.
         llm_positions: int64 (n,).
         loss_tokens: planned loss tokens of the whole step over all ranks.
@@ -54,6 +55,7 @@ class Plan:
             where each rank encodes its own samples.
         ranges: of windows of concatenated documents: what each sample, a piece of the document `row`, has of it. None
             where samples are whole.
+        teams: ranks that share samples; None where every sample is whole.
     """
 
     epoch: int
@@ -77,6 +79,7 @@ class Plan:
     loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
     ranges: TokenRanges | None = None
+    teams: StepTeams | None = None
     _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -111,10 +114,20 @@ class Plan:
             total += weight * tokens
         return total
 
+    @property
+    def team_size(self) -> NDArray[np.int32]:
+        """The number of ranks that share each sample, int32 (n,): `rank` is the first; 1 where a sample is whole."""
+        return np.ones_like(self.rank) if self.teams is None else self.teams.size
+
     def places(self, rank: int, microbatch: int | None = None) -> Ints:
-        """Return the indices in the global batch of the samples of `rank`, ascending; of one microbatch or of all."""
-        mine = self.rank == rank
-        return np.flatnonzero(mine if microbatch is None else mine & (self.microbatch == microbatch))
+        """Return the indices in the global batch of the samples of `rank`, shared ones too; of one microbatch or of
+        all. They ascend; in a microbatch samples of the largest teams come first.
+        """
+        mine = self.rank == rank if self.teams is None else (self.rank <= rank) & (rank < self.rank + self.teams.size)
+        if microbatch is None:
+            return np.flatnonzero(mine)
+        found = np.flatnonzero(mine & (self.microbatch == microbatch))
+        return found if self.teams is None else found[np.argsort(-self.teams.size[found], kind="stable")]
 
     def pass_of(self, at: int, seed: int) -> Pass:
         """Return the pass of a sample, by its index in the global batch, of a loader with this seed; without a mixture
@@ -125,7 +138,7 @@ class Plan:
         return Pass(seed, self.sources[self.source[at]], int(self.passes[at]))
 
     def assignment(self, phase: str) -> NDArray[np.int32]:
-        """Return the rank of each sample in `phase`, int32 (n,); -1 where the sample lacks the phase. Where parts are
+        """Return the (first) rank of each sample in `phase`, int32 (n,); -1 where it lacks the phase. Where parts are
         assigned separately, return the rank of each part, int32 (num_parts,).
         """
         if phase in self.parts:
@@ -179,7 +192,8 @@ class Plan:
             parts = self.parts[phase]
             where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
             return loads_by_rank_and_microbatch(parts.costs, *where)
-        return self._padding(phase).loads(self.costs[phase], self.llm_positions, self._shares, self.num_ranks)
+        costs = self.costs[phase] if self.teams is None or phase != "llm" else self.teams.member_costs
+        return self._padding(phase).loads(costs, self.llm_positions, self._shares, self.num_ranks)
 
     def loads(self, phase: str) -> Ints:
         """Return the cost of `phase` on each rank, int64 (num_ranks,): the sum of its `cells`."""
@@ -200,7 +214,7 @@ class Plan:
 
     @property
     def _shares(self) -> Shares:
-        return Shares(self.rank, self.microbatch, self.num_microbatches)
+        return Shares(self.rank, self.microbatch, self.num_microbatches, self.teams)
 
     def _padding(self, phase: str) -> Padding:
         return self.padded if phase == "llm" else NO_PADDING
@@ -213,7 +227,11 @@ class Plan:
         return float(np.mean(mine == rank // self.group_size)) if len(mine) else 1.0
 
     def lower_bound(self, phase: str) -> int:
-        """Bound: no assignment of whole samples, or of separately assigned parts, has a smaller largest load."""
+        """Bound: no assignment of whole samples, of separately assigned parts, or, in a step that shares samples, of
+        teams, has a smaller largest load.
+        """
+        if self.teams is not None and phase == "llm":
+            return self.teams.lower_bound(self.num_ranks)
         if phase in self.parts:
             return lower_bound(self.parts[phase].costs, self.num_ranks)
         sizes = (self.num_ranks, self.num_microbatches)
@@ -228,8 +246,11 @@ class Plan:
         return price.of([self.cells(phase) for phase in phases])
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """Return a bound: no assignment of whole samples, or of separately assigned parts, has a smaller `cost`."""
+        """Return a bound: no assignment as in `lower_bound` has a smaller `cost`."""
         bounds = [self.lower_bound(phase) for phase in phases]
+        if self.teams is not None and not price.meets_in_micro_steps:
+            encoders = [self.costs[phase] for phase in phases if phase != "llm"]
+            return self.teams.lower_bound(self.num_ranks, np.sum([np.zeros_like(self.row), *encoders], axis=0))
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
     @property
@@ -266,6 +287,8 @@ class Plan:
         sizes = (self.epoch, self.step, self.num_ranks, self.num_microbatches, self.loss_tokens)
         digest.update(np.array(sizes, "<i8").tobytes())
         columns: list[NDArray[Any]] = [self.source, self.row, self.rank, self.microbatch]
+        if self.teams is not None:
+            columns.append(self.teams.size)
         if self.ranges is not None:
             columns += [self.ranges.first, self.llm_positions]
         for column in [*columns, *(parts.rank for parts in self.parts.values())]:

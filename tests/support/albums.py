@@ -23,7 +23,7 @@ class Album:
         balanced: tuple[str, ...] = ("image", "llm"),
         padded: Padding = NO_PADDING,
     ) -> None:
-        self.balanced, self.padded = balanced, padded
+        self.balanced, self.padded, self.exponent = balanced, padded, 0
         random = np.random.default_rng(seed)
         self.counts = random.choice([0, 0, 0, 1, 2, 6], num_samples)
         self.starts = np.concatenate([[0], np.cumsum(self.counts)])

@@ -19,6 +19,7 @@ from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.planning.assign import assign, counted_groups
 from orchdata.planning.balance import Balance
+from orchdata.planning.teams import StepTeams
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -26,15 +27,24 @@ Ranks = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The rank and microbatch of each sample, int32 (num_samples,); all ranks have the same number of microbatches."""
+    """The rank and microbatch of each sample, int32 (num_samples,); all ranks have the same number of microbatches.
+
+    Attributes:
+        teams: of samples that several ranks share, from `rank` on; None where all are whole.
+    """
 
     rank: Ranks
     microbatch: Ranks
     num_microbatches: int
+    teams: StepTeams | None = None
 
     def loads(self, costs: Ints, num_ranks: int) -> Ints:
         """Return the sum of costs in each rank's microbatches, int64 (num_ranks, num_microbatches)."""
-        return loads_by_rank_and_microbatch(costs, self.rank, self.microbatch, num_ranks, self.num_microbatches)
+        rank, microbatch = self.rank, self.microbatch
+        if self.teams is not None:
+            sample, rank = self.teams.members(rank)
+            costs, microbatch = costs[sample], microbatch[sample]
+        return loads_by_rank_and_microbatch(costs, rank, microbatch, num_ranks, self.num_microbatches)
 
 
 def one_microbatch(rank: Ranks) -> Shares:

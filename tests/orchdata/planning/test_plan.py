@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ class Table:
     balanced: tuple[str, ...] = ("image", "llm")
     phases: tuple[str, ...] = field(default=("image", "llm"))
     padded: Padding = NO_PADDING
+    exponent: ClassVar[int] = 0
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return self.columns[phase][row]
