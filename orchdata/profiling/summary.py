@@ -169,9 +169,12 @@ def _of_groups(scale: Figures, added: float) -> Finding:
 def _of_sharing(profile: Profile) -> list[Finding]:
     """Name teams where a sequence of text sets the pace, unless they were planned or would be refused."""
     scale, largest = profile.main_scale, profile.largest[0]
+    if profile.teams is not None:
+        few = Finding("Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned.")
+        return [] if "teams" in scale.settings else [few]
     refused = profile.layout == "padded" or profile.length or {"equal_count", "max_samples"} & {*profile.balance}
     has_media = any(count for phase, count in largest.positions.items() if phase != "llm")
-    if profile.teams is not None or refused or has_media or recommended(scale) == "per_phase":
+    if refused or has_media or recommended(scale) == "per_phase":
         return []
     if scale.ranks == 1 or largest.step < 1 + _LITTLE or scale.settings["joint"].waiting < _LITTLE:
         return []
