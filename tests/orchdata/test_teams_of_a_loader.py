@@ -170,7 +170,7 @@ def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
     others = {name: its.waiting for name, its in settings.items() if name != "teams"}
     assert others == {name: its.waiting for name, its in plain.main_scale.settings.items()}
     assert "balance=od.Balance(teams=od.Teams(largest=4, cut='trainer'))" in shared.call
-    assert any("by teams of ranks brings that to" in said for said in shared.summary)
+    assert any("of ranks (their communication not counted) brings that to" in said for said in shared.summary)
     # Without them they are named as the remedy, except where they are refused.
     assert any("--teams 8" in said for said in plain.summary) and "teams" not in plain.main_scale.settings
     refused = dataset.profile(**given, layout=od.Padded())
