@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
@@ -311,6 +312,25 @@ def fill(share: PlannedShare) -> tuple[int, int] | None:
 def own_streams(share: PlannedShare) -> float | None:
     """Share of this rank's samples drawn from its group's streams, mean over steps; None where there are no groups."""
     return share.plan.own_streams(share.rank)
+
+
+def _in_teams(total: dict[str, int], _: int) -> dict[str, Any]:
+    sizes = sorted(total.keys() - {"all", "above_cap"}, key=int)
+    shares = {size: total[size] / max(1, total["all"]) for size in sizes}
+    return {"share": shares, "above_cap": total["above_cap"]} if total else {}
+
+
+@_figure(_in_teams, start={})
+def teams(share: PlannedShare) -> dict[str, int]:
+    """Under `Balance(teams=)`, over all ranks and as planned: by size, the `share` of LLM positions in teams; and under
+    oversize="own" the samples of which a rank has more than `max_tokens`, `above_cap`.
+    """
+    balance, size, lengths = share.spec.balance, share.plan.team_size, share.plan.llm_positions
+    if balance.teams is None:
+        return {}
+    above = -(-lengths // size) > balance.caps.get("llm", MAX_TOTAL)
+    in_teams = {str(each): int(lengths[size == each].sum()) for each in np.unique(size[size > 1]).tolist()}
+    return {"all": int(lengths.sum()), "above_cap": int(above.sum()), **in_teams}
 
 
 def _ways(rows: tuple[int, ...], num_steps: int) -> dict[str, float]:

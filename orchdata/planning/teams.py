@@ -73,6 +73,8 @@ class Teams:
         for name, given in (("per_token", self.per_token), ("cost", self.cost)):
             if isinstance(given, Mapping) and (not given or not set(given) <= allowed):
                 raise ValueError(f"Teams.{name} must name sizes among {sorted(allowed)}, got {sorted(given)}")
+        if self.cost is not None and largest not in self.cost:
+            raise ValueError(f"Teams.cost must name largest={largest}, on which usable samples depend; or lower it")
         if isinstance(self.per_token, Mapping) and self.cost is None and set(self.per_token) != allowed:
             raise ValueError(
                 f"Teams.per_token must name each of the sizes {sorted(allowed)}, got {sorted(self.per_token)}"
