@@ -140,5 +140,10 @@ class StepTeams:
         if others is not None:
             table = np.where(table == NEVER, NEVER, table + np.where(self.sizes == 1, others[:, None], 0))
             table[others > 0, 1:] = NEVER
-        works = np.where(table == NEVER, NEVER, table * np.where(table == NEVER, 0, self.sizes)).min(axis=1)
-        return int(teams_bound(table, self.sizes, num_ranks, works))
+        return int(teams_bound(table, self.sizes, num_ranks, least_works(table, self.sizes)))
+
+
+def least_works(table: Ints, sizes: Ints) -> Ints:
+    """Return the work of each sequence in its cheapest team, int64 (n,)."""
+    works: Ints = np.where(table == NEVER, NEVER, table * np.where(table == NEVER, 0, sizes)).min(axis=1)
+    return works
