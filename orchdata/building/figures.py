@@ -52,6 +52,11 @@ class PlannedShare:
         """The samples of the rank, as an index into the columns of the global batch."""
         return slice(None) if self.is_alone else self.plan.places(self.rank)
 
+    @property
+    def counted(self) -> NDArray[np.int64] | slice:
+        """Those of `mine` that count here: a shared sample counts on its first member alone."""
+        return self.mine if self.plan.teams is None else np.flatnonzero(self.plan.rank == self.rank)
+
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """LLM positions of each of the rank's samples, int64 (num_samples,)."""
@@ -177,9 +182,10 @@ def samples(share: PlannedShare) -> int:
     """Samples delivered to this rank; the pieces of a split sample count one by one, and so do those of a document that
     windows cut.
 
-    Per phase, a sample with failed parts stays, without loss.
+    Per phase, and in a step that shares samples, one that failed stays, without loss. A shared one counts on the first
+    of its ranks.
     """
-    return len(share.lengths) - (0 if share.plan.parts else share.num_failures)
+    return len(share.plan.row[share.counted]) - (0 if share.plan.keeps_shapes else share.num_failures)
 
 
 @_figure()
@@ -199,9 +205,9 @@ def overflow(share: PlannedShare) -> tuple[int, ...]:
     index = costs.index if isinstance(costs, IndexCosts) else None
     if index is None or not any(index.totals["overflow"].values()):
         return 0, 0, 0, 0
-    rows = share.plan.row[share.mine]
+    rows = share.plan.row[share.counted]
     if share.plan.ranges is not None:  # a document counts where it begins
-        rows = rows[share.plan.ranges.first[share.mine] == 0]
+        rows = rows[share.plan.ranges.first[share.counted] == 0]
     cut, piece = index.cut_tokens[rows], index.piece[rows]
     following = rows + 1
     continued = np.zeros(len(rows), np.bool_)
