@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("same_cache")
 def texts(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> str:
     rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("texts") / "a.jsonl"
     lengths = np.minimum(rng.lognormal(3, 1.4, 60).astype(int) + 2, 900)
-    lengths[0] = 900  # shared in the first step
+    lengths[0] = 2000  # shared in the first step
     path.write_text("".join(json.dumps({"text": "ab" * n, "n": int(n)}) + "\n" for n in lengths))
     od.ShardDataset(str(path), RECIPE).index()
     return str(path)
@@ -47,29 +47,31 @@ def steps(texts: str, multiple_of: int = 1, **options: Any) -> list[tuple[od.Bat
     return list(zip(*loaders(texts, collate_fn=od.Packed(multiple_of=multiple_of), **options), strict=True))
 
 
-def test_members_have_whole_texts_and_the_first_counts_them(texts: str) -> None:
-    ours, sizes, by_source = loaders(texts), set(), {name: np.zeros(3, np.int64) for name in ("one", "two")}
-    for batches in zip(*ours, strict=True):
-        plan = batches[0].plan
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_members_have_whole_texts_and_the_first_counts_them(texts: str, accumulate: int) -> None:
+    ours, sizes = loaders(texts, accumulate=accumulate), set()
+    by_source = {name: np.zeros(3, np.int64) for name in ("one", "two")}
+    for shares in zip(*(each.steps() for each in ours), strict=True):
+        plan, every = shares[0][0].plan, [batch for share in shares for batch in share]
         sizes |= set(plan.team_size.tolist())
-        assert sum(int(batch.is_counted.sum()) for batch in batches) == len(plan.row)
-        assert sum(batch.loss_tokens for batch in batches) == plan.loss_tokens == batches[0].global_loss_tokens
-        for rank, batch in enumerate(batches):
-            for name, counts in batch.by_source().items():
-                by_source[name] += list(counts.values())
-            stop = 0
+        assert sum(int(batch.is_counted.sum()) for batch in every) == len(plan.row)
+        assert sum(batch.loss_tokens for batch in every) == plan.loss_tokens == every[0].global_loss_tokens
+        for name, counts in (each for batch in every for each in batch.by_source().items()):
+            by_source[name] += list(counts.values())
+        for rank, batch in enumerate(every):
+            rank, stop = rank // accumulate, 0
             for team in batch.teams:
                 assert team.samples.start == stop and team.ranks[0] % team.size == 0 and team.valid.all()
                 assert (len(team.ranks), team.ranks[team.place]) == (team.size, rank)
                 stop, borders = team.samples.stop, batch.llm.cu_seqlens[team.samples.start : team.samples.stop + 1]
                 assert torch.equal(team.cu_seqlens, borders - team.rows.start) and borders[-1] == team.rows.stop
-                first = batches[team.ranks[0]]
+                first = shares[team.ranks[0]][batch.microbatch]
                 (other,) = [each for each in first.teams if each.size == team.size]
                 assert first.sample_ids[other.samples] == batch.sample_ids[team.samples]
                 assert torch.equal(first.llm.labels[other.rows], batch.llm.labels[team.rows])
             assert batch.is_counted[stop:].all()
-    assert sizes == {1, 2, 4}
-    assert sum(each.stats()["samples"] for each in ours) == 120
+    assert sizes == {1, 2, 4} and plan.num_microbatches == accumulate
+    assert sum(each.stats()["samples"] for each in ours) == 119
     for name, counts in ours[0].stats()["sources"].items():
         assert by_source[name].tolist() == [counts[each] for each in ("samples", "tokens", "loss_tokens")]
 

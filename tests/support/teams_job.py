@@ -26,8 +26,9 @@ SIZE = 12
 
 
 def loader(texts: str, dp: Any, **options: Any) -> od.DataLoader:
-    """Steps of 12 texts, of which some are longer than a rank's share. Two sources have the same ones."""
-    mixture = od.Mixture({name: od.Source(od.ShardDataset(texts, RECIPE)) for name in ("one", "two")}, stop="all")
+    """Steps of 12 texts, some longer than a rank's share. Two sources have the same ones but the longest."""
+    data = od.ShardDataset(texts, RECIPE)
+    mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 3000"))}, stop="all")
     cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
     balance = od.Balance(teams=od.Teams(largest=4, cut="trainer"))
     given = {"global_batch_size": SIZE, "cost": cost, "balance": balance, "num_threads": 0} | options
