@@ -24,6 +24,7 @@ def fill_micro_step(
     cells: Ints,
     caps: Ints,
     aim: int,
+    raised: int,
     mixed: bool,
     number: int,
     size: Ints,
@@ -35,12 +36,17 @@ def fill_micro_step(
     Args:
         cells: int64 (3, num_ranks), the load, tokens and counted samples of each rank; of zeros.
         caps: int64 (2,), of tokens and of counted samples.
+        raised: by so many sizes teams are larger than the cheapest, so that there is room for longer sequences.
     """
     num_sequences, num_ranks = table.shape[0], cells.shape[1]
     chosen = np.full(num_sequences, -1)
     for sequence in range(num_sequences):
         if step[sequence] < 0:
             chosen[sequence] = cheapest(table, sizes, sequence, aim)[1]
+            for _ in range(raised if chosen[sequence] > 0 else 0):
+                above = chosen[sequence] + 1
+                if above < sizes.shape[0] and table[sequence, above] <= aim:
+                    chosen[sequence] = above
     width_of = np.zeros(num_ranks, np.int64)
     for at in range(sizes.shape[0] - 1, -1, -1):
         width, mine = sizes[at], np.flatnonzero(chosen == at)
@@ -112,15 +118,13 @@ def fill_micro_steps(
             if step[sequence] < 0:
                 longest = max(longest, table[sequence].min())
         was, lost = (size, first, step), np.float64(np.inf)
-        for option in range(targets.shape[0] + parts.shape[0]):
-            if option < targets.shape[0]:
-                aim = targets[option]
-            else:
-                aim = part_of(longest, parts[option - targets.shape[0]])
+        for option in range(2 * (targets.shape[0] + parts.shape[0])):
+            which, raised = option // 2 - targets.shape[0], option % 2
+            aim = targets[option // 2] if which < 0 else part_of(longest, parts[which])
             if aim < longest:
                 continue
             trial, cells = (was[0].copy(), was[1].copy(), was[2].copy()), np.zeros((3, num_ranks), np.int64)
-            fill_micro_step(table, slices, sizes, cells, caps, aim, mixed, number, trial[0], trial[1], trial[2])
+            fill_micro_step(table, slices, sizes, cells, caps, aim, raised, mixed, number, trial[0], trial[1], trial[2])
             room, usable = np.float64(0), np.int64(0)
             for rank in range(num_ranks):
                 if mixed or cells[0, rank] == 0:

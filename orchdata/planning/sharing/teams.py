@@ -237,8 +237,7 @@ class _Ways:
         if fewest == 1 and self.mixed:
             size, rank, peak = self._balanced()
             shared = np.flatnonzero(size > 1)
-            placed = [size[shared], rank[shared], np.zeros(len(shared), np.int64), np.array([peak])]
-            ways[(peak, 0)] = [shared, *placed]
+            ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
         for key in sorted(ways)[:_BALANCED]:
             size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
             at, size[at], rank[at], microbatch[at], aims = ways[key]
