@@ -38,18 +38,17 @@ def fill_micro_step(
         caps: int64 (2,), of tokens and of counted samples.
         raised: by so many sizes teams are larger than the cheapest, so that there is room for longer sequences.
     """
-    num_sequences, num_ranks = table.shape[0], cells.shape[1]
-    chosen = np.full(num_sequences, -1)
-    for sequence in range(num_sequences):
-        if step[sequence] < 0:
-            chosen[sequence] = cheapest(table, sizes, sequence, aim)[1]
-            for _ in range(raised if chosen[sequence] > 0 else 0):
-                above = chosen[sequence] + 1
-                if above < sizes.shape[0] and table[sequence, above] <= aim:
-                    chosen[sequence] = above
+    num_ranks, left = cells.shape[1], np.flatnonzero(step < 0)
+    chosen = np.empty(left.shape[0], np.int64)
+    for index, sequence in enumerate(left):
+        chosen[index] = cheapest(table, sizes, sequence, aim)[1]
+        for _ in range(raised if chosen[index] > 0 else 0):
+            above = chosen[index] + 1
+            if above < sizes.shape[0] and table[sequence, above] <= aim:
+                chosen[index] = above
     width_of = np.zeros(num_ranks, np.int64)
     for at in range(sizes.shape[0] - 1, -1, -1):
-        width, mine = sizes[at], np.flatnonzero(chosen == at)
+        width, mine = sizes[at], left[chosen == at]
         if mine.shape[0] == 0:
             continue
         # Teams by their load, from the least.
@@ -109,14 +108,11 @@ def fill_micro_steps(
     size, first, step = np.ones(num_sequences, np.int64), np.zeros(num_sequences, np.int64), np.full(num_sequences, -1)
     aims, number, price = np.zeros(min(most, num_sequences), np.int64), np.int64(0), np.float64(0)
     work, per_token, ranks = np.float64(rest[0]), rest[0] / max(1, rest[1]), np.int64(0)
-    works = np.zeros(num_sequences, np.int64)
+    works, least = np.empty(num_sequences, np.int64), np.empty(num_sequences, np.int64)
     for sequence in range(num_sequences):
-        works[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2]
+        works[sequence], least[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2], table[sequence].min()
     while number < aims.shape[0] and step.min() < 0:
-        longest = np.int64(0)
-        for sequence in range(num_sequences):
-            if step[sequence] < 0:
-                longest = max(longest, table[sequence].min())
+        longest = least[step < 0].max()
         was, lost = (size, first, step), np.float64(np.inf)
         for option in range(2 * (targets.shape[0] + parts.shape[0])):
             which, raised = option // 2 - targets.shape[0], option % 2

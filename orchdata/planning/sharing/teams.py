@@ -27,7 +27,7 @@ from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, pack
 from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
-from orchdata.planning.sharing.micro_steps import balanced_inside
+from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
 from orchdata.planning.teams import StepTeams, Teams, least_works
@@ -49,7 +49,9 @@ _LONGEST = (
     25_000,
 )  # parts of what the longest sequence that is left costs.
 _BALANCED = 3  # Ways with the lowest estimates are balanced.
-_SHORT = 8  # Sequences below this part of an even share of a micro-step are not shared there.
+_SHORT = 8  # Sequences below this part of an even share of a micro-step are not shared,
+_MOST_LONG = 1024  # nor more of them that are within the caps.
+_ABOVE_MANY = 5  # Of many samples every so many load is tried.
 _DEAL_BITS = 40  # Costs are dealt in so many bits.
 
 
@@ -210,16 +212,19 @@ class _Ways:
         fewest = max([1, *(-(-int(sizes.sum()) // (caps[phase] * num_ranks)) for phase, sizes in step.sizes.items())])
         given = self.number if self.number > 1 or not caps else None
         even = int(works.sum()) // num_ranks + 1
+        many = step.num_samples > MANY_SAMPLES
         if given is None:
             numbers = np.arange(fewest, fewest + _MORE_STEPS)[:, None]
             groups = list(even * (PARTS + np.array(_ABOVE)) // (numbers * PARTS) + 1)
-            groups.append(np.concatenate(groups))
+            groups = [np.concatenate(groups)[:: _ABOVE_MANY if many else 1], *([] if many else groups)]
         else:
             groups = list((even * (PARTS + np.array(_FURTHER)) // (given * PARTS) + 1)[:, None])
         # Sequences that may be shared, from the most work; the others fill the gaps.
         is_long = (self.table[:, 0] > even // (_SHORT * (given or fewest + 1))) & (self.table[:, 1:] < NEVER).any(
             axis=1
         )
+        most_work = np.partition(works[is_long], -_MOST_LONG)[-_MOST_LONG] if is_long.sum() > _MOST_LONG else 0
+        is_long &= (works >= most_work) | (self.table[:, 0] == NEVER)
         long = np.flatnonzero(is_long)[descending_order(works[is_long])]
         table, slices = self.table[long], self.slices[long]
         rest = int(self.table[~is_long, 0].sum()), int(step.positions[~is_long].sum())
@@ -238,7 +243,7 @@ class _Ways:
             size, rank, peak = self._balanced()
             shared = np.flatnonzero(size > 1)
             ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
-        for key in sorted(ways)[:_BALANCED]:
+        for key in sorted(ways)[: 1 if many else _BALANCED]:
             size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
             at, size[at], rank[at], microbatch[at], aims = ways[key]
             members, owner, pinned = self._members(size, rank)
