@@ -1,7 +1,7 @@
 """Teams in micro-steps: what a member pays at each size, and its tokens -> size, micro-step and first rank.
 
-Micro-steps are filled one after another, each up to a load of its own: what the longest sequence that is left costs
-in its cheapest team, or more. As in `native.assign.teams`, sizes are packed from the largest to the smallest, each sequence
+Micro-steps are filled one after another, each up to a load of its own: what the longest sequence left costs in its
+cheapest team, or more. As in `native.assign.teams`, sizes are packed from the largest to the smallest, each sequence
 into the fullest team in which it ends in time and its slices have room.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.teams import cheapest, part_of
+from orchdata.native.assign.teams import NEVER, cheapest, part_of
 from orchdata.native.jit import kernel
 
 Ints = NDArray[np.int64]
@@ -24,6 +24,7 @@ def fill_micro_step(
     cells: Ints,
     caps: Ints,
     aim: int,
+    raised: int,
     mixed: bool,
     number: int,
     size: Ints,
@@ -35,28 +36,44 @@ def fill_micro_step(
     Args:
         cells: int64 (3, num_ranks), the load, tokens and counted samples of each rank; of zeros.
         caps: int64 (2,), of tokens and of counted samples.
+        raised: by so many sizes teams are larger than the cheapest, so that there is room for longer sequences.
     """
-    num_sequences, num_ranks = table.shape[0], cells.shape[1]
-    chosen = np.full(num_sequences, -1)
-    for sequence in range(num_sequences):
-        if step[sequence] < 0:
-            chosen[sequence] = cheapest(table, sizes, sequence, aim)[1]
+    num_ranks, left = cells.shape[1], np.flatnonzero(step < 0)
+    chosen = np.empty(left.shape[0], np.int64)
+    for index, sequence in enumerate(left):
+        chosen[index] = cheapest(table, sizes, sequence, aim)[1]
+        for _ in range(raised if chosen[index] > 0 else 0):
+            above = chosen[index] + 1
+            if above < sizes.shape[0] and table[sequence, above] <= aim:
+                chosen[index] = above
     width_of = np.zeros(num_ranks, np.int64)
     for at in range(sizes.shape[0] - 1, -1, -1):
-        width = sizes[at]
-        for sequence in np.flatnonzero(chosen == at):
-            cost, tokens, best = table[sequence, at], slices[sequence, at], np.int64(-1)
-            for rank in range(0, num_ranks // width * width, width):
-                fits = cells[0, rank] + cost <= aim and cells[1, rank] + tokens <= caps[0] and cells[2, rank] < caps[1]
-                fits &= mixed or width_of[rank] == 0 or width_of[rank] == width
-                if fits and (best < 0 or cells[0, rank] > cells[0, best]):
-                    best = np.int64(rank)
-            if best >= 0:
-                cells[0, best : best + width] += cost
-                cells[1, best : best + width] += tokens
-                cells[2, best] += 1
-                width_of[best : best + width] = width
-                size[sequence], first[sequence], step[sequence] = width, best, number
+        width, mine = sizes[at], left[chosen == at]
+        if mine.shape[0] == 0:
+            continue
+        # Teams by their load, from the least.
+        teams = np.argsort(cells[0, : num_ranks // width * width : width], kind="mergesort") * width
+        loads = cells[0][teams]
+        for sequence in mine:
+            cost, tokens = table[sequence, at], slices[sequence, at]
+            place = np.searchsorted(loads, aim - cost, side="right") - 1
+            while place >= 0:
+                team = teams[place]
+                fits = cells[1, team] + tokens <= caps[0] and cells[2, team] < caps[1]
+                if fits and (mixed or width_of[team] == 0 or width_of[team] == width):
+                    break
+                place -= 1
+            if place < 0:
+                continue
+            cells[0, team : team + width] += cost
+            cells[1, team : team + width] += tokens
+            cells[2, team] += 1
+            width_of[team : team + width] = width
+            size[sequence], first[sequence], step[sequence] = width, team, number
+            while place + 1 < loads.shape[0] and loads[place + 1] < cells[0, team]:
+                loads[place], teams[place] = loads[place + 1], teams[place + 1]
+                place += 1
+            loads[place], teams[place] = cells[0, team], team
 
 
 @kernel
@@ -66,20 +83,21 @@ def fill_micro_steps(
     sizes: Ints,
     num_ranks: int,
     caps: Ints,
-    target: int,
-    parts: int,
+    targets: Ints,
+    parts: Ints,
     most: int,
     mixed: bool,
     rest: tuple[int, int],
 ) -> tuple[int, Ints, Ints, Ints, Ints]:
-    """Place sequences in as many micro-steps as they need, at most `most`.
+    """Place sequences in as many micro-steps as they need, at most `most`, each filled so that ranks wait least.
 
     Args:
         table, slices: int64 (num_sequences, num_sizes), from the most costly sequence; at some size of each a slice is
             within the cap, and at others its cost is NEVER.
         caps: int64 (2,), of a rank in a micro-step: tokens, and counted samples.
-        target: a micro-step is filled up to this load, or
-        parts: up to so many `PARTS` of the cost of the longest sequence that is left, if that is more.
+        targets: int64 (num_targets,), loads that a micro-step may be filled up to, if the longest sequence left costs
+            no more; or else
+        parts: int64 (num_parts,), up to so many `PARTS` of what that costs.
         rest: cost and tokens of the sequences that are not placed: whole ones, which fill the gaps.
 
     Returns:
@@ -90,25 +108,37 @@ def fill_micro_steps(
     size, first, step = np.ones(num_sequences, np.int64), np.zeros(num_sequences, np.int64), np.full(num_sequences, -1)
     aims, number, price = np.zeros(min(most, num_sequences), np.int64), np.int64(0), np.float64(0)
     work, per_token, ranks = np.float64(rest[0]), rest[0] / max(1, rest[1]), np.int64(0)
+    works, least = np.empty(num_sequences, np.int64), np.empty(num_sequences, np.int64)
+    for sequence in range(num_sequences):
+        works[sequence], least[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2], table[sequence].min()
     while number < aims.shape[0] and step.min() < 0:
-        aim = np.int64(target)
-        for sequence in range(num_sequences):
-            if step[sequence] < 0:
-                aim = max(aim, part_of(table[sequence].min(), parts))
-        cells = np.zeros((3, num_ranks), np.int64)
-        fill_micro_step(table, slices, sizes, cells, caps, aim, mixed, number, size, first, step)
-        room = np.float64(0)
-        for rank in range(num_ranks):
-            if mixed or cells[0, rank] == 0:
-                room += min(np.float64(aim - cells[0, rank]), (caps[0] - cells[1, rank]) * per_token)
-                ranks += 1
-        taken = min(room, work)
-        work -= taken
-        price += max(np.float64(cells[0].max()), (cells[0].sum() + taken) / num_ranks)
-        aims[number] = aim
+        longest = least[step < 0].max()
+        was, lost = (size, first, step), np.float64(np.inf)
+        for option in range(2 * (targets.shape[0] + parts.shape[0])):
+            which, raised = option // 2 - targets.shape[0], option % 2
+            aim = targets[option // 2] if which < 0 else part_of(longest, parts[which])
+            if aim < longest:
+                continue
+            trial, cells = (was[0].copy(), was[1].copy(), was[2].copy()), np.zeros((3, num_ranks), np.int64)
+            fill_micro_step(table, slices, sizes, cells, caps, aim, raised, mixed, number, trial[0], trial[1], trial[2])
+            room, usable = np.float64(0), np.int64(0)
+            for rank in range(num_ranks):
+                if mixed or cells[0, rank] == 0:
+                    room += min(np.float64(aim - cells[0, rank]), (caps[0] - cells[1, rank]) * per_token)
+                    usable += 1
+            taken = min(room, work)
+            peak = max(np.float64(cells[0].max()), (cells[0].sum() + taken) / num_ranks)
+            loss = peak - (works[trial[2] == number].sum() + taken) / num_ranks
+            if loss < lost:
+                lost = loss
+                size, first, step = trial
+                aims[number], paid, fluid, free = aim, peak, taken, usable
+        price += paid
+        work -= fluid
+        ranks += free
         number += 1
     # What is left of the rest comes in further micro-steps, or on top of all that whole sequences can share.
-    most_ranks = np.float64(num_ranks) if number < most else ranks / number
+    most_ranks = np.float64(num_ranks) if number < most else ranks / max(1, number)
     is_held = most_ranks > 0 and (num_sequences == 0 or step.min() >= 0)
     estimate = np.int64(price + work / most_ranks) if is_held else np.int64(-1)
     return estimate, size, first, step, aims[:number]

@@ -13,12 +13,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import lower_bound
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import assign_jointly
@@ -27,7 +27,7 @@ from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, pack
 from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
-from orchdata.planning.sharing.micro_steps import balanced_inside
+from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
 from orchdata.planning.teams import StepTeams, Teams, least_works
@@ -38,8 +38,20 @@ Ranks = NDArray[np.int32]
 _MORE_STEPS = 5  # Micro-steps more than the fewest that are tried, each with
 _ABOVE = (0, 200, 500, 1000, 2000)  # loads of so many parts above an even share of the work,
 _FURTHER = (*_ABOVE, 4000, 7000, PARTS, 2 * PARTS)  # or where their number is given, and
-_LONGEST = (PARTS, 12_000, 15_000, 20_000)  # parts of what the longest sequence that is left costs.
+_LONGEST = (
+    PARTS,
+    11_000,
+    12_000,
+    13_000,
+    15_000,
+    17_500,
+    20_000,
+    25_000,
+)  # parts of what the longest sequence that is left costs.
 _BALANCED = 3  # Ways with the lowest estimates are balanced.
+_SHORT = 8  # Sequences below this part of an even share of a micro-step are not shared,
+_MOST_LONG = 1024  # nor more of them that are within the caps.
+_ABOVE_MANY = 5  # Of many samples every so many load is tried.
 _DEAL_BITS = 40  # Costs are dealt in so many bits.
 
 
@@ -64,16 +76,19 @@ def share_in_teams(
     ways = _Ways.of(step, teams, exponent, accumulate, may_share)
     if ways.sizes[-1] == 1:
         return whole()
-    must, keeps = bool((ways.table[:, 0] == NEVER).any()), 1 - teams.gain
+    must, keeps, found = bool((ways.table[:, 0] == NEVER).any()), 1 - teams.gain, None
     bounds = [int(lower_bound(costs, step.num_ranks)) for costs in step.costs.values()]
     least = step.balance.price.lower_bound(list(step.costs.values()), bounds, step.num_ranks)
-    # Whole samples may come down to `least`: where that is near the bound of teams, they are tried first.
-    if not must and ways.lower_bound > keeps * least and ways.lower_bound > keeps * step.price(found := whole()):
-        return found
+    # Whole samples may come down to `least`: where teams could not gain on that, see how far they do.
+    if not must and ways.lower_bound > keeps * least:
+        found = whole()
+        least = step.price(found)
+        if ways.lower_bound > keeps * least:
+            return found
     shared = min(ways.found(), key=lambda way: (way[0], way[1].num_microbatches), default=None)
     if shared is not None and (must or shared[0] <= keeps * least):
         return shared[1]
-    found = whole()
+    found = found or whole()
     return found if shared is None or shared[0] > keeps * step.price(found) else shared[1]
 
 
@@ -139,18 +154,18 @@ class _Ways:
             return self._largest_first()
         return self._filled() if self.step.sizes or not self.mixed else self._in_one()
 
-    def _balanced(self) -> tuple[Ranks, Ranks]:
-        """Return sizes and first ranks as if there was one micro-step, int32 (n,) each."""
+    def _balanced(self) -> tuple[Ranks, Ranks, int]:
+        """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
         table = self.table.copy()
         if not self.step.balance.price.levels_each_phase:
             table[:, 0] += np.where(table[:, 0] == NEVER, 0, self.encoders)
         least = np.minimum.accumulate(table, axis=1)[:, :-1]
         table[:, 1:][table[:, 1:] >= least] = NEVER
-        size, rank, _, _ = solve_teams(table, self.sizes, self.step.num_ranks)
-        return size, rank
+        size, rank, loads, _ = solve_teams(table, self.sizes, self.step.num_ranks)
+        return size, rank, int(loads.max())
 
     def _in_one(self) -> Iterator[tuple[int, Shares]]:
-        size, rank = self._balanced()
+        size, rank, _ = self._balanced()
         step, owner, pinned = self._members(size, rank)
         if len(step.costs) > 1 and step.balance.price.levels_each_phase:
             owner = _jointly(step, pinned)
@@ -159,7 +174,7 @@ class _Ways:
 
     def _largest_first(self) -> Iterator[tuple[int, Shares]]:
         """Yield teams of one micro-step, cut into several."""
-        size, rank = self._balanced()
+        size, rank, _ = self._balanced()
         tokens, cap = self._at(self.slices, size), self.step.balance.caps.get("llm", MAX_TOTAL)
         filled = np.zeros((1 + int(np.count_nonzero(size > 1)), self.step.num_ranks), np.int64)
         microbatch, first = np.zeros_like(rank), np.zeros(self.step.num_ranks, np.int64)
@@ -197,60 +212,99 @@ class _Ways:
         fewest = max([1, *(-(-int(sizes.sum()) // (caps[phase] * num_ranks)) for phase, sizes in step.sizes.items())])
         given = self.number if self.number > 1 or not caps else None
         even = int(works.sum()) // num_ranks + 1
-        numbers, above = (range(fewest, fewest + _MORE_STEPS), _ABOVE) if given is None else ([given], _FURTHER)
-        targets = sorted({even * (PARTS + part) // (number * PARTS) + 1 for number in numbers for part in above})
+        many = step.num_samples > MANY_SAMPLES
+        if given is None:
+            numbers = np.arange(fewest, fewest + _MORE_STEPS)[:, None]
+            groups = list(even * (PARTS + np.array(_ABOVE)) // (numbers * PARTS) + 1)
+            groups = [np.concatenate(groups)[:: _ABOVE_MANY if many else 1], *([] if many else groups)]
+        else:
+            groups = list((even * (PARTS + np.array(_FURTHER)) // (given * PARTS) + 1)[:, None])
         # Sequences that may be shared, from the most work; the others fill the gaps.
-        is_long = (self.table[:, 0] > targets[0]) & (self.table[:, 1:] < NEVER).any(axis=1)
+        is_long = (self.table[:, 0] > even // (_SHORT * (given or fewest + 1))) & (self.table[:, 1:] < NEVER).any(
+            axis=1
+        )
+        most_work = np.partition(works[is_long], -_MOST_LONG)[-_MOST_LONG] if is_long.sum() > _MOST_LONG else 0
+        is_long &= (works >= most_work) | (self.table[:, 0] == NEVER)
         long = np.flatnonzero(is_long)[descending_order(works[is_long])]
         table, slices = self.table[long], self.slices[long]
         rest = int(self.table[~is_long, 0].sum()), int(step.positions[~is_long].sum())
         room = np.array([caps.get("llm", MAX_TOTAL), caps.get(SAMPLES, MAX_TOTAL)])
-        ways: dict[tuple[int, int], list[Ints]] = {}
-        while targets:
-            for target, parts in product(targets, _LONGEST):
+        ways: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        while groups:
+            for targets in groups:
                 estimate, *placed = fill_micro_steps(
-                    table, slices, self.sizes, num_ranks, room, target, parts, given or MAX_TOTAL, self.mixed, rest
+                    *(table, slices, self.sizes, num_ranks, room, targets, np.array(_LONGEST)),
+                    *(given or MAX_TOTAL, self.mixed, rest),
                 )
                 if estimate >= 0 and (placed[0] > 1).any():
-                    ways.setdefault((int(estimate), len(placed[-1])), placed)
-            targets = [2 * targets[-1]] if not ways and targets[-1] < even * num_ranks else []
-        for key in sorted(ways)[:_BALANCED]:
-            size, rank, microbatch = np.ones((3, step.num_samples), np.int32)
-            size[long], rank[long], microbatch[long], aims = ways[key]
-            members, _, pinned = self._members(size, rank)
-            stay, dealt, number = np.repeat(microbatch, size), None, given or max(len(aims), fewest)
-            while dealt is None and number <= (given or number):
-                dealt = self._dealt(members, pinned, stay, aims, number)
+                    ways.setdefault((int(estimate), len(placed[-1])), [long, *placed])
+            groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
+        if fewest == 1 and self.mixed:
+            size, rank, peak = self._balanced()
+            shared = np.flatnonzero(size > 1)
+            ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
+        for key in sorted(ways)[: 1 if many else _BALANCED]:
+            size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
+            at, size[at], rank[at], microbatch[at], aims = ways[key]
+            members, owner, pinned = self._members(size, rank)
+            stay, number, price = np.repeat(microbatch, size), given or max(len(aims), fewest), MAX_TOTAL
+            if not self._holds(members, owner, stay, number):
+                continue
+            # One micro-step more, while something is dealt above the aims, and that costs less.
+            while number <= (given or number):
+                dealt, is_late = self._dealt(members, owner, pinned, stay, aims, number)
                 number += 1
-            if dealt is not None:
+                if dealt is None:
+                    continue
+                if members.price(dealt) >= price:
+                    break
+                price = members.price(dealt)
                 yield self._priced(members, dealt, size)
+                if not is_late:
+                    break
 
-    def _dealt(self, step: StepSamples, pinned: Ranks, stay: Ranks, aims: Ints, number: int) -> Shares | None:
-        """Deal what is not pinned into micro-steps, within the caps and if possible up to their loads; balance each."""
+    def _holds(self, step: StepSamples, owner: Ranks, stay: Ranks, number: int) -> bool:
+        """Return whether members that have a micro-step keep the caps in it."""
+        of, at = np.flatnonzero(stay >= 0), (step.num_ranks, number)
+        return all(
+            int(loads_by_rank_and_microbatch(sizes[of], owner[of], stay[of], *at).max()) <= step.balance.caps[phase]
+            for phase, sizes in step.sizes.items()
+        )
+
+    def _dealt(
+        self, step: StepSamples, owner: Ranks, pinned: Ranks, stay: Ranks, aims: Ints, number: int
+    ) -> tuple[Shares | None, bool]:
+        """Deal members that have no micro-step, -1 in `stay`, within the caps and if possible up to the aims; balance.
+
+        Returns:
+            (ranks and micro-steps, None if the caps are not kept; whether some are dealt above the aims).
+        """
         columns, caps = self._columns(step, pinned, stay)
-        free, at = np.flatnonzero(pinned < 0), np.flatnonzero(pinned >= 0)
+        free, at = np.flatnonzero(stay < 0), np.flatnonzero(stay >= 0)
         # The load is one more size, in fewer bits. Micro-steps with lower aims hold the difference.
         shift = max(0, int(aims.max()).bit_length() - _DEAL_BITS)
         top = np.int64(aims.max() >> shift) + 1
-        sizes, limits = np.column_stack([columns, (step.costs["llm"] >> shift) + 1]), np.append(caps, top)
+        loads = np.minimum((step.costs["llm"] >> shift) + 1, top)
+        sizes, limits = np.column_stack([columns, loads]), np.append(caps, top)
         held = np.zeros((number, step.num_ranks, len(limits)), np.int64)
-        np.add.at(held, (stay[at], pinned[at]), sizes[at])
+        np.add.at(held, (stay[at], owner[at]), sizes[at])
         held[: len(aims), :, -1] += (top - (aims >> shift))[:, None]
-        best, least = None, MAX_TOTAL
+        best, least, is_late = None, MAX_TOTAL, True
         for order in packing_orders(step.by_sample[free], sizes[free], len(step.costs) - 1):
             bins, rank = np.empty((2, len(free)), np.int32)
             into = (number, step.num_ranks, bins, rank)
-            if deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held):
-                full, late = held[:, :, :-1].copy(), order[bins[order] < 0]
+            late = deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held)
+            if late:
+                full, last = held[:, :, :-1].copy(), order[bins[order] < 0]
                 np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), columns[free[bins >= 0]])
-                if deal_cells(late, columns[free], caps, caps * step.num_ranks, *into, full):
+                if deal_cells(last, columns[free], caps, caps * step.num_ranks, *into, full):
                     continue
-            dealt = Shares(pinned.copy(), stay.copy(), number)
+            dealt = Shares(owner.copy(), stay.copy(), number)
             dealt.rank[free], dealt.microbatch[free] = rank, bins
             cost = int(bins_cost(step.by_sample, dealt.microbatch, number, step.num_ranks))
             if cost < least:
-                best, least = dealt, cost
-        return best and balanced_inside(step, best, (columns, caps), pinned=pinned)
+                best, least, is_late = dealt, cost, late > 0
+        return best and balanced_inside(step, best, (columns, caps), pinned=pinned), is_late
 
     def _at(self, table: Ints, size: Ranks) -> Ints:
         found: Ints = table[np.arange(len(size)), np.searchsorted(self.sizes, size)]
