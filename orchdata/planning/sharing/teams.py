@@ -24,7 +24,7 @@ from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.teams import NEVER, PARTS, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
-from orchdata.native.microbatches.teams import fill_micro_steps
+from orchdata.native.microbatches.teams import deal_late, fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
@@ -295,9 +295,9 @@ class _Ways:
             into = (number, step.num_ranks, bins, rank)
             late = deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held)
             if late:
-                full, last = held[:, :, :-1].copy(), order[bins[order] < 0]
-                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), columns[free[bins >= 0]])
-                if deal_cells(last, columns[free], caps, caps * step.num_ranks, *into, full):
+                full, last = held.copy(), order[bins[order] < 0]
+                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), sizes[free[bins >= 0]])
+                if deal_late(last, sizes[free], limits, full, bins, rank):
                     continue
             dealt = Shares(owner.copy(), stay.copy(), number)
             dealt.rank[free], dealt.microbatch[free] = rank, bins
