@@ -10,7 +10,7 @@ Under "sum" ranks meet at the end of a step alone: teams of one micro-step are c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -148,10 +148,11 @@ class _Ways:
         encoders = [int(lower_bound(costs, num_ranks)) for phase, costs in self.step.costs.items() if phase != "llm"]
         return teams.lower_bound(num_ranks) + sum(encoders)
 
-    def found(self) -> Iterator[tuple[int, Shares]]:
+    def found(self) -> Iterable[tuple[int, Shares]]:
         """Return (price, ranks, microbatches and teams) of ways that share something."""
         if self.step.sizes and not self.step.balance.price.meets_in_micro_steps:
-            return self._largest_first()
+            ways = list(self._largest_first())
+            return ways or list(self._filled())  # A given number may not hold the teams of one micro-step.
         return self._filled() if self.step.sizes or not self.mixed else self._in_one()
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
