@@ -118,6 +118,8 @@ def fill_micro_steps(
         for option in range(2 * (targets.shape[0] + parts.shape[0])):
             which, raised = option // 2 - targets.shape[0], option % 2
             aim = targets[option // 2] if which < 0 else part_of(longest, parts[which])
+            if most < NEVER:  # Micro-steps are few: lower loads would leave sequences over.
+                aim = max(aim, targets.min())
             if aim < longest:
                 continue
             trial, cells = (was[0].copy(), was[1].copy(), was[2].copy()), np.zeros((3, num_ranks), np.int64)

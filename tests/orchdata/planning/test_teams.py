@@ -117,7 +117,7 @@ def test_plans_of_random_lists(objective: Any, cap: int | None, accumulate: int,
         shared += int((plan.team_size > 1).sum())
         may_share = np.ones(len(plan.row), np.bool_) if samples.image is None else samples.image == 0
         above = may_share & (samples.tokens > (cap or 60_000))
-        if num_ranks > 1 and accumulate == 1:
+        if num_ranks > 1:
             assert (plan.team_size[above] > 1).all(), "a sample above the cap is whole"
         if above.any():
             continue
