@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.teams import NEVER, cheapest, part_of
 from orchdata.native.jit import kernel
+from orchdata.native.microbatches.binpack import fits
 
 Ints = NDArray[np.int64]
 
@@ -117,6 +118,8 @@ def fill_micro_steps(
         for option in range(2 * (targets.shape[0] + parts.shape[0])):
             which, raised = option // 2 - targets.shape[0], option % 2
             aim = targets[option // 2] if which < 0 else part_of(longest, parts[which])
+            if most < NEVER:  # Micro-steps are few: lower loads would leave sequences over.
+                aim = max(aim, targets.min())
             if aim < longest:
                 continue
             trial, cells = (was[0].copy(), was[1].copy(), was[2].copy()), np.zeros((3, num_ranks), np.int64)
@@ -142,3 +145,38 @@ def fill_micro_steps(
     is_held = most_ranks > 0 and (num_sequences == 0 or step.min() >= 0)
     estimate = np.int64(price + work / most_ranks) if is_held else np.int64(-1)
     return estimate, size, first, step, aims[:number]
+
+
+@kernel
+def deal_late(
+    order: NDArray[np.int32],
+    sizes: Ints,
+    limits: Ints,
+    held: Ints,
+    bins: NDArray[np.int32],
+    rank: NDArray[np.int32],
+) -> int:
+    """Put each item, in `order`, into the cell with the least load of those that keep the caps.
+
+    Args:
+        sizes: int64 (num_items, num_caps + 1), the last is the load, which has no cap.
+        limits: int64 (num_caps + 1,).
+        held: int64 (num_micro_steps, num_ranks, num_caps + 1), changed.
+        bins, rank: int32 (num_items,), written; -1 for an item that does not fit anywhere.
+
+    Returns:
+        The number of items that do not fit anywhere.
+    """
+    left = 0
+    for item in order:
+        bins[item] = rank[item] = -1
+        for b in range(held.shape[0]):
+            for r in range(held.shape[1]):
+                if bins[item] >= 0 and held[b, r, -1] >= held[bins[item], rank[item], -1]:
+                    continue
+                if fits(held[b, r, :-1], sizes[item, :-1], limits[:-1], False):
+                    bins[item], rank[item] = b, r
+        left += bins[item] < 0
+        if bins[item] >= 0:
+            held[bins[item], rank[item]] += sizes[item]
+    return left

@@ -10,7 +10,7 @@ Under "sum" ranks meet at the end of a step alone: teams of one micro-step are c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.teams import NEVER, PARTS, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
-from orchdata.native.microbatches.teams import fill_micro_steps
+from orchdata.native.microbatches.teams import deal_late, fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
@@ -148,10 +148,11 @@ class _Ways:
         encoders = [int(lower_bound(costs, num_ranks)) for phase, costs in self.step.costs.items() if phase != "llm"]
         return teams.lower_bound(num_ranks) + sum(encoders)
 
-    def found(self) -> Iterator[tuple[int, Shares]]:
+    def found(self) -> Iterable[tuple[int, Shares]]:
         """Return (price, ranks, microbatches and teams) of ways that share something."""
         if self.step.sizes and not self.step.balance.price.meets_in_micro_steps:
-            return self._largest_first()
+            ways = list(self._largest_first())
+            return ways or list(self._filled())  # A given number may not hold the teams of one micro-step.
         return self._filled() if self.step.sizes or not self.mixed else self._in_one()
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
@@ -295,9 +296,9 @@ class _Ways:
             into = (number, step.num_ranks, bins, rank)
             late = deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held)
             if late:
-                full, last = held[:, :, :-1].copy(), order[bins[order] < 0]
-                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), columns[free[bins >= 0]])
-                if deal_cells(last, columns[free], caps, caps * step.num_ranks, *into, full):
+                full, last = held.copy(), order[bins[order] < 0]
+                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), sizes[free[bins >= 0]])
+                if deal_late(last, sizes[free], limits, full, bins, rank):
                     continue
             dealt = Shares(owner.copy(), stay.copy(), number)
             dealt.rank[free], dealt.microbatch[free] = rank, bins
