@@ -109,6 +109,14 @@ class OptimizerSteps:
             f"{first}, which initializes torch.distributed, or give it the mesh"
         )
 
+    def check_whole(self, trainer: str) -> None:
+        """Raise ValueError for teams: a trainer that gives `Batch.model_inputs` to a model trains whole sequences."""
+        if self._runtime.prepared.spec.plan.balance.teams is not None:
+            raise ValueError(
+                f"{trainer} trains whole sequences, and each member of a team would train all of a shared one: leave "
+                "Balance(teams=...) out"
+            )
+
     def even_tail(self) -> None:
         """See `Runtime.even_tail`."""
         self._runtime.even_tail()

@@ -53,8 +53,8 @@ class DataLoader(BaseDataLoader):
     Raises:
         TypeError: `make` gives something else than an od.DataLoader; a `collate_fn` of your own without a `convert`.
         ValueError: a loader of other data-parallel ranks than torchtitan's; padded batches, or mrope; sources with loss
-            weights; a sample that is longer than torchtitan's longest sequence; a step of several microbatches, where
-            no `TrainerMixin` is there to take them.
+            weights; teams without a `convert`; a sample that is longer than torchtitan's longest sequence; a step of
+            several microbatches, where no `TrainerMixin` is there to take them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,6 +78,8 @@ class DataLoader(BaseDataLoader):
                 f"the DataLoader is of {self._steps.num_ranks} data-parallel ranks and torchtitan of {dp_world_size}: "
                 "make it with dp=(dp_rank, dp_world_size), which make is called with"
             )
+        if config.convert is None:
+            self._steps.check_whole("torchtitan")
         self._convert = config.convert or self._packed
         self._for_validation = config.for_validation
         self._repeats = config.repeat and config.infinite

@@ -292,6 +292,7 @@ class TrainerMixin(_Base):
     def _check(self, steps: OptimizerSteps) -> None:
         """Raise ValueError where the Trainer would make other steps of the loader's."""
         args = self.args
+        steps.check_whole("the Trainer")
         if args.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps} would join steps of the DataLoader, "
@@ -338,6 +339,7 @@ class TrainerMixin(_Base):
 
     def _whole(self, steps: OptimizerSteps) -> OptimizerSteps:
         """The same samples at each evaluation."""
+        steps.check_whole("the Trainer")
         if self.compute_metrics is not None:
             raise ValueError(
                 "compute_metrics takes predictions of one row a sample; batches of a DataLoader are packed, and give "

@@ -389,6 +389,11 @@ def test_what_would_change_a_step_is_refused(vl: Family, options: dict[str, Any]
 
 def test_loaders_that_the_trainer_would_miscount_are_refused(vl: Family, tmp_path: Path) -> None:
     model = vl.model()
+    balance = od.Balance(teams=od.Teams(largest=2, cut="trainer"))
+    shared = vl.loader(model, collate_fn=od.Packed(), balance=balance)
+    for method in ("train", "evaluate"):
+        with pytest.raises(ValueError, match="the Trainer trains whole sequences"):
+            getattr(make(model, shared, tmp_path, more={"eval_dataset": shared}), method)()
     with pytest.raises(ValueError, match="of 2 data-parallel ranks and the Trainer of 1"):
         make(model, vl.loader(model, dp=(0, 2)), tmp_path).train()
     tokens = int(od.ShardDataset(list(vl.shards), recipe=od.hf.recipe(vl.processor)).index().llm_tokens.sum())

@@ -161,6 +161,8 @@ def test_what_would_be_another_step_is_refused(dataset: od.ShardDataset) -> None
         make(dataset, collate_fn=od.Packed())
     with pytest.raises(ValueError, match="of 1 data-parallel ranks and torchtitan of 2"):
         DataLoader.Config(make=lambda **_: loader(dataset)).build(dp_rank=0, dp_world_size=2)
+    with pytest.raises(ValueError, match="torchtitan trains whole sequences"):
+        make(dataset, collate_fn=od.Packed(), balance=od.Balance(teams=od.Teams(largest=2, cut="trainer")))
     with pytest.raises(TypeError, match="make gives an od.DataLoader, got list"):
         DataLoader.Config(make=lambda **_: []).build(dp_rank=0, dp_world_size=1)
     with pytest.raises(ValueError, match="takes packed batches"):
