@@ -241,8 +241,8 @@ class _Ways:
             groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
         if fewest == 1 and self.mixed:
             size, rank, peak = self._balanced()
-            shared = np.flatnonzero(size > 1)
-            ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
+            if len(shared := np.flatnonzero(size > 1)):
+                ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
         for key in sorted(ways)[: 1 if many else _BALANCED]:
             size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
             at, size[at], rank[at], microbatch[at], aims = ways[key]
