@@ -152,7 +152,9 @@ class _Ways:
         """Return (price, ranks, microbatches and teams) of ways that share something."""
         if self.step.sizes and not self.step.balance.price.meets_in_micro_steps:
             return self._largest_first()
-        return self._filled() if self.step.sizes or not self.mixed else self._in_one()
+        filled = self._filled() if self.step.sizes or not self.mixed else self._in_one()
+        # Where their number is given, late samples may find no room in micro-steps that were filled.
+        return iter(list(filled) or list(self._largest_first() if self.number > 1 else ()))
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
         """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
