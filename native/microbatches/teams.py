@@ -167,16 +167,27 @@ def deal_late(
     Returns:
         The number of items that do not fit anywhere.
     """
-    left = 0
+    left, num_ranks = 0, held.shape[1]
+    cells = np.argsort(held[:, :, -1].copy().ravel(), kind="mergesort")
     for item in order:
-        bins[item] = rank[item] = -1
-        for b in range(held.shape[0]):
-            for r in range(held.shape[1]):
-                if bins[item] >= 0 and held[b, r, -1] >= held[bins[item], rank[item], -1]:
-                    continue
-                if fits(held[b, r, :-1], sizes[item, :-1], limits[:-1], False):
-                    bins[item], rank[item] = b, r
-        left += bins[item] < 0
-        if bins[item] >= 0:
-            held[bins[item], rank[item]] += sizes[item]
+        place = 0
+        while place < cells.shape[0]:
+            b, r = divmod(cells[place], num_ranks)
+            if fits(held[b, r, :-1], sizes[item, :-1], limits[:-1], False):
+                break
+            place += 1
+        if place == cells.shape[0]:
+            bins[item] = rank[item] = -1
+            left += 1
+            continue
+        bins[item], rank[item] = b, r
+        held[b, r] += sizes[item]
+        cell = cells[place]
+        while place + 1 < cells.shape[0]:
+            above = cells[place + 1]
+            if held[above // num_ranks, above % num_ranks, -1] >= held[b, r, -1]:
+                break
+            cells[place] = above
+            place += 1
+        cells[place] = cell
     return left

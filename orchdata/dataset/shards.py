@@ -479,10 +479,7 @@ def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
     if teams is None or cap is None or balance.oversize == "own":
         return 1
     longest = _rows_above(costs.index, partial(costs.positions, "llm"), cap, excluded).largest
-    sizes: list[int] = [
-        size for size in teams.sizes(teams.largest).tolist() if teams.cost is None or size in (1, *teams.cost)
-    ]
-    return next(size for size in sizes if -(-longest // size) <= cap)
+    return int(next(size for size in teams.sizes(teams.largest) if -(-longest // size) <= cap))
 
 
 def _check_ranks(costs: IndexCosts, balance: Balance, excluded: Ints, num_ranks: int) -> None:

@@ -82,7 +82,8 @@ class Teams:
 
     def sizes(self, num_ranks: int) -> Ints:
         """Return the sizes of teams on so many ranks, ascending from 1: int64 (num_sizes,)."""
-        return 1 << np.arange(min(self.largest, num_ranks).bit_length(), dtype=np.int64)
+        sizes = [1 << power for power in range(min(self.largest, num_ranks).bit_length())]
+        return np.array([size for size in sizes if self.cost is None or size in (1, *self.cost)], np.int64)
 
     def member_costs(self, costs: Ints, tokens: Ints, sizes: Ints, exponent: int) -> Ints:
         """Return what a member pays for each sequence, in the unit of `costs`: int64 (n, num_sizes).
@@ -101,10 +102,8 @@ class Teams:
                 if rate:
                     fixed = round(math.ldexp(rate, exponent + COST_SHIFT))
                     table[:, column] += sequence_costs(-(-tokens // size), fixed, 0, 0, np.empty((0, 2), np.int64))
-            elif size in self.cost:
-                table[:, column] = sequence_costs(tokens, *coefficients_of(self.cost[size], exponent))
             else:
-                table[:, column] = NEVER
+                table[:, column] = sequence_costs(tokens, *coefficients_of(self.cost[size], exponent))
         return table
 
 

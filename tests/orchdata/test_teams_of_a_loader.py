@@ -81,6 +81,23 @@ def test_samples_with_media_keep_the_limit_that_they_have_without_teams(tmp_path
     assert 0 < len(above) < len(whole)
 
 
+def test_sizes_without_a_cost_are_not_taken(dataset: od.ShardDataset) -> None:
+    teams = od.Teams(largest=16, cut="trainer", cost={2: od.PhaseCost(0.6, 0.006), 16: od.PhaseCost(0.1, 0.001)})
+    made = loader(dataset, 0, 6, balance=od.Balance(max_tokens=200, teams=teams, oversize="own"))
+    plans = [made.plan_at(0, step) for step in range(len(made))]
+    above = np.concatenate([plan.team_size[plan.llm_positions > 200] for plan in plans])
+    assert above.tolist() == [2] * 4  # the largest team that 6 ranks have
+    with pytest.raises(ValueError, match="a team of 16 ranks .* there are 6"):
+        loader(dataset, 0, 6, balance=od.Balance(max_tokens=250, teams=teams))
+
+
+def test_a_step_that_shares_nothing_has_the_plan_of_whole_samples(dataset: od.ShardDataset) -> None:
+    dear = od.Teams(largest=4, cut="trainer", gain=0.0, per_token=1e3)
+    balances = od.Balance(max_tokens=1000), od.Balance(max_tokens=1000, teams=dear)
+    whole, shared = (loader(dataset, 0, 4, balance=balance, global_batch_size=1) for balance in balances)
+    assert all(whole.plan_at(0, step).hash == shared.plan_at(0, step).hash for step in range(len(whole)))
+
+
 @pytest.mark.parametrize("later", [2, 6])
 def test_a_run_on_four_ranks_goes_on_on_others(later: int, dataset: od.ShardDataset) -> None:
     ours = [loader(dataset, rank, 4) for rank in range(4)]

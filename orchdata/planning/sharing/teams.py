@@ -150,10 +150,11 @@ class _Ways:
 
     def found(self) -> Iterable[tuple[int, Shares]]:
         """Return (price, ranks, microbatches and teams) of ways that share something."""
-        if self.step.sizes and not self.step.balance.price.meets_in_micro_steps:
-            ways = list(self._largest_first())
-            return ways or list(self._filled())  # A given number may not hold the teams of one micro-step.
-        return self._filled() if self.step.sizes or not self.mixed else self._in_one()
+        ways = [self._filled if self.step.sizes or not self.mixed else self._in_one]
+        ends_together = bool(self.step.sizes) and not self.step.balance.price.meets_in_micro_steps
+        if ends_together or self.number > 1:  # A given number of micro-steps may not hold the teams of the first way.
+            ways.insert(0 if ends_together else 1, self._largest_first)
+        return next((found for way in ways if (found := list(way()))), [])
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
         """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
@@ -242,8 +243,8 @@ class _Ways:
             groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
         if fewest == 1 and self.mixed:
             size, rank, peak = self._balanced()
-            shared = np.flatnonzero(size > 1)
-            ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
+            if len(shared := np.flatnonzero(size > 1)):
+                ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
         for key in sorted(ways)[: 1 if many else _BALANCED]:
             size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
             at, size[at], rank[at], microbatch[at], aims = ways[key]
