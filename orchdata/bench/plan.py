@@ -21,6 +21,7 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
+from orchdata.planning.teams import Teams
 from orchdata.synth.made_up_index import synthetic_index
 
 ENCODER = TransformerCost(hidden=1280, layers=32, ffn=5120)
@@ -70,6 +71,11 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
             "plan one step in a grid of 8 ranks a node": Balance(scope="grid", group_size=8),
         }.items()
     }
+    one_phase, teams = IndexCosts(index, CostModel(llm=LLM)), Teams(largest=32, cut="trainer")
+    for name, balance in {"": Balance(), f", {words}": capped}.items():
+        specs[f"one phase{name}"] = replace(specs["plan one step"], costs=one_phase, balance=balance)
+        shared = replace(balance, teams=teams)
+        specs[f"one phase in teams{name}"] = replace(specs["plan one step"], costs=one_phase, balance=shared)
     demands = dict(zip(specs, (20.0, 60.0), strict=False))
     plain = specs["plan one step"]
     steps = np.random.default_rng(config.seed).integers(0, plain.num_steps, 1 + config.repeats).tolist()
@@ -99,7 +105,17 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
     peaks = sum(int(plan.loads(phase).max()) for phase in plan.phases)
     dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
     bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
+    # What teams add is of the same steps: 25 ms to 2,560 x 16 and 100 ms to 2,560 x 62, or half of the time and 25 ms.
+    added = {
+        name: np.subtract(cpu[f"one phase in teams{name}"], cpu[f"one phase{name}"]) for name in ("", f", {words}")
+    }
+    half = 25 + 500 * statistics.median(cpu[f"one phase, {words}"])
+    limits = {"": 25.0 if config.samples_per_rank <= 16 else 100.0, f", {words}": half}
     return [
+        *(
+            _milliseconds(f"CPU time that teams add to one phase{name}", tuple(added[name].tolist()), limits[name])
+            for name in added
+        ),
         *(
             _milliseconds(
                 name,
