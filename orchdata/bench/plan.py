@@ -77,6 +77,11 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
             (f"plan one step of text, {words}, with teams", TEXT_COST, replace(capped, teams=TEAMS)),
         )
     }
+    one_phase, teams = IndexCosts(index, CostModel(llm=LLM)), Teams(largest=32, cut="trainer")
+    for name, balance in {"": Balance(), f", {words}": capped}.items():
+        specs[f"one phase{name}"] = replace(specs["plan one step"], costs=one_phase, balance=balance)
+        shared = replace(balance, teams=teams)
+        specs[f"one phase in teams{name}"] = replace(specs["plan one step"], costs=one_phase, balance=shared)
     demands = dict(zip(specs, (20.0, 60.0), strict=False))
     plain = specs["plan one step"]
     steps = np.random.default_rng(config.seed).integers(0, plain.num_steps, 1 + config.repeats).tolist()
@@ -106,7 +111,17 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
     peaks = sum(int(plan.loads(phase).max()) for phase in plan.phases)
     dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
     bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
+    # What teams add is of the same steps: 25 ms to 2,560 x 16 and 100 ms to 2,560 x 62, or half of the time and 25 ms.
+    added = {
+        name: np.subtract(cpu[f"one phase in teams{name}"], cpu[f"one phase{name}"]) for name in ("", f", {words}")
+    }
+    half = 25 + 500 * statistics.median(cpu[f"one phase, {words}"])
+    limits = {"": 25.0 if config.samples_per_rank <= 16 else 100.0, f", {words}": half}
     return [
+        *(
+            _milliseconds(f"CPU time that teams add to one phase{name}", tuple(added[name].tolist()), limits[name])
+            for name in added
+        ),
         *(
             _milliseconds(
                 name,
