@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.teams import NEVER, cheapest, part_of
 from orchdata.native.jit import kernel
-from orchdata.native.microbatches.binpack import fits
 
 Ints = NDArray[np.int64]
 
@@ -145,49 +144,3 @@ def fill_micro_steps(
     is_held = most_ranks > 0 and (num_sequences == 0 or step.min() >= 0)
     estimate = np.int64(price + work / most_ranks) if is_held else np.int64(-1)
     return estimate, size, first, step, aims[:number]
-
-
-@kernel
-def deal_late(
-    order: NDArray[np.int32],
-    sizes: Ints,
-    limits: Ints,
-    held: Ints,
-    bins: NDArray[np.int32],
-    rank: NDArray[np.int32],
-) -> int:
-    """Put each item, in `order`, into the cell with the least load of those that keep the caps.
-
-    Args:
-        sizes: int64 (num_items, num_caps + 1), the last is the load, which has no cap.
-        limits: int64 (num_caps + 1,).
-        held: int64 (num_micro_steps, num_ranks, num_caps + 1), changed.
-        bins, rank: int32 (num_items,), written; -1 for an item that does not fit anywhere.
-
-    Returns:
-        The number of items that do not fit anywhere.
-    """
-    left, num_ranks = 0, held.shape[1]
-    cells = np.argsort(held[:, :, -1].copy().ravel(), kind="mergesort")
-    for item in order:
-        place = 0
-        while place < cells.shape[0]:
-            b, r = divmod(cells[place], num_ranks)
-            if fits(held[b, r, :-1], sizes[item, :-1], limits[:-1], False):
-                break
-            place += 1
-        if place == cells.shape[0]:
-            bins[item] = rank[item] = -1
-            left += 1
-            continue
-        bins[item], rank[item] = b, r
-        held[b, r] += sizes[item]
-        cell = cells[place]
-        while place + 1 < cells.shape[0]:
-            above = cells[place + 1]
-            if held[above // num_ranks, above % num_ranks, -1] >= held[b, r, -1]:
-                break
-            cells[place] = above
-            place += 1
-        cells[place] = cell
-    return left

@@ -350,7 +350,9 @@ def refuse_parts(balance: Balance, reason: str) -> None:
         )
 
 
-def check_teams(balance: Balance, collate_fn: object, *, in_shards: bool = True, dp: Any = None) -> None:
+def check_teams(
+    balance: Balance, collate_fn: object, *, in_shards: bool = True, dp: Any = None, accumulate: int = 1
+) -> None:
     """Raise ValueError, with what to do instead, for arguments of a loader under which no team can share a sequence."""
     if balance.teams is None:
         return
@@ -367,6 +369,8 @@ def check_teams(balance: Balance, collate_fn: object, *, in_shards: bool = True,
         "a collate_fn of yours, which does not know them: use od.Packed(), and change its batches in the loop": (
             layout is None and collate_fn is not None
         ),
+        "Teams(mixed=False) and accumulate=, whose micro-steps have no room for one size: cap microbatches by "
+        "Balance(max_tokens=...)": accumulate > 1 and not balance.teams.mixed,
         f"a mesh that cuts every sequence over its dim {', '.join(cut)}: make these ranks data-parallel, and teams "
         "take their place": cut,
     }

@@ -24,7 +24,7 @@ from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.teams import NEVER, PARTS, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
-from orchdata.native.microbatches.teams import deal_late, fill_micro_steps
+from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
@@ -38,16 +38,7 @@ Ranks = NDArray[np.int32]
 _MORE_STEPS = 5  # Micro-steps more than the fewest that are tried, each with
 _ABOVE = (0, 200, 500, 1000, 2000)  # loads of so many parts above an even share of the work,
 _FURTHER = (*_ABOVE, 4000, 7000, PARTS, 2 * PARTS)  # or where their number is given, and
-_LONGEST = (
-    PARTS,
-    11_000,
-    12_000,
-    13_000,
-    15_000,
-    17_500,
-    20_000,
-    25_000,
-)  # parts of what the longest sequence that is left costs.
+_LONGEST = (PARTS, 11_000, 12_000, 13_000, 15_000, 17_500, 20_000, 25_000)  # parts of what the longest costs.
 _BALANCED = 3  # Ways with the lowest estimates are balanced.
 _SHORT = 8  # Sequences below this part of an even share of a micro-step are not shared,
 _MOST_LONG = 1024  # nor more of them that are within the caps.
@@ -297,9 +288,9 @@ class _Ways:
             into = (number, step.num_ranks, bins, rank)
             late = deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held)
             if late:
-                full, last = held.copy(), order[bins[order] < 0]
-                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), sizes[free[bins >= 0]])
-                if deal_late(last, sizes[free], limits, full, bins, rank):
+                full, last = held[:, :, :-1].copy(), order[bins[order] < 0]
+                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), columns[free[bins >= 0]])
+                if deal_cells(last, columns[free], caps, caps * step.num_ranks, *into, full):
                     continue
             dealt = Shares(owner.copy(), stay.copy(), number)
             dealt.rank[free], dealt.microbatch[free] = rank, bins
