@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.packed import longest_first
-from orchdata.native.assign.refine import lower_makespan, search_budget
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
@@ -24,7 +23,6 @@ PARTS = 10_000
 TARGETS = (1, 3, 10, 20, 30, 40, 60, 80, 100, 120, 150, 180, 210, 250, 300, 350, 400, 600, 800, 1200, 2000, 4000)
 SHARES = (10_000, 7_000)
 RAISES = 6
-BUDGET = 1 << 16  # Sequences and blocks to look at, about, in changing the size of one sequence at a time.
 
 
 @kernel
@@ -171,7 +169,7 @@ def trial(
 @kernel
 def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound: int, rest: int) -> tuple[Ints, int]:
     """Return (index of the size of each sequence that is packed, the load that their packing aims at)."""
-    num_sizes, num_packed = orders.shape
+    num_packed = orders.shape[1]
     peak, level, aim = np.int64(NEVER), np.zeros(num_packed, np.int64), np.int64(0)
     for above in TARGETS:
         target = bound + part_of(bound, above)
@@ -182,23 +180,6 @@ def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound:
                     peak, level, aim = found, other, target
         if peak <= target:
             break
-    # Another size for one sequence at a time.
-    budget, improved = np.int64(BUDGET), peak > bound + part_of(bound, TARGETS[0])
-    while improved:
-        improved = False
-        for sequence in range(num_packed):
-            for size in range(num_sizes):
-                was = level[sequence]
-                if size == was or table[sequence, size] >= peak or budget <= 0:
-                    continue
-                level[sequence] = size
-                budget -= num_sizes * num_packed + 2 * num_ranks
-                loads = pack_teams(table, sizes, num_ranks, orders, level, peak - 1)[0]
-                found = peak_with(loads, rest)
-                if found < peak:
-                    peak, aim, improved = found, peak - 1, True
-                else:
-                    level[sequence] = was
     return level, aim
 
 
@@ -231,27 +212,11 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
     ordered, ranks, first, _ = pack_teams(table, sizes, num_ranks, orders, level[:num_packed], aim)
     loads = np.empty(num_ranks, np.int64)
     loads[ranks] = ordered
-    # The small ones go to the least loaded rank, longest first; then whole sequences move and change places.
+    # The small ones go to the least loaded rank, longest first.
     owner = np.empty(num_sequences, np.int32)
     owner[:num_packed] = first
     small = table[num_packed:, 0].copy()
     owner[num_packed:] = longest_first(small, small.shape[0], 0, loads, np.zeros(num_ranks, np.int32))
-    whole = np.flatnonzero(level == 0)
-    fixed = loads.copy()
-    for position in whole:
-        fixed[owner[position]] -= table[position, 0]
-    goal = max(bound + part_of(bound, TARGETS[0]), fixed.max())
-    if loads.max() > goal and whole.shape[0] > 0:
-        costs = table[whole, 0].copy()
-        places = descending_order(costs)
-        mine = owner[whole[places]]
-        counts = np.zeros(num_ranks, np.int32)
-        for rank in mine:
-            counts[rank] += 1
-        budget = search_budget(whole.shape[0], num_ranks)
-        limits = np.full(num_ranks, whole.shape[0])
-        lower_makespan(costs[places], mine, loads, counts, goal, limits, budget)
-        owner[whole[places]] = mine
     team_size, first_rank = np.empty(num_sequences, np.int32), np.empty(num_sequences, np.int32)
     team_size[order] = sizes[level]
     first_rank[order] = owner

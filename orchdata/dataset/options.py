@@ -351,7 +351,7 @@ def refuse_parts(balance: Balance, reason: str) -> None:
 
 
 def check_teams(
-    balance: Balance, collate_fn: object, *, in_shards: bool = True, dp: Any = None, accumulate: int = 1
+    balance: Balance, collate_fn: object, in_shards: bool = True, dp: Any = None, accumulate: int = 1
 ) -> None:
     """Raise ValueError, with what to do instead, for arguments of a loader under which no team can share a sequence."""
     if balance.teams is None:

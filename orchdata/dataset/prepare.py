@@ -25,13 +25,7 @@ from orchdata.planning.make_plan import make_plan
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     """Prepare the data set without unusable samples. Raises as DataLoader documents."""
     dataset, sampler, batch_sampler = arguments.dataset, arguments.sampler, arguments.batch_sampler
-    check_teams(
-        options.balance,
-        options.collate_fn,
-        in_shards=arguments.in_shards,
-        dp=arguments.dp,
-        accumulate=options.accumulate,
-    )
+    check_teams(options.balance, options.collate_fn, arguments.in_shards, arguments.dp, options.accumulate)
     if not arguments.in_shards:
         if arguments.quarantine is not None:
             raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")

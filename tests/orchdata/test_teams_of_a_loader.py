@@ -166,8 +166,8 @@ def test_ranks_compare_teams_and_send_them() -> None:
     balance = od.Balance(teams=od.Teams(largest=4, cut="trainer", per_token={2: 1, 4: 2.0}))
     assert pickle.loads(pickle.dumps(balance)) == balance
     others = [{}, {"gain": 0.1}, {"per_token": {2: 1.0, 4: 3.0}}, {"cost": {4: od.PhaseCost(1.0)}}]
-    told = [json.dumps(stable(od.Balance(teams=od.Teams(largest=4, cut="trainer", **each)))) for each in others]
-    assert len({json.dumps(stable(balance)), *told}) == 1 + len(others)
+    described = [json.dumps(stable(od.Balance(teams=od.Teams(largest=4, cut="trainer", **each)))) for each in others]
+    assert len({json.dumps(stable(balance)), *described}) == 1 + len(others)
 
 
 def test_figures_and_exports_know_the_teams(dataset: od.ShardDataset, tmp_path: Path) -> None:
