@@ -1,0 +1,9 @@
+"""The public names of `od.planners`: a name stands here alone."""
+
+from .jobs import GpuKind as GpuKind
+from .jobs import Job as Job
+from .jobs import JobCell as JobCell
+from .jobs import JobRun as JobRun
+from .jobs import JobsPlan as JobsPlan
+from .jobs import plan_jobs as plan_jobs
+from .jobs import read_jobs as read_jobs
