@@ -7,3 +7,7 @@ from .jobs import JobRun as JobRun
 from .jobs import JobsPlan as JobsPlan
 from .jobs import plan_jobs as plan_jobs
 from .jobs import read_jobs as read_jobs
+from .waves import Operators as Operators
+from .waves import OperatorsRun as OperatorsRun
+from .waves import WavesPlan as WavesPlan
+from .waves import plan_waves as plan_waves
