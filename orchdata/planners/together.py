@@ -1,0 +1,144 @@
+"""Towers that share a device: measured seconds by share and neighbour -> who runs side by side, who in turn.
+
+The idea is from the abstract of Mosaic (arXiv 2605.18710): modules that share a GPU by quotas. Its engine is not here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchdata.balancers.checks import checked_count
+from orchdata.planners.values import Value, checked_number
+
+MOST_TOWERS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TogetherTable(Value):
+    """What `scripts/measure_together.py` measures on one device.
+
+    Attributes:
+        device: what it was measured on, in words.
+        seconds: of each tower alone, by the tenths of the device that it may use, 1 to 10.
+        slowdown: of a tower by its neighbour: seconds next to it over seconds alone, with the same tenths.
+    """
+
+    device: str
+    seconds: Mapping[str, Mapping[int, float]]
+    slowdown: Mapping[str, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        for name, of in self.seconds.items():
+            for tenths, each in of.items():
+                if tenths not in range(1, 11):
+                    raise ValueError(f"TogetherTable.seconds[{name!r}] must be by tenths from 1 to 10, got {tenths!r}")
+                checked_number(each, f"TogetherTable.seconds[{name!r}][{tenths}]")
+            if 10 not in of:
+                raise ValueError(f"TogetherTable.seconds[{name!r}] must have 10 tenths, got {sorted(of)}")
+            for other in self.seconds:
+                if other != name:
+                    factor = self.slowdown.get(name, {}).get(other)
+                    checked_number(factor, f"TogetherTable.slowdown[{name!r}][{other!r}]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TogetherPlan(Value):
+    """Which towers share a device.
+
+    Attributes:
+        devices: of each device its groups, one after another; of each group its towers and their tenths, side by side.
+        seconds: until all towers have run once.
+        in_turn_seconds: the same where no tower runs next to another.
+        assumptions: what the seconds rest on, one statement each.
+    """
+
+    devices: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    seconds: float
+    in_turn_seconds: float
+    assumptions: tuple[str, ...]
+
+
+def plan_together(
+    table: TogetherTable | None, towers: Sequence[str] | None = None, *, num_devices: int = 1
+) -> TogetherPlan:
+    """Return which towers share a device, with which tenths of it, or run in turn: the best of every placement.
+
+    Args:
+        table: as measured. There is no plan without one: what neighbours cost follows from no model.
+        towers: at most 4 of its names; by default all.
+        num_devices: equal devices.
+
+    Raises:
+        ValueError: no table, more towers, or a name that the table lacks.
+    """
+    if table is None:
+        raise ValueError("plan_together needs a measured table, got None: run scripts/measure_together.py")
+    checked_count(num_devices, "num_devices")
+    names = sorted(table.seconds if towers is None else towers)
+    if not 1 <= len(set(names)) == len(names) <= MOST_TOWERS:
+        raise ValueError(f"towers must be 1 to {MOST_TOWERS} different names, got {names}")
+    for name in names:
+        if name not in table.seconds:
+            raise ValueError(
+                f"towers has {name!r}, which TogetherTable.seconds lacks: {', '.join(sorted(table.seconds))}"
+            )
+
+    best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, int], ...]]] = {}
+    found: dict[bool, tuple[float, int, list[tuple[str, ...]], tuple[int, ...]]] = {}
+    for groups in _groupings(tuple(names)):
+        for group in groups:
+            if group not in best:
+                best[group] = min(_shared(table, group), default=(math.inf, ()))
+        for where in itertools.product(range(min(num_devices, len(groups))), repeat=len(groups)):
+            ends = [0.0] * num_devices
+            for group, device in zip(groups, where, strict=True):
+                ends[device] += best[group][0]
+            # Of equal ones that with most in turn.
+            placement = (max(ends), -len(groups), groups, where)
+            for in_turn in {False, len(groups) == len(names)}:
+                found[in_turn] = min(found.get(in_turn, placement), placement)
+    seconds, _, groups, where = found[False]
+    return TogetherPlan(
+        devices=tuple(
+            tuple(best[group][1] for group, at in zip(groups, where, strict=True) if at == device)
+            for device in range(num_devices)
+        ),
+        seconds=seconds,
+        in_turn_seconds=found[True][0],
+        assumptions=(
+            f"seconds by share, and what a neighbour costs, were measured on {table.device}",
+            "a tower with several neighbours is slowed by the product of what each costs",
+        ),
+    )
+
+
+def _groupings(names: tuple[str, ...]) -> Iterator[list[tuple[str, ...]]]:
+    """Yield every way to put names into groups."""
+    if not names:
+        yield []
+    for rest in _groupings(names[1:]) if names else ():
+        yield [names[:1], *rest]
+        for at, group in enumerate(rest):
+            yield [*rest[:at], (names[0], *group), *rest[at + 1 :]]
+
+
+def _shared(table: TogetherTable, group: tuple[str, ...]) -> Iterator[tuple[float, tuple[tuple[str, int], ...]]]:
+    """Yield seconds until all towers of a group have run side by side, for all tenths that fit."""
+    for tenths in itertools.product(*(sorted(table.seconds[name]) for name in group)):
+        if sum(tenths) > 10:
+            continue
+        now, left = 0.0, dict.fromkeys(group, 1.0)  # The part of each tower that is still to run.
+        alone = {name: table.seconds[name][tenth] for name, tenth in zip(group, tenths, strict=True)}
+        while left:
+            whole = {
+                name: alone[name] * math.prod(table.slowdown[name][other] for other in left if other != name)
+                for name in left
+            }
+            first = min(left, key=lambda name: left[name] * whole[name])
+            span = left.pop(first) * whole[first]
+            now += span
+            left = {name: part - span / whole[name] for name, part in left.items()}
+        yield now, tuple(zip(group, tenths, strict=True))
