@@ -90,13 +90,15 @@ class Towers:
         self.sources, self.device = sources, device
         self.made: dict[tuple[str, int], Tower] = {}
 
-    def side_by_side(self, shares: Mapping[str, int], steps: int = 0, seconds: float = 0.0) -> dict[str, list[float]]:
-        """Run some towers at once; return the seconds of the steps of each."""
+    def side_by_side(
+        self, shares: Mapping[str, int], steps: Mapping[str, int] | None = None, seconds: float = 0.0
+    ) -> dict[str, list[float]]:
+        """Run some towers at once, so many steps of each and so long; return the seconds of the steps of each."""
         for key in shares.items():
             if key not in self.made:
                 self.made[key] = Tower(self.sources[key[0]], key[1], self.device)
         for key in shares.items():
-            self.made[key].ask(steps, seconds)
+            self.made[key].ask(steps[key[0]] if steps else 1, seconds)
         return {name: self.made[name, tenths].answer() for name, tenths in shares.items()}
 
     def close(self) -> None:
@@ -112,10 +114,10 @@ def measure(towers: Towers, tenths: Sequence[int], seconds: float, repeats: int)
     for _ in range(repeats):
         for name, share in itertools.product(towers.sources, shares):
             alone.setdefault((name, share), []).append(
-                statistics.mean(towers.side_by_side({name: share}, 1, seconds)[name])
+                statistics.mean(towers.side_by_side({name: share}, seconds=seconds)[name])
             )
         for pair in itertools.combinations(towers.sources, 2):
-            for name, times in towers.side_by_side(dict.fromkeys(pair, HALF), 1, seconds).items():
+            for name, times in towers.side_by_side(dict.fromkeys(pair, HALF), seconds=seconds).items():
                 beside.setdefault((name, next(other for other in pair if other != name)), []).append(
                     statistics.mean(times)
                 )

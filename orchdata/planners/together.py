@@ -91,7 +91,7 @@ def plan_together(
     for groups in _groupings(tuple(names)):
         for group in groups:
             if group not in best:
-                best[group] = min(_shared(table, group), default=(math.inf, ()))
+                best[group] = min(side_by_side(table, group), default=(math.inf, ()))
         for where in itertools.product(range(min(num_devices, len(groups))), repeat=len(groups)):
             ends = [0.0] * num_devices
             for group, device in zip(groups, where, strict=True):
@@ -125,7 +125,7 @@ def _groupings(names: tuple[str, ...]) -> Iterator[list[tuple[str, ...]]]:
             yield [*rest[:at], (names[0], *group), *rest[at + 1 :]]
 
 
-def _shared(table: TogetherTable, group: tuple[str, ...]) -> Iterator[tuple[float, tuple[tuple[str, int], ...]]]:
+def side_by_side(table: TogetherTable, group: tuple[str, ...]) -> Iterator[tuple[float, tuple[tuple[str, int], ...]]]:
     """Yield seconds until all towers of a group have run side by side, for all tenths that fit."""
     for tenths in itertools.product(*(sorted(table.seconds[name]) for name in group)):
         if sum(tenths) > 10:
