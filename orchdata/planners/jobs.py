@@ -123,13 +123,12 @@ def plan_jobs(
 ) -> JobsPlan:
     """Return which job runs on which cell, and when, for a small mean completion.
 
-    At each end and arrival all jobs are decided again, without knowledge of those to come: the job that gains most for
-    the GPUs it takes is served first, and again with a larger or faster cell. GPUs of a kind count by what the jobs
-    there would need fewer or more of. A move counts as `move_seconds` more, so one that does not pay is not made. With
-    few jobs (64 first choices) each choice is followed to the end by the same rule, and the best is taken.
+    At each end and arrival all jobs are decided again, without knowledge of those to come, as this file says at its
+    top. A GPU counts as one of whichever kind. A move counts as `move_seconds`, so one that does not pay is not made.
+    With few jobs (64 first choices) each is followed to the end by simulation, and the best is taken.
 
     Args:
-        jobs: with cells of which some fit the cluster; those that do not are left out.
+        jobs: cells that do not fit the cluster are left out.
         kinds: the cluster. GPUs a node of the cells of one kind, and of its nodes, must divide one another.
         round_seconds: decisions and ends are at multiples of it; 0: at once.
         move_seconds: what a job loses when it changes nodes or starts again.
@@ -152,30 +151,22 @@ def read_jobs(
     Raises:
         ValueError: names the file, its line, and what is missing or no number.
     """
-    named = {name: (columns or {}).get(name, name).split("+") for name in COLUMNS}
+    parts = {name: (columns or {}).get(name, name).split("+") for name in COLUMNS}
+    jobs = []
     with open(path, newline="") as file:
         rows = csv.DictReader(file)
-        for parts in named.values():
-            for part in parts:
-                if part not in (rows.fieldnames or ()):
-                    raise ValueError(f"{path}: column {part!r} is missing; it has {', '.join(rows.fieldnames or ())}")
-        jobs = []
+        for part in [part for each in parts.values() for part in each]:
+            if part not in (rows.fieldnames or ()):
+                raise ValueError(f"{path}: column {part!r} is missing; it has {', '.join(rows.fieldnames or ())}")
         for row in rows:
-            job, submitted, iterations, model = ("_".join(row[part] or "" for part in named[name]) for name in COLUMNS)
-            where = f"{path} line {rows.line_num}: "
-            if model not in cells:
-                raise ValueError(f"{where}model is {model!r}, which has no cells")
+            name, at, iterations, model = ("_".join(row[part] or "" for part in parts[column]) for column in COLUMNS)
             try:
-                jobs.append(
-                    Job(
-                        name=job,
-                        iterations=float(iterations),
-                        cells=tuple(cells[model]),
-                        submitted_seconds=float(submitted),
-                    )
-                )
+                if model not in cells:
+                    raise ValueError(f"model is {model!r}, which has no cells")
+                found = Job(name=name, iterations=float(iterations), cells=(), submitted_seconds=float(at))
             except ValueError as error:
-                raise ValueError(f"{where}{error}") from None
+                raise ValueError(f"{path} line {rows.line_num}: {error}") from None
+            jobs.append(replace(found, cells=tuple(cells[model])))
     return jobs
 
 
@@ -210,9 +201,7 @@ def run_jobs(
     for values, name in ((jobs, "jobs"), (kinds, "kinds")):
         names = sorted(value.name for value in values)
         if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"{name} must be at least one, each with a name of its own, got {', '.join(names) or 'none'}"
-            )
+            raise ValueError(f"{name} must be one at least, each with its own name, got {', '.join(names) or 'none'}")
     coming = sorted(_checked(jobs, cluster), key=lambda job: (job.submitted_seconds, job.name), reverse=True)
     running = _Running(cluster, round_seconds, move_seconds, [], coming[-1].submitted_seconds)
     while coming or running.active:
@@ -226,12 +215,7 @@ def run_jobs(
         moves=running.moves,
         assumptions=(
             "decided from estimated seconds, run at measured ones where a cell has them",
-            f"a move costs {move_seconds:g} s, a first start nothing; "
-            + (
-                f"decisions and ends are at multiples of {round_seconds:g} s"
-                if round_seconds
-                else "decisions are at once"
-            ),
+            f"a move costs {move_seconds:g} s, a first start nothing; rounds of {round_seconds:g} s",
         ),
     )
 
@@ -260,9 +244,7 @@ def _checked(jobs: Sequence[Job], cluster: Mapping[str, GpuKind]) -> Iterator[Jo
         # So pieces of nodes, the largest first, leave no hole that a smaller one does not fill.
         for small, large in pairwise(sorted(sizes)):
             if large % small:
-                raise ValueError(
-                    f"JobCell.gpus_a_node of {name!r} must divide one another and the node, got {small}, {large}"
-                )
+                raise ValueError(f"JobCell.gpus_a_node of {name!r} must divide one another, got {small} and {large}")
 
 
 @dataclass(slots=True)
@@ -298,33 +280,18 @@ class _Running:
 
     def advance(self, until: float) -> None:
         """Run to the next end, at most to `until`."""
-        paces = [self._pace(active) for active in self.active]
-        pairs = list(zip(self.active, paces, strict=True))
-        ends = [max(active.ready, self.now) + active.left * pace for active, pace in pairs if pace]
+        cells = [(active, active.job.cells[active.cell]) for active in self.active if active.cell != WAITS]
+        pairs = [(active, cell.pace if self.judged else cell.seconds) for active, cell in cells]
+        ends = [max(active.ready, self.now) + active.left * pace for active, pace in pairs]
         now = min(until, max(self.snapped(min(ends)), self.now + self.round_seconds)) if ends else until
         for active, pace in pairs:
-            # What is left of an end by rounding is no iteration.
-            if (
-                pace
-                and (left := active.left - max(0.0, now - max(active.ready, self.now)) / pace)
-                > 1e-9 * active.job.iterations
-            ):
-                active.left = left
-            elif pace:
-                active.left = 0.0
+            active.left -= max(0.0, now - max(active.ready, self.now)) / pace
         self.now = now
-        for active in self.active:
-            if not active.left:
+        for active, _ in pairs:
+            if active.left <= 1e-9 * active.job.iterations:  # Rounded.
                 self._record(active)
                 self.ends[active.job.name] = now
-        self.active = [active for active in self.active if active.left]
-
-    def _pace(self, active: ActiveJob) -> float:
-        """Seconds of an iteration; 0 where the job waits."""
-        if active.cell == WAITS:
-            return 0.0
-        cell = active.job.cells[active.cell]
-        return cell.pace if self.judged else cell.seconds
+        self.active = [active for active in self.active if active.job.name not in self.ends]
 
     def _record(self, active: ActiveJob) -> None:
         if self.judged and active.cell != WAITS:
@@ -386,9 +353,8 @@ class _Rule:
             least = self._sum_of_ends(active, now, best)
             for at, cell in tried:
                 cells = self._cells(active, now, {at: cell})
-                if any(each != WAITS for each in cells) and (total := self._sum_of_ends(active, now, cells)) < least * (
-                    1 - 1e-9
-                ):
+                total = self._sum_of_ends(active, now, cells) if set(cells) != {WAITS} else math.inf
+                if total < least * (1 - 1e-9):
                     best, least = cells, total
         return best
 
@@ -405,7 +371,6 @@ class _Rule:
     def _cells(self, active: Sequence[ActiveJob], now: float, given: Mapping[int, int]) -> list[int]:
         """Return a cell of each job by the rule, with those that are given."""
         free = {kind.name: kind.nodes * kind.gpus_a_node for kind in self.kinds}
-        price = self._prices(active)
         cells = [WAITS] * len(active)
 
         def best(at: int) -> tuple[float, str, int, int] | None:
@@ -418,7 +383,7 @@ class _Rule:
                     continue
                 gain = 1 / each.seconds(number, now, self.move_seconds) - rate
                 if gain > 1e-12 * rate and number != cells[at]:
-                    more = price[cell.kind] * cell.gpus - (price[mine.kind] * mine.gpus if mine else 0.0)
+                    more = cell.gpus - (mine.gpus if mine else 0)
                     change = (-gain / more if more > 0 else -math.inf, each.job.name, at, number)
                     found = min(found or change, change)
             return found
@@ -443,14 +408,3 @@ class _Rule:
             if change:
                 heapq.heappush(changes, change)
         return cells
-
-    def _prices(self, active: Sequence[ActiveJob]) -> dict[str, float]:
-        """Return what a GPU of each kind counts: mean, over jobs, of their least GPU-seconds over those of the kind."""
-        shares: dict[str, list[float]] = {kind.name: [] for kind in self.kinds}
-        for each in active:
-            work: dict[str, float] = {}
-            for cell in each.job.cells:
-                work[cell.kind] = min(work.get(cell.kind, math.inf), cell.gpus * cell.seconds)
-            for name, gpu_seconds in work.items():
-                shares[name].append(min(work.values()) / gpu_seconds)
-        return {name: sum(sorted(found)) / len(found) if found else 1.0 for name, found in shares.items()}

@@ -94,7 +94,10 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     if not runs or len(named) < len(runs):
         raise ValueError(f"runs must be at least one, each with a name of its own, got {[run.name for run in runs]}")
     curves = {name: _Curve(run, devices) for name, run in named.items()}
-    levels = _levels(named)
+    for run in runs:
+        for other in set(run.after) - set(named):
+            raise ValueError(f"Operators({run.name!r}).after has {other!r}, which is no run")
+    levels, longest = _ways(named, curves)
 
     relaxed: dict[str, float] = {}
     sizes: dict[str, list[int]] = {}
@@ -104,7 +107,7 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
         for name in peers:
             relaxed[name] = curves[name].area(seconds) / seconds
             sizes[name] = curves[name].two_sizes(seconds)
-    bound = max(_relaxed(list(curves.values()), devices), _longest_way(named, curves))
+    bound = max(_relaxed(list(curves.values()), devices), longest)
 
     schedule = _Schedule(named, devices)
     best = _moved(schedule, sizes, {name: curve.sizes for name, curve in curves.items()}, bound, random.Random(seed))
@@ -180,30 +183,21 @@ def _relaxed(curves: Sequence[_Curve], devices: int) -> float:
     return high
 
 
-def _levels(named: Mapping[str, Operators]) -> dict[str, int]:
-    """Return how many runs come before each, on the longest way."""
-    for run in named.values():
-        for name in run.after:
-            if name not in named:
-                raise ValueError(f"Operators({run.name!r}).after has {name!r}, which is no run")
+def _ways(named: Mapping[str, Operators], curves: Mapping[str, _Curve]) -> tuple[dict[str, int], float]:
+    """Return how many runs come before each, and the seconds of the longest way with the fastest sizes."""
     levels: dict[str, int] = {}
+    ends: dict[str, float] = {}
     try:
         for name in TopologicalSorter({run.name: run.after for run in named.values()}).static_order():
             levels[name] = 1 + max((levels[other] for other in named[name].after), default=-1)
+            ends[name] = max((ends[other] for other in named[name].after), default=0.0) + curves[name].fastest
     except CycleError as error:
         raise ValueError(f"Operators.after must have no cycle, got {' -> '.join(error.args[1])}") from None
-    return levels
-
-
-def _longest_way(named: Mapping[str, Operators], curves: Mapping[str, _Curve]) -> float:
-    ends: dict[str, float] = {}
-    for name in TopologicalSorter({run.name: run.after for run in named.values()}).static_order():
-        ends[name] = max((ends[other] for other in named[name].after), default=0.0) + curves[name].fastest
-    return max(ends.values())
+    return levels, max(ends.values())
 
 
 Started = tuple[str, int, float, float]  # Run, devices, start, end.
-State = tuple[dict[str, list[int]], dict[str, float], dict[str, bool]]  # Sizes, weights, waits.
+State = tuple[dict[str, list[int]], dict[str, float]]  # Sizes of operators, and weights, by run.
 
 
 class _Schedule:
@@ -220,13 +214,8 @@ class _Schedule:
     def seconds(self, state: State) -> float:
         return max(end for *_, end in self.run(*state))
 
-    def run(
-        self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float], waits: Mapping[str, bool]
-    ) -> list[Started]:
-        """Start the ready operator with the longest way to the end, times a weight, first.
-
-        Where an operator finds too few devices, others start, or none that has a shorter way if its run waits.
-        """
+    def run(self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> list[Started]:
+        """Start the ready operator that fits with the longest way to the end, times a weight, first."""
         left: dict[str, float] = {}  # Seconds from the next operator of a run to the end.
         for name in self.backwards:
             each = self.named[name].seconds
@@ -247,8 +236,6 @@ class _Schedule:
                 size = sizes[name][done[name]]
                 if size > free:
                     aside.append((key, name))
-                    if waits[name]:
-                        break
                     continue
                 free -= size
                 end = now + self.named[name].seconds[size]
@@ -282,14 +269,14 @@ def _moved(
 ) -> State:
     """Return sizes, weights and waits that end early: random moves under a falling threshold."""
     names = list(sizes)
-    state: State = ({**sizes}, dict.fromkeys(names, 1.0), dict.fromkeys(names, False))
+    state: State = ({**sizes}, dict.fromkeys(names, 1.0))
     seconds = schedule.seconds(state)
     best, least = state, seconds
     tries = min(MOST_TRIES, MOST_STARTED // sum(map(len, sizes.values())))
     for left in range(tries, 0, -1):
         if least <= bound * (1 + 1e-9):
             break
-        new: State = ({**state[0]}, {**state[1]}, {**state[2]})
+        new: State = ({**state[0]}, {**state[1]})
         for _ in range(1 + (draw.random() < 0.5)):  # What two runs do at once may be better than each alone.
             name, kind = draw.choice(names), draw.random()
             if kind < 0.6:
@@ -299,10 +286,8 @@ def _moved(
                     first, last = 0, len(mine) - 1
                 mine[first : last + 1] = [draw.choice(allowed[name])] * (last + 1 - first)
                 new[0][name] = mine
-            elif kind < 0.9:
-                new[1][name] = math.exp(draw.uniform(-1.5, 1.5))
             else:
-                new[2][name] = not new[2][name]
+                new[1][name] = math.exp(draw.uniform(-1.5, 1.5))
         found = schedule.seconds(new)
         if found <= seconds * (1 + HEAT * left / tries):
             state, seconds = new, found
