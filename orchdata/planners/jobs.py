@@ -295,15 +295,9 @@ class _Running:
 
     def _record(self, active: ActiveJob) -> None:
         if self.judged and active.cell != WAITS:
-            self.runs.append(
-                JobRun(
-                    job=active.job.name,
-                    cell=active.job.cells[active.cell],
-                    nodes=active.nodes,
-                    start_seconds=active.since,
-                    end_seconds=self.now,
-                )
-            )
+            name, cell, start = active.job.name, active.job.cells[active.cell], active.since
+            run = JobRun(job=name, cell=cell, nodes=active.nodes, start_seconds=start, end_seconds=self.now)
+            self.runs.append(run)
 
     def _nodes(self, cells: Sequence[int]) -> list[tuple[int, ...]]:
         """Return nodes for each job: those with more GPUs a node first, and of equal ones those that stay."""
@@ -325,11 +319,8 @@ class _Running:
                 kept[node] -= size
             if changes or any(room[node] < size for node in chosen):
                 # Where fewest others must move, then where least stays free.
-                usable = (
-                    (max(0, size - idle), idle, node)
-                    for node, idle in enumerate(map(int.__sub__, room, kept))
-                    if room[node] >= size
-                )
+                idle = [one - two for one, two in zip(room, kept, strict=True)]
+                usable = [(max(0, size - each), each, node) for node, each in enumerate(idle) if room[node] >= size]
                 chosen = tuple(node for *_, node in heapq.nsmallest(cell.nodes, usable))
             if len(chosen) == cell.nodes:
                 found[at] = chosen

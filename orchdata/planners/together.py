@@ -82,9 +82,7 @@ def plan_together(
         raise ValueError(f"towers must be 1 to {MOST_TOWERS} different names, got {names}")
     for name in names:
         if name not in table.seconds:
-            raise ValueError(
-                f"towers has {name!r}, which TogetherTable.seconds lacks: {', '.join(sorted(table.seconds))}"
-            )
+            raise ValueError(f"towers has {name!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
 
     best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, int], ...]]] = {}
     found: dict[bool, tuple[float, int, list[tuple[str, ...]], tuple[int, ...]]] = {}
@@ -133,10 +131,8 @@ def side_by_side(table: TogetherTable, group: tuple[str, ...]) -> Iterator[tuple
         now, left = 0.0, dict.fromkeys(group, 1.0)  # The part of each tower that is still to run.
         alone = {name: table.seconds[name][tenth] for name, tenth in zip(group, tenths, strict=True)}
         while left:
-            whole = {
-                name: alone[name] * math.prod(table.slowdown[name][other] for other in left if other != name)
-                for name in left
-            }
+            costs = {name: math.prod(table.slowdown[name][other] for other in left if other != name) for name in left}
+            whole = {name: alone[name] * costs[name] for name in left}
             first = min(left, key=lambda name: left[name] * whole[name])
             span = left.pop(first) * whole[first]
             now += span

@@ -92,7 +92,7 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     checked_count(devices, "devices")
     named = {run.name: run for run in sorted(runs, key=lambda run: run.name)}
     if not runs or len(named) < len(runs):
-        raise ValueError(f"runs must be at least one, each with a name of its own, got {[run.name for run in runs]}")
+        raise ValueError(f"runs must be one at least, each with its own name, got {[run.name for run in runs]}")
     curves = {name: _Curve(run, devices) for name, run in named.items()}
     for run in runs:
         for other in set(run.after) - set(named):
@@ -110,7 +110,7 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     bound = max(_relaxed(list(curves.values()), devices), longest)
 
     schedule = _Schedule(named, devices)
-    best = _moved(schedule, sizes, {name: curve.sizes for name, curve in curves.items()}, bound, random.Random(seed))
+    best = _moved(schedule, sizes, curves, bound, random.Random(seed))
     found = schedule.run(*best)
     ends = max(each[3] for each in found)
     return WavesPlan(
@@ -128,9 +128,7 @@ class _Curve:
     def __init__(self, run: Operators, devices: int) -> None:
         usable = sorted((size, each) for size, each in run.seconds.items() if size <= devices)
         if not usable:
-            raise ValueError(
-                f"Operators({run.name!r}).seconds has no size of at most {devices} devices, got {sorted(run.seconds)}"
-            )
+            raise ValueError(f"Operators({run.name!r}).seconds must have a size up to {devices}, got {[*run.seconds]}")
         self.count = run.count
         hull: list[tuple[int, float]] = []
         self.sizes: list[int] = []
@@ -261,11 +259,7 @@ class _Schedule:
 
 
 def _moved(
-    schedule: _Schedule,
-    sizes: Mapping[str, list[int]],
-    allowed: Mapping[str, Sequence[int]],
-    bound: float,
-    draw: random.Random,
+    schedule: _Schedule, sizes: Mapping[str, list[int]], curves: Mapping[str, _Curve], bound: float, draw: random.Random
 ) -> State:
     """Return sizes, weights and waits that end early: random moves under a falling threshold."""
     names = list(sizes)
@@ -284,7 +278,7 @@ def _moved(
                 first, last = sorted((draw.randrange(len(mine)), draw.randrange(len(mine))))
                 if kind < 0.2:
                     first, last = 0, len(mine) - 1
-                mine[first : last + 1] = [draw.choice(allowed[name])] * (last + 1 - first)
+                mine[first : last + 1] = [draw.choice(curves[name].sizes)] * (last + 1 - first)
                 new[0][name] = mine
             else:
                 new[1][name] = math.exp(draw.uniform(-1.5, 1.5))

@@ -40,23 +40,10 @@ def mixed_jobs(seed: int) -> list[Job]:
         cells = []
         for kind, nodes, gpus in (("a", 1, 1), ("a", 1, 2), ("a", 2, 2), ("a", 2, 4), ("b", 1, 2), ("b", 4, 2)):
             seconds = draw.uniform(1, 2) / (nodes * gpus) ** 0.8
-            cells.append(
-                JobCell(
-                    kind=kind,
-                    nodes=nodes,
-                    gpus_a_node=gpus,
-                    seconds=seconds,
-                    measured_seconds=seconds * draw.uniform(0.8, 1.3),
-                )
-            )
-        jobs.append(
-            Job(
-                name=f"job {number}",
-                iterations=draw.randint(50, 2000),
-                cells=tuple(cells),
-                submitted_seconds=draw.uniform(0, 900),
-            )
-        )
+            pace = seconds * draw.uniform(0.8, 1.3)
+            cells.append(JobCell(kind=kind, nodes=nodes, gpus_a_node=gpus, seconds=seconds, measured_seconds=pace))
+        one = job(f"job {number}", draw.randint(50, 2000), {}, submitted=draw.uniform(0, 900))
+        jobs.append(replace(one, cells=tuple(cells)))
     return jobs
 
 
