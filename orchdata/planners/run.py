@@ -1,0 +1,325 @@
+"""Plan a run: modules, real steps, a cluster -> the layout with the fastest steps that this library serves.
+
+closed forms over all layouts --the most promising of each kind--> simulate --> RunPlan, with the call to paste
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+
+from orchdata.balancers.checks import checked_count
+from orchdata.planners.cluster import Cluster
+from orchdata.planners.formulas import Means
+from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
+from orchdata.planners.search import Candidate, Keep, candidates, grids, too_large, tried_tokens
+from orchdata.planners.simulate import Simulation, balance_of, simulate
+from orchdata.planners.values import Value, check_keys
+from orchdata.planners.workload import Workload
+
+SIMULATED: Final = 8
+_RUN: Final = ("one", "repeated", "first_stage")
+_QUANTILE: Final = 1.2816  # of the normal distribution, at 90 %
+_WORDS: Final[Mapping[Kind, str]] = {
+    "one": "one layout for all",
+    "repeated": "each peer encodes the same",
+    "shared": "encoders shared among peers",
+    "first_stage": "encoders on the first stage",
+    "own": "modules apart, a pipeline",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Value):
+    """One layout, simulated over the workload's steps.
+
+    Attributes:
+        layout: of all modules.
+        runs: empty if this library's loader serves it; else who does.
+        seconds: of a step, mean: that of `simulate`.
+        interval: seconds between which 80 % of steps are expected: of the simulated ones, and of the fit's error.
+        closed: seconds by the closed form.
+        memory: bytes of the fullest GPU of each module that has its own; of all others with the LLM's.
+        parts: seconds of each part of the time, as in `Simulation`.
+        mfu: operations without recomputation over those that all GPUs of the cluster could do.
+        gpu_hours: of the whole cluster for a billion LLM tokens.
+    """
+
+    layout: Layout
+    runs: str
+    seconds: float
+    interval: tuple[float, float]
+    closed: float
+    memory: Mapping[str, float]
+    parts: Mapping[str, float]
+    mfu: float
+    gpu_hours: float
+
+    @property
+    def words(self) -> str:
+        """The layout in words."""
+        of, llm = self.layout, self.layout.llm
+        if of.kind == "own":
+            return " | ".join(f"{each.module.name} {_split_words(each)}" for each in of.placements) + ", a pipeline"
+        what = "" if of.kind == "one" else f", {_WORDS[of.kind]}"
+        return f"{'FSDP, ' if llm.sharding == 'full' else ''}{_split_words(llm)}{what}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan(Value):
+    """What a run could take, before it.
+
+    Attributes:
+        choices: the simulated layouts, the fastest first.
+        recommended: index of the fastest that this library's loader serves; None if none of them.
+        bound: seconds in which all GPUs do all work at the share of peak of their kernels.
+        assumptions: what the seconds depend on; the first says whether they are declared or fitted.
+        rejected: what is not possible, and why.
+        call: Python source of the recommended layout: its mesh, and the loader. Empty if there is none.
+    """
+
+    choices: tuple[Choice, ...]
+    recommended: int | None
+    bound: float
+    assumptions: tuple[str, ...]
+    rejected: tuple[str, ...]
+    call: str
+
+    @property
+    def best(self) -> Choice:
+        """The recommended one. Raises ValueError if there is none."""
+        if self.recommended is None:
+            raise ValueError("this library's loader serves none of the layouts that fit: see `choices` and `rejected`")
+        return self.choices[self.recommended]
+
+
+def plan_run(
+    modules: Sequence[Module],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    max_tokens: int | None = None,
+    keep: Keep | None = None,
+) -> RunPlan:
+    """Return the layouts with the fastest steps, and which to take. Nothing is started.
+
+    Closed forms choose, after DistTrain (arXiv 2408.04275): of each kind of layout the best settings. Eight are
+    simulated, and only what is simulated is promised. GPUs may stay idle.
+
+    Args:
+        modules: one for each phase, in any order.
+        workload: real steps.
+        cluster: GPUs, and the constants of the formulas.
+        max_tokens: LLM tokens of a microbatch; by default 4,096, 8,192, ... 131,072 are tried, from the longest sample.
+        keep: module -> "tp", "pp" or "dp" that it must have.
+
+    Raises:
+        ValueError: a phase without a module, nothing that fits (which module, and bytes), or a `keep` that leaves none.
+    """
+    ordered = checked_modules(modules, [*workload.phases])
+    means = Means(workload, cluster)
+    tokens = _tokens(max_tokens, means)
+    kept = _checked_keep(keep or {}, ordered)
+    found, least = candidates(ordered, means, tokens, kept, SIMULATED)
+    if not any(found.values()):
+        raise ValueError(_nothing_fits(ordered, means, tokens, kept, least))
+    rejected = [
+        f"{_WORDS[kind]}: at least {least[kind] / 1e9:.1f} GB a GPU, of {cluster.usable / 1e9:.1f} usable"
+        if kind in least
+        else f"{_WORDS[kind]}: no setting fits"
+        for kind in found
+        if not found[kind]
+    ]
+    # Simulate the most promising; what is larger in real steps than on average may not fit after all.
+    choices: list[Choice] = []
+    for candidate in _promising(found):
+        if len(choices) == SIMULATED:
+            break
+        best = min(
+            (each.seconds for each in choices if bool(each.runs) == (candidate.kind not in _RUN)), default=np.inf
+        )
+        if candidate.seconds >= best and any(each.layout.kind == candidate.kind for each in choices):
+            continue
+        choice = _simulated(candidate, ordered, workload, means)
+        if (used := max(choice.memory.values())) > cluster.usable:
+            rejected.append(
+                f"{choice.words}: {used / 1e9:.1f} GB a GPU in real steps, of {cluster.usable / 1e9:.1f} usable"
+            )
+        else:
+            choices.append(choice)
+    if not choices:
+        raise ValueError(f"no layout fits in real steps; the first: {rejected[0]}")
+    choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
+    recommended = next((at for at, each in enumerate(choices) if not each.runs), None)
+    operations = means.operations(ordered)
+    work = sum(operations[each.name] / each.reached for each in ordered)
+    return RunPlan(
+        choices=tuple(choices),
+        recommended=recommended,
+        bound=work / (cluster.gpus * cluster.operations),
+        assumptions=_assumptions(ordered, cluster, workload),
+        rejected=tuple(rejected),
+        call="" if recommended is None else call_of(choices[recommended].layout, workload, cluster),
+    )
+
+
+def _tokens(max_tokens: int | None, means: Means) -> tuple[int, ...]:
+    if max_tokens is None:
+        return tried_tokens(means.longest)
+    if checked_count(max_tokens, "max_tokens") < means.longest:
+        raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
+    return (max_tokens,)
+
+
+def _checked_keep(keep: Keep, modules: Sequence[Module]) -> Keep:
+    check_keys(keep, [module.name for module in modules], "keep")
+    for module in modules:
+        given = keep.get(module.name, {})
+        check_keys(given, ("tp", "pp", "dp"), f"keep {module.name!r}")
+        for name, value in given.items():
+            checked_count(value, f"keep {module.name!r} {name}")
+        heads, layers = module.cost.heads, module.cost.layers
+        if heads and heads % given.get("tp", 1):
+            raise ValueError(f"keep {module.name!r} tp={given['tp']} does not divide its {heads} heads")
+        if layers % given.get("pp", 1):
+            raise ValueError(f"keep {module.name!r} pp={given['pp']} does not divide its {layers} layers")
+    return keep
+
+
+def _nothing_fits(
+    modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, least: Mapping[Kind, float]
+) -> str:
+    """Say which module fits on no GPU, or that together they do not."""
+    if not least:
+        return f"no layout on {means.cluster.gpus} GPUs has what is kept: {dict(keep)}"
+    for module in modules:
+        alone = Means(means.workload, means.cluster, module.name)
+        of_module = tokens if module.name == LLM else tried_tokens(alone.longest)
+        smallest = min((float(used.min()) for *_, used in grids([module], alone, of_module, keep)), default=0.0)
+        if smallest > means.cluster.usable:
+            return too_large(module.name, smallest, means.cluster)
+    needed = min(least.values())
+    names = " and ".join(module.name for module in modules)
+    return (
+        f"{names} fit on no GPU together: they need at least {needed / 1e9:.1f} GB on each, and a GPU has "
+        f"{means.cluster.usable / 1e9:.1f} GB for them"
+    )
+
+
+def _promising(found: Mapping[Kind, Sequence[Candidate]]) -> Iterator[Candidate]:
+    """Yield the best of each kind, then of each kind and setting of the LLM in turn: neighbours are much alike."""
+    queues: dict[Kind, list[Candidate]] = {}
+    for kind, ranked in found.items():
+        seen: dict[Any, int] = {}
+        places = []
+        for each in ranked:
+            llm = each.settings[-1]
+            key = llm.tp, llm.pp, llm.sharding, llm.recompute
+            seen[key] = seen.get(key, 0) + 1
+            places.append((seen[key], each[:2], each))
+        queues[kind] = [each for *_, each in sorted(places, key=lambda place: place[:2])]
+    while any(queues.values()):
+        kinds = sorted((kind for kind in queues if queues[kind]), key=lambda kind: queues[kind][0].seconds)
+        for kind in kinds:
+            yield queues[kind].pop(0)
+
+
+def _simulated(candidate: Candidate, modules: Sequence[Module], workload: Workload, means: Means) -> Choice:
+    """Return a candidate, simulated; where the loader may spread parts or not, as is faster."""
+    cluster = means.cluster
+    ways = ("joint", "per_phase") if candidate.kind in ("one", "repeated") and len(modules) > 1 else ("joint",)
+    tried = [(layout, simulate(layout, workload, cluster)) for layout in map(candidate.layout, ways)]
+    fitting = [each for each in tried if max(each[1].bytes.values()) <= cluster.usable] or tried
+    layout, of = min(fitting, key=lambda each: float(each[1].seconds.mean()))
+    mean = float(of.seconds.mean())
+    operations = sum(means.operations(modules).values())
+    return Choice(
+        layout=layout,
+        runs=layout.runs,
+        seconds=mean,
+        interval=_interval(of, max(module.error for module in modules)),
+        closed=candidate.seconds,
+        memory=of.bytes,
+        parts={name: float(values.mean()) for name, values in of.parts.items()},
+        mfu=operations / (cluster.gpus * cluster.operations * mean),
+        gpu_hours=mean * cluster.gpus / 3600 / means.tokens * 1e9,
+    )
+
+
+def _interval(of: Simulation, error: float) -> tuple[float, float]:
+    mean = float(of.seconds.mean())
+    low, high = (abs(float(np.quantile(of.seconds, each)) - mean) for each in (0.1, 0.9))
+    noise = _QUANTILE * error * mean
+    return mean - float(np.hypot(low, noise)), mean + float(np.hypot(high, noise))
+
+
+def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload) -> tuple[str, ...]:
+    fitted = [module for module in modules if module.seconds is not None]
+    shares = [f"{module.share:.0%} ({module.name})" for module in modules if module.seconds is None]
+    first = (
+        ["fitted: seconds of " + ", ".join(f"{each.name}, error {each.error:.1%}" for each in fitted)] if fitted else []
+    )
+    if shares:
+        first.append(f"declared: kernels reach {' and '.join(shares)} of {cluster.operations / 1e12:.0f} TFLOP/s")
+    slow = cluster.between / 1e9
+    source = f" ({cluster.source})" if cluster.source else ""
+    samples = workload.num_samples / workload.num_steps
+    return (
+        "; ".join(first),
+        f"declared: {cluster.within / 1e9:.0f} GB/s in nodes of {cluster.gpus_per_node}, else {slow:.0f}{source}",
+        f"declared: {cluster.memory / 1e9:.0f} GB a GPU at {cluster.memory_bandwidth / 1e9:.0f} GB/s",
+        f"{workload.num_steps} steps of the loader's own order, {samples:,.0f} samples each",
+        *(f"{each.name} = {getattr(cluster.assumed, each.name):g}" for each in fields(cluster.assumed)),
+    )
+
+
+def _split_words(of: Any) -> str:
+    words = [f"{name} {size}" for name, size in (("tp", of.tp), ("pp", of.pp)) if size > 1]
+    words.append(f"dp {of.dp}")
+    return " x ".join(words) + (", full recomputation" if of.recompute else "")
+
+
+def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
+    """Return Python source that makes the mesh and the loader of a layout. `dataset` and `cost` are the program's."""
+    llm, balance = layout.llm, balance_of(layout)
+    shard = "dp_shard" if llm.sharding == "full" else "dp_replicate"
+    dims = [
+        (name, size) for name, size in (("pp", llm.pp), (shard, llm.dp), ("tp", llm.tp)) if size > 1 or name == shard
+    ]
+    names, sizes = (", ".join(map(repr, each)) + "," * (len(dims) == 1) for each in zip(*dims, strict=True))
+    mesh = "mesh" if len(dims) == 1 else f'mesh["{shard}"]'
+    how = {
+        "full": f"fully_shard(model, mesh={mesh})",
+        "optimizer": f"DistributedDataParallel(model, device_mesh={mesh}), ZeroRedundancyOptimizer",
+        None: f"DistributedDataParallel(model, device_mesh={mesh})",
+    }[llm.sharding]
+    recomputed = [each.module.name for each in layout.placements if each.recompute and each.module.has_gradients]
+    notes = [how, *([f"full recomputation of {', '.join(recomputed)}"] if recomputed else [])]
+    if balance.assignment == "per_phase":
+        notes.append("od.exchange inside of forward: docs/encoders_apart.md")
+    if layout.gpus < cluster.gpus:
+        notes.append(f"{cluster.gpus - layout.gpus} of {cluster.gpus} GPUs stay idle")
+    options = [f"max_tokens={layout.microbatch_tokens}"]
+    options += [
+        f'{name}="{getattr(balance, name)}"'
+        for name in ("assignment", "objective")
+        if getattr(balance, name) != {"assignment": "joint", "objective": "barrier"}[name]
+    ]
+    amount = workload.global_batch_tokens or workload.global_batch_size
+    size = "global_batch_tokens" if workload.global_batch_tokens else "global_batch_size"
+    return "\n".join(
+        (
+            "import orchdata as od",
+            "from torch.distributed.device_mesh import init_device_mesh",
+            "",
+            *(f"# {note}" for note in notes),
+            f'mesh = init_device_mesh("{cluster.device}", ({sizes}), mesh_dim_names=({names}))'.replace("'", '"'),
+            "loader = od.DataLoader(",
+            f"    dataset, cost=cost, {size}={amount}, dp=mesh,",
+            f"    balance=od.Balance({', '.join(options)}),",
+            ")",
+        )
+    )

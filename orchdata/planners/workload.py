@@ -1,0 +1,253 @@
+"""Real global batches: samples of some steps, by the loader's own order, with what each part costs every phase.
+
+data set, cost model, order --rows of steps, index columns--> Workload, which plans can be made of
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers.checks import checked_count
+from orchdata.balancers.costs.model import CostModel
+from orchdata.dataset.mixed import index_of, mixture_order
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.options import TokenBudgets
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import above_budget, layout_costs, unchosen_rows
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.order.order import Order, Shuffle
+from orchdata.planners.layout import LLM
+from orchdata.planners.values import Value
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexTokens
+from orchdata.planning.layout import Packed
+from orchdata.planning.make_plan import SampleCosts
+from orchdata.planning.parts import Parts
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding
+from orchdata.profiling.planned import StepSize, epoch_spec, spread_steps
+
+Ints = NDArray[np.int64]
+
+_SMALL_ERROR = 0.02  # Steps are added until the standard error of their mean work is below this.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Columns(Value):
+    """The parts of one phase: those of sample s lie in [offsets[s], offsets[s + 1]).
+
+    Attributes:
+        offsets: int64 (num_samples + 1,).
+        positions, tokens, costs: int64 (num_parts,), at least 1: positions in the phase, rows that it yields, and what
+            the loader plans by, in the unit of its cost model.
+    """
+
+    offsets: Ints
+    positions: Ints
+    tokens: Ints
+    costs: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Workload(Value):
+    """Samples of some steps, in the sequence of the order.
+
+    Attributes:
+        steps: int64 (num_steps + 1,): step s has the samples [steps[s], steps[s + 1]), at least one.
+        phases: name -> columns, encoders first; `llm` last, with one part a sample.
+        exponent: of the cost model's unit.
+        global_batch_tokens, global_batch_size: of the loader, for the printed call; or None.
+    """
+
+    steps: Ints
+    phases: Mapping[str, Columns]
+    exponent: int = 0
+    global_batch_tokens: int | None = None
+    global_batch_size: int | None = None
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps = _checked(self.steps, "Workload.steps", least=0)
+        if len(steps) < 2 or steps[0] != 0 or (np.diff(steps) < 1).any():
+            raise ValueError(f"Workload.steps must ascend from 0, a step with at least one sample, got {steps[:8]}")
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "num_samples", int(steps[-1]))
+        if not self.phases or [*self.phases][-1] != LLM:
+            raise ValueError(f"Workload.phases must have {LLM!r} last, got {[*self.phases]}")
+        for phase, columns in self.phases.items():
+            for name in ("offsets", "positions", "tokens", "costs"):
+                checked = _checked(
+                    getattr(columns, name), f"Workload.phases[{phase!r}].{name}", least=name != "offsets"
+                )
+                object.__setattr__(columns, name, checked)
+            offsets = columns.offsets
+            if len(offsets) != self.num_samples + 1 or offsets[0] or (np.diff(offsets) < 0).any():
+                raise ValueError(
+                    f"Workload.phases[{phase!r}].offsets must have {self.num_samples + 1} numbers that ascend from 0"
+                )
+            for name in ("positions", "tokens", "costs"):
+                if (count := len(getattr(columns, name))) != offsets[-1]:
+                    raise ValueError(f"Workload.phases[{phase!r}].{name} must have {offsets[-1]} numbers, got {count}")
+        if (np.diff(self.phases[LLM].offsets) != 1).any():
+            raise ValueError(f"Workload.phases[{LLM!r}].offsets must give each sample one part")
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps) - 1
+
+    @classmethod
+    def of(
+        cls,
+        data: ShardDataset | Mixture | Index,
+        *,
+        cost: CostModel | None = None,
+        global_batch_tokens: int | None = None,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        steps: int = 8,
+        most_steps: int = 64,
+        dataset: ShardDataset | Mixture | None = None,
+    ) -> Workload:
+        """Return steps of the data's first epoch, as a loader with this seed draws them. No sample is decoded.
+
+        Args:
+            data: a data set, whose index is built where it is missing, or an index.
+            cost: the loader's, by which plans are made; None plans by positions.
+            global_batch_tokens, global_batch_size: size of a step; one of them.
+            seed: seed of the order, with `shuffle=True`.
+            steps: spread over the epoch; as many again are added, up to `most_steps`, until the standard error of
+                their mean cost is below 2 %.
+            dataset: the data set of an index, if it chooses samples or is a mixture.
+
+        Raises:
+            ValueError: no usable sample, both sizes or none, or a sample larger than a step.
+        """
+        if (global_batch_tokens is None) == (global_batch_size is None):
+            raise ValueError(
+                f"give one of global_batch_tokens={global_batch_tokens} and global_batch_size={global_batch_size}"
+            )
+        amount = checked_count(global_batch_tokens or global_batch_size or 0, "the global batch")
+        if isinstance(data, Index):
+            index = data
+        else:
+            dataset, index = data, index_of(data)
+        # The usable samples, as the loader has them.
+        unchosen = np.zeros(0, np.int64) if dataset is None else unchosen_rows(dataset, index)
+        excluded = np.union1d(index.bad_rows(), unchosen)
+        if len(excluded) == index.num_rows:
+            raise ValueError(f"none of the {index.num_samples} samples is usable, so there is nothing to plan")
+        source, counts = layout_costs(index, cost, Packed()), IndexTokens(index)
+        if global_batch_tokens is not None:
+            budgets = TokenBudgets(budgets=((0, amount),), drop_last=True)
+            excluded = np.union1d(excluded, above_budget(counts, budgets, Balance(), excluded))
+        shuffle = Shuffle()
+        if isinstance(dataset, Mixture):
+            assert isinstance(index, JoinedIndex)
+            order: Any = mixture_order(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=1)
+        else:
+            order = Order(index.num_rows, shuffle=shuffle, seed=seed, excluded=excluded)
+        # Steps of one rank are steps of all.
+        size = StepSize(amount, counts if global_batch_tokens is not None else None)
+        spec = epoch_spec(source, order, Balance(), size, num_ranks=1)
+        while True:
+            rows = [order.rows(task.epoch, *spec.steps.bounds(task))[1] for task in spread_steps(spec, steps)]
+            work = [sum(float(source.costs(phase, row).sum()) for phase in source.balanced) for row in rows]
+            error = np.std(work, ddof=1) / np.mean(work) / len(work) ** 0.5 if len(work) > 1 else np.inf
+            if error < _SMALL_ERROR or len(rows) < steps or 2 * steps > most_steps:
+                break
+            steps *= 2
+        return cls.from_costs(
+            source, rows, global_batch_tokens=global_batch_tokens, global_batch_size=global_batch_size
+        )
+
+    @classmethod
+    def from_costs(cls, source: SampleCosts, rows: Sequence[Ints], **sizes: int | None) -> Workload:
+        """Return the steps with these rows of samples, each int64 (num_samples_of_step,)."""
+        row = np.concatenate(rows)
+        columns = {}
+        for phase in source.phases:
+            if phase == LLM:
+                positions = source.positions(LLM, row)
+                offsets, costs, tokens = np.arange(len(row) + 1), np.maximum(source.costs(LLM, row), 1), positions
+            else:
+                parts = source.parts(phase, row)
+                counts = np.bincount(parts.sample, minlength=len(row))
+                offsets = np.concatenate([[0], np.cumsum(counts)])
+                positions, tokens, costs = parts.positions, parts.tokens, parts.costs
+            columns[phase] = Columns(
+                offsets=offsets, positions=np.maximum(positions, 1), tokens=np.maximum(tokens, 1), costs=costs
+            )
+        steps = np.concatenate([[0], np.cumsum([len(each) for each in rows])])
+        return cls(steps=steps, phases=columns, exponent=source.exponent, **sizes)
+
+    def part_range(self, phase: str, step: int) -> slice:
+        """Return where the parts of a step are in the columns of a phase."""
+        offsets = self.phases[phase].offsets
+        return slice(int(offsets[self.steps[step]]), int(offsets[self.steps[step + 1]]))
+
+
+@dataclass(frozen=True)
+class WorkloadCosts:
+    """A workload as `SampleCosts`: row r is its sample r.
+
+    Attributes:
+        balanced: phases that plans balance.
+    """
+
+    workload: Workload
+    balanced: tuple[str, ...]
+    padded: Padding = NO_PADDING
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.workload.phases)
+
+    @property
+    def exponent(self) -> int:
+        return self.workload.exponent
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return self._sums(phase, "costs", row)
+
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self._sums(phase, "positions", row)
+
+    def loss_tokens(self, row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        columns = self.workload.phases[phase]
+        start, counts = columns.offsets[row], columns.offsets[row + 1] - columns.offsets[row]
+        sample = np.repeat(np.arange(len(row)), counts)
+        part = np.arange(len(sample)) + np.repeat(start - (np.cumsum(counts) - counts), counts)
+        taken = columns.positions[part], columns.tokens[part], columns.costs[part]
+        return Parts(
+            sample=sample,
+            part=part,
+            positions=taken[0],
+            tokens=taken[1],
+            costs=taken[2],
+            rank=np.full(len(part), -1, np.int32),
+        )
+
+    def _sums(self, phase: str, name: str, row: Ints) -> Ints:
+        columns = self.workload.phases[phase]
+        before = np.concatenate([[0], np.cumsum(getattr(columns, name))])
+        sums: Ints = before[columns.offsets[row + 1]] - before[columns.offsets[row]]
+        return sums
+
+
+def _checked(values: Any, name: str, *, least: int) -> Ints:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        bad = next((value for value in array.ravel().tolist() if not isinstance(value, int)), array.shape)
+        raise ValueError(f"{name} must be integers in one dimension, got {bad!r}")
+    if array.size and array.min() < least:
+        raise ValueError(f"{name}[{int(array.argmin())}] is {array.min()}; it must be at least {int(least)}")
+    return array.astype(np.int64)
