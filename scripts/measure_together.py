@@ -109,7 +109,7 @@ class Towers:
 def measure(towers: Towers, tenths: Sequence[int], seconds: float, repeats: int) -> TogetherTable:
     """Measure the table: medians over repeats, of which each runs everything once."""
     alone: dict[tuple[str, int], list[float]] = {}
-    beside: dict[tuple[str, str], list[float]] = {}
+    paired: dict[tuple[str, str], list[float]] = {}
     shares = sorted({*tenths, HALF, 10})
     for _ in range(repeats):
         for name, share in itertools.product(towers.sources, shares):
@@ -118,7 +118,7 @@ def measure(towers: Towers, tenths: Sequence[int], seconds: float, repeats: int)
             )
         for pair in itertools.combinations(towers.sources, 2):
             for name, times in towers.side_by_side(dict.fromkeys(pair, HALF), seconds=seconds).items():
-                beside.setdefault((name, next(other for other in pair if other != name)), []).append(
+                paired.setdefault((name, next(other for other in pair if other != name)), []).append(
                     statistics.mean(times)
                 )
     of = {key: statistics.median(found) for key, found in alone.items()}
@@ -128,7 +128,7 @@ def measure(towers: Towers, tenths: Sequence[int], seconds: float, repeats: int)
         slowdown={
             name: {
                 other: statistics.median(found) / of[name, HALF]
-                for (mine, other), found in beside.items()
+                for (mine, other), found in paired.items()
                 if mine == name
             }
             for name in towers.sources
