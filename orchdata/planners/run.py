@@ -16,7 +16,7 @@ from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Means
 from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
 from orchdata.planners.search import Candidate, Keep, candidates, grids, too_large, tried_tokens
-from orchdata.planners.simulate import Simulation, balance_of, simulate
+from orchdata.planners.simulation import Simulation, balance_of, simulate
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
 
