@@ -290,7 +290,7 @@ def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload
 def _split_words(of: Any) -> str:
     words = [f"{name} {size}" for name, size in (("tp", of.tp), ("pp", of.pp)) if size > 1]
     words.append(f"dp {of.dp}")
-    return " x ".join(words) + (", full recomputation" if of.recompute else "")
+    return " x ".join(words) + (", full recomputation" if of.recompute and of.module.has_gradients else "")
 
 
 def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
