@@ -17,8 +17,8 @@ from .run import RunPlan as RunPlan
 from .run import plan_run as plan_run
 from .search import Cell as Cell
 from .search import cells as cells
-from .simulate import Simulation as Simulation
-from .simulate import simulate as simulate
+from .simulation import Simulation as Simulation
+from .simulation import simulate as simulate
 from .together import TogetherPlan as TogetherPlan
 from .together import TogetherTable as TogetherTable
 from .together import plan_together as plan_together

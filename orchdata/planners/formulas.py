@@ -177,13 +177,15 @@ class Column(NamedTuple):
     """A module of a pipeline of modules: numbers, or arrays over many placements.
 
     Attributes:
+        after, again: whether it runs after the LLM, and whether layers are recomputed.
         work: seconds of the mean step's work on a stage of a replica.
         reduced, optimizer: seconds of these, once a step.
         states: bytes.
         held: bytes a position in one microbatch, with the features that it yields.
     """
 
-    after: bool
+    after: Any
+    again: Any
     tp: Numbers
     pp: Numbers
     dp: Numbers
@@ -200,6 +202,7 @@ class Column(NamedTuple):
         yielded = 0.0 if name == LLM else features * means.rows[name] / max(1.0, means.positions[name])
         return cls(
             of.module.after,
+            of.recompute is not None,
             of.tp,
             of.pp,
             of.dp,
@@ -209,6 +212,18 @@ class Column(NamedTuple):
             state_bytes(of, cluster),
             activation_bytes(of, cluster, 1) + yielded,
         )
+
+    @property
+    def gpus(self) -> Numbers:
+        return self.tp * self.pp * self.dp
+
+    def take(self, chosen: Any) -> Column:
+        """Return the placements with these indices."""
+        return Column(*(each[chosen] for each in self))
+
+    def take_flat(self, index: int) -> Column:
+        """Return one placement, of arrays of any shape."""
+        return Column(*(each.flat[index] for each in self))
 
 
 def own_bytes(
@@ -224,7 +239,7 @@ def own_bytes(
     *encoders, llm = columns
     used: list[Numbers] = [0.0] * len(columns)
     later: Numbers = 0  # stages after a module
-    for at in [at for at, each in enumerate(encoders) if each.after][::-1]:
+    for at in [at for at, each in enumerate(encoders) if np.any(each.after)][::-1]:
         used[at] = encoders[at].states + positions[at] * encoders[at].held * (encoders[at].pp + later)
         later = later + encoders[at].pp
     held = positions[-1] * llm.held
@@ -232,7 +247,7 @@ def own_bytes(
     last = llm.states + held * (1 + later) + logits
     used[-1] = np.where(llm.pp > 1, np.maximum(first, last), first + logits)
     later = later + llm.pp
-    for at in [at for at, each in enumerate(encoders) if not each.after][::-1]:
+    for at in [at for at, each in enumerate(encoders) if not np.any(each.after)][::-1]:
         used[at] = encoders[at].states + positions[at] * encoders[at].held * (encoders[at].pp + later)
         later = later + encoders[at].pp
     return used
@@ -257,12 +272,12 @@ def closed_own(columns: Sequence[Column], microbatches: Numbers, travel: Numbers
 
 
 def features_and_logits(
-    encoders: Sequence[Module], llm: Setting, tokens: Numbers, rows: Numbers, cluster: Cluster
-) -> Any:
+    encoders: Sequence[Module], llm: Module, tp: Numbers, tokens: Numbers, rows: Numbers, cluster: Cluster
+) -> tuple[Numbers, Numbers]:
     """Return bytes of the LLM's features with their gradients, and of its logits, in one microbatch."""
-    a, cost = cluster.assumed, llm.module.cost
-    features = a.feature_bytes * (1 + any(each.has_gradients for each in encoders)) * rows * cost.hidden
-    return features, a.logit_bytes * tokens * (cost.vocab or 0) / llm.tp
+    a = cluster.assumed
+    features = a.feature_bytes * (1 + any(each.has_gradients for each in encoders)) * rows * llm.cost.hidden
+    return features, a.logit_bytes * tokens * (llm.cost.vocab or 0) / tp
 
 
 def gpu_bytes(
@@ -275,7 +290,9 @@ def gpu_bytes(
         tokens: most LLM tokens of a microbatch.
     """
     cluster, (*encoders, llm) = means.cluster, settings
-    features, logits = features_and_logits([e.module for e in encoders], llm, tokens, memory.rows, cluster)
+    features, logits = features_and_logits(
+        [e.module for e in encoders], llm.module, llm.tp, tokens, memory.rows, cluster
+    )
     if kind == "own":
         columns = [Column.of(each, means, llm.module) for each in settings]
         positions = [*(memory.positions[each.module.name] for each in encoders), tokens]

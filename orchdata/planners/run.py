@@ -5,7 +5,7 @@ closed forms over all layouts --the most promising of each kind--> simulate --> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -16,11 +16,12 @@ from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Means
 from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
 from orchdata.planners.search import Candidate, Keep, candidates, grids, too_large, tried_tokens
-from orchdata.planners.simulate import Simulation, balance_of, simulate
+from orchdata.planners.simulation import Simulation, balance_of, simulate
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
 
 SIMULATED: Final = 8
+_MOST_SCREENED, _SCREENED_SAMPLES = 192, 512
 _RUN: Final = ("one", "repeated", "first_stage")
 _QUANTILE: Final = 1.2816  # of the normal distribution, at 90 %
 _WORDS: Final[Mapping[Kind, str]] = {
@@ -64,7 +65,7 @@ class Choice(Value):
         of, llm = self.layout, self.layout.llm
         if of.kind == "own":
             return " | ".join(f"{each.module.name} {_split_words(each)}" for each in of.placements) + ", a pipeline"
-        what = "" if of.kind == "one" else f", {_WORDS[of.kind]}"
+        what = "" if of.kind == "one" or not of.encoders else f", {_WORDS[of.kind]}"
         return f"{'FSDP, ' if llm.sharding == 'full' else ''}{_split_words(llm)}{what}"
 
 
@@ -123,7 +124,9 @@ def plan_run(
     means = Means(workload, cluster)
     tokens = _tokens(max_tokens, means)
     kept = _checked_keep(keep or {}, ordered)
-    found, least = candidates(ordered, means, tokens, kept, SIMULATED)
+    # The fewer samples a step has, the further it is from the mean one: then more are looked at.
+    most = min(max(SIMULATED, 16 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)
+    found, least = candidates(ordered, means, tokens, kept, most)
     if not any(found.values()):
         raise ValueError(_nothing_fits(ordered, means, tokens, kept, least))
     rejected = [
@@ -135,14 +138,9 @@ def plan_run(
     ]
     # Simulate the most promising; what is larger in real steps than on average may not fit after all.
     choices: list[Choice] = []
-    for candidate in _promising(found):
+    for candidate in _promising(found, ordered, workload, means):
         if len(choices) == SIMULATED:
             break
-        best = min(
-            (each.seconds for each in choices if bool(each.runs) == (candidate.kind not in _RUN)), default=np.inf
-        )
-        if candidate.seconds >= best and any(each.layout.kind == candidate.kind for each in choices):
-            continue
         choice = _simulated(candidate, ordered, workload, means)
         if (used := max(choice.memory.values())) > cluster.usable:
             rejected.append(
@@ -209,22 +207,35 @@ def _nothing_fits(
     )
 
 
-def _promising(found: Mapping[Kind, Sequence[Candidate]]) -> Iterator[Candidate]:
-    """Yield the best of each kind, then of each kind and setting of the LLM in turn: neighbours are much alike."""
-    queues: dict[Kind, list[Candidate]] = {}
+def _promising(
+    found: Mapping[Kind, Sequence[Candidate]], modules: Sequence[Module], workload: Workload, means: Means
+) -> list[Candidate]:
+    """Return candidates by what their first steps take: the best of each kind, then those closest to the best layout
+    that runs, or to the best that does not.
+    """
+    usable = means.cluster.usable
+    first = workload.take(min(workload.num_steps, max(1, _SCREENED_SAMPLES // means.fewest_samples)))
+    leaders, others = [], []
+    best = {True: np.inf, False: np.inf}
     for kind, ranked in found.items():
-        seen: dict[Any, int] = {}
-        places = []
+        tried: list[tuple[float, Candidate]] = []
         for each in ranked:
-            llm = each.settings[-1]
-            key = llm.tp, llm.pp, llm.sharding, llm.recompute
-            seen[key] = seen.get(key, 0) + 1
-            places.append((seen[key], each[:2], each))
-        queues[kind] = [each for *_, each in sorted(places, key=lambda place: place[:2])]
-    while any(queues.values()):
-        kinds = sorted((kind for kind in queues if queues[kind]), key=lambda kind: queues[kind][0].seconds)
-        for kind in kinds:
-            yield queues[kind].pop(0)
+            if len(tried) >= SIMULATED and each.seconds >= min(place[0] for place in tried):
+                break
+            choice = _simulated(each, modules, first, means)
+            fits = max(choice.memory.values()) <= usable
+            tried.append((choice.seconds if fits else 1e3 * choice.seconds, each))
+        # One of each setting of the LLM: neighbours are much alike.
+        alike: dict[Any, tuple[float, Candidate]] = {}
+        for place in sorted(tried, key=lambda place: place[0]):
+            llm = place[1].settings[-1]
+            alike.setdefault((llm.tp, llm.pp, llm.sharding, place[1].tokens), place)
+        tried = list(alike.values())
+        leaders += tried[:1]
+        others += tried[1:]
+        best[kind in _RUN] = min(best[kind in _RUN], *(place[0] for place in tried[:1]), np.inf)
+    others.sort(key=lambda place: place[0] / best[place[1].kind in _RUN])
+    return [each for _, each in [*leaders, *others]]
 
 
 def _simulated(candidate: Candidate, modules: Sequence[Module], workload: Workload, means: Means) -> Choice:
@@ -279,7 +290,7 @@ def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload
 def _split_words(of: Any) -> str:
     words = [f"{name} {size}" for name, size in (("tp", of.tp), ("pp", of.pp)) if size > 1]
     words.append(f"dp {of.dp}")
-    return " x ".join(words) + (", full recomputation" if of.recompute else "")
+    return " x ".join(words) + (", full recomputation" if of.recompute and of.module.has_gradients else "")
 
 
 def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:

@@ -8,6 +8,7 @@ modules on GPUs of their own           for each setting of the LLM, by a bound b
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -37,6 +38,7 @@ _SIZES: Final = (1, 2, 4, 8)
 _MOST_STAGES, _MOST_STAGES_OF_OTHERS = 20, 4
 _RECOMPUTE: Final = (None, "full")
 _MOST_COMBINED: Final = 1 << 20
+_MANY: Final = 64
 Keep = Mapping[str, Mapping[str, int]]
 
 
@@ -185,8 +187,8 @@ def _keeps(keep: Keep, name: str, tp: int, pp: int, dp: Any) -> Any:
 def candidates(
     modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int
 ) -> tuple[dict[Kind, list[Candidate]], dict[Kind, float]]:
-    """Return the best layouts of each kind by their closed forms, at most `most` of a kind and setting of the LLM; and
-    the least bytes of a GPU in each kind, but for modules on GPUs of their own.
+    """Return the best layouts of each kind by their closed forms, at most `most` of a kind; and the least bytes of
+    a GPU in each kind, but for modules on GPUs of their own.
     """
     usable = means.cluster.usable
     found: dict[Kind, list[Candidate]] = {}
@@ -194,7 +196,11 @@ def candidates(
     for kind, settings, seconds, used in grids(modules, means, tokens, keep):
         ranked = found.setdefault(kind, [])
         least[kind] = min(least.get(kind, np.inf), float(used.min()))
-        within = np.where(used <= usable, seconds, np.inf).ravel()
+        within = np.where(used <= usable, seconds, np.inf)
+        if within.shape[1] > _MANY:  # neighbours are alike: the best alone
+            is_best = within.argmin(axis=1)[:, None] == np.arange(within.shape[1])
+            within = np.where(is_best, within, np.inf)
+        within = within.ravel()
         for at in np.argsort(within, kind="stable")[:most].tolist():
             if within[at] < np.inf:
                 row, column = divmod(at, seconds.shape[1])
@@ -203,174 +209,124 @@ def candidates(
                 ranked.append(Candidate(float(within[at]), gpus, kind, chosen, tokens[row]))
     if len(modules) > 1:
         found["own"] = _own(modules, means, tokens, keep, most)
-    return {kind: sorted(ranked, key=lambda each: each[:2]) for kind, ranked in found.items()}, least
-
-
-class _Table(NamedTuple):
-    """Settings of one module: a column of arrays (num_settings,), and the settings."""
-
-    column: Column
-    gpus: NDArray[np.int64]
-    settings: list[Many]
-
-    def take(self, chosen: Any) -> _Table:
-        column = self.column._replace(
-            **{name: value[chosen] for name, value in self.column._asdict().items() if name != "after"}
-        )
-        return _Table(
-            column, self.gpus[chosen], [self.settings[at] for at in np.arange(len(self.gpus))[chosen].tolist()]
-        )
-
-
-def _table(module: Module, llm: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -> _Table:
-    """Return all settings of a module on GPUs of its own."""
-    settings: list[Many] = []
-    columns = []
-    for tp, pp, recompute in itertools.product(_SIZES, stages_of(module), _RECOMPUTE):
-        dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
-        dp = dp[_keeps(keep, module.name, tp, pp, dp)]
-        if dp.size and module.allows(tp, pp):
-            many = Many(module, tp, pp, dp, "optimizer", recompute)
-            columns.append([np.broadcast_to(each, dp.shape) for each in Column.of(many, means, llm)[1:]])
-            settings += [many._replace(dp=each) for each in dp.tolist()]
-    if not columns:
-        return _Table(Column(module.after, *[np.zeros(0)] * 8), np.zeros(0, np.int64), [])
-    column = Column(module.after, *map(np.concatenate, zip(*columns, strict=True)))
-    return _Table(column, (column.tp * column.pp * column.dp).astype(np.int64), settings)
+    return {kind: sorted(ranked, key=lambda each: each[:2])[:most] for kind, ranked in found.items()}, least
 
 
 def own_sizes(gpus: int) -> NDArray[np.int64]:
     """Return the replicas that are tried of modules on GPUs of their own: numbers without a prime factor above 7."""
-    sizes = np.arange(1, gpus + 1)
-    rest = sizes.copy()
-    for prime in (2, 3, 5, 7):
-        for _ in range(int(np.log(gpus) / np.log(prime)) + 1):
-            rest = np.where(rest % prime, rest, rest // prime)
-    smooth: NDArray[np.int64] = sizes[rest == 1]
-    return smooth
+    powers = itertools.product(*([prime**each for each in range(gpus.bit_length())] for prime in (2, 3, 5, 7)))
+    return np.array(sorted(size for each in powers if (size := math.prod(each)) <= gpus))
+
+
+def _columns(module: Module, llm: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -> Column | None:
+    """Return all settings of a module on GPUs of its own, as arrays (num_settings,)."""
+    found = []
+    for tp, pp, recompute in itertools.product(_SIZES, stages_of(module), _RECOMPUTE):
+        dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
+        dp = dp[_keeps(keep, module.name, tp, pp, dp)]
+        if dp.size and module.allows(tp, pp):
+            column = Column.of(Many(module, tp, pp, dp, "optimizer", recompute), means, llm)
+            found.append([np.broadcast_to(each, dp.shape) for each in column])
+    return Column(*map(np.concatenate, zip(*found, strict=True))) if found else None
+
+
+class _Settings(NamedTuple):
+    """Settings of the LLM, each with tokens of a microbatch: arrays (num_settings,), with what is left of the GPUs."""
+
+    column: Column
+    tokens: Any
+    count: Any
+    left: Any
+    features: Any
+    logits: Any
 
 
 def _own(modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int) -> list[Candidate]:
     """Return the best layouts with modules on GPUs of their own."""
     (*encoders, llm), cluster = modules, means.cluster
     sizes = own_sizes(cluster.gpus)
-    tables = [_table(each, llm, means, keep, sizes) for each in encoders]
-    own = _table(llm, llm, means, keep, sizes[sizes <= means.fewest_samples])
-    if not own.settings or not all(each.settings for each in tables):
+    of_llm = _columns(llm, llm, means, keep, sizes[sizes <= means.fewest_samples])
+    found = [_columns(each, llm, means, keep, sizes) for each in encoders]
+    tables = [each for each in found if each is not None]
+    if of_llm is None or len(tables) < len(encoders):
         return []
-    # Settings of the LLM, with each tokens of a microbatch; those with a smaller microbatch and no more of them do.
-    at, row = (
-        each.ravel() for each in np.meshgrid(np.arange(len(own.settings)), np.arange(len(tokens)), indexing="ij")
-    )
-    size = np.array(tokens)[row]
-    count = np.maximum(1, np.ceil(means.tokens / (own.column.dp[at] * size)))
-    more = np.concatenate([[True], (at[1:] != at[:-1]) | (count[1:] < count[:-1])])
-    at, row, size, count = (each[more] for each in (at, row, size, count))
-    of_llm = own.take(at)
-    rows = sum(means.rows[each.name] for each in encoders)
-    share = np.minimum(size / means.tokens, 1)
-    features = np.zeros(len(at))
-    logits = np.zeros(len(at))
-    for tp in _SIZES:
-        setting = Many(llm, tp, 1, 1, None, None)
-        where = of_llm.column.tp == tp
-        both = features_and_logits(encoders, setting, size[where], share[where] * rows, cluster)
-        features[where], logits[where] = both
+    # With each tokens of a microbatch.
+    own, size = of_llm.take(np.repeat(np.arange(len(of_llm.dp)), len(tokens))), np.tile(tokens, len(of_llm.dp))
+    count = np.maximum(1, np.ceil(means.tokens / (own.dp * size)))
+    rows = np.minimum(size / means.tokens, 1) * sum(means.rows[each.name] for each in encoders)
+    features, logits = features_and_logits(encoders, llm, own.tp, size, rows, cluster)
+    given = _Settings(own, size, count, cluster.gpus - own.gpus, features, logits)
     # A bound: others share what is left as evenly as GPUs could be cut, and cost no link and no optimizer.
-    left = cluster.gpus - of_llm.gpus
-    work = np.array([float((each.column.work * each.gpus).min()) for each in tables])
-    room = np.maximum(left, 1) * count
-    stage = of_llm.column.work / count
-    bound = (
-        of_llm.column.pp * stage + np.sqrt(work).sum() ** 2 / room + (count - 1) * np.maximum(stage, work.sum() / room)
-    )
-    (least,) = own_bytes([of_llm.column], [size], features, logits)
-    bound = np.where((left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
+    work = np.array([float((each.work * each.gpus).min()) for each in tables])
+    room, stage = np.maximum(given.left, 1) * count, own.work / count
+    bound = own.pp * stage + np.sqrt(work).sum() ** 2 / room + (count - 1) * np.maximum(stage, work.sum() / room)
+    (least,) = own_bytes([own], [size], features, logits)
+    bound = np.where((given.left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
     best: list[Candidate] = []
     limit = np.inf
     order = np.argsort(bound, kind="stable").tolist()
     for place in [order[0], *order]:  # the first gives a limit, and is then looked at again in full
         if bound[place] > limit or bound[place] == np.inf:
             break
-        given = _Given(
-            of_llm.take([place]),
-            int(size[place]),
-            float(count[place]),
-            int(left[place]),
-            float(features[place]),
-            float(logits[place]),
-        )
-        found = [each for each in _combined(tables, given, encoders, llm, means, limit, most) if each not in best]
-        best = sorted(best + found, key=lambda each: each[:2])[:most]
+        combined = _combined(tables, given, place, modules, means, limit, most)
+        best = sorted(best + [each for each in combined if each not in best], key=lambda each: each[:2])[:most]
         limit = best[-1].seconds if len(best) == most else np.inf
     return best
 
 
-class _Given(NamedTuple):
-    """A setting of the LLM, and what is left of the GPUs."""
-
-    llm: _Table
-    tokens: int
-    microbatches: float
-    left: int
-    features: float
-    logits: float
-
-
 def _combined(
-    tables: Sequence[_Table],
-    given: _Given,
-    encoders: Sequence[Module],
-    llm: Module,
+    tables: Sequence[Column],
+    given: _Settings,
+    place: int,
+    modules: Sequence[Module],
     means: Means,
     limit: float,
     most: int,
 ) -> list[Candidate]:
-    """Return the best combinations with a setting of the LLM, of those below `limit`."""
-    cluster, own, count = means.cluster, given.llm.column, given.microbatches
-    of_round = np.minimum(own.dp * given.tokens / means.tokens, 1)
+    """Return the best combinations with one setting of the LLM, of those not above `limit`."""
+    cluster, (*encoders, llm), own = means.cluster, modules, given.column.take([place])
+    size, count, left = int(given.tokens[place]), float(given.count[place]), int(given.left[place])
+    of_round = np.minimum(own.dp * size / means.tokens, 1)
+
+    def positions(column: Column, module: Module) -> Any:
+        return np.maximum(of_round * means.positions[module.name] / column.dp, means.largest_part[module.name])
+
     # Of each module, settings that fit alone, and that could be below the limit if others had all other GPUs.
-    least = [float((table.column.work * table.gpus).min()) for table in tables]
-    kept: list[_Table] = []
+    least = np.sqrt([float((each.work * each.gpus).min()) for each in tables])
+    columns: list[Column] = []
     for number, (table, module) in enumerate(zip(tables, encoders, strict=True)):
-        column = table.column
-        positions = np.maximum(of_round * means.positions[module.name] / column.dp, means.largest_part[module.name])
-        after = 0 if module.after else own.pp
-        free = given.left - table.gpus
-        others = (np.sqrt(least).sum() - np.sqrt(least[number])) ** 2 / np.maximum(free * count, 1)
-        alone = closed_own([column, own], count, 0.0, cluster) + others
-        fits = (free >= len(tables) - 1) & (alone <= limit)
-        fits &= column.states + positions * column.held * (column.pp + after) <= cluster.usable
-        chosen = np.flatnonzero(fits)
+        free = left - table.gpus
+        others = (least.sum() - least[number]) ** 2 / np.maximum(free * count, 1)
+        alone = closed_own([table, own], count, 0.0, cluster) + others
+        stages = table.pp + (0 if module.after else own.pp)
+        fits = table.states + positions(table, module) * table.held * stages <= cluster.usable
+        chosen = np.flatnonzero(fits & (free >= len(tables) - 1) & (alone <= limit))
         if len(tables) > 1:
             chosen = chosen[np.argsort(alone[chosen], kind="stable")[: int(_MOST_COMBINED ** (1 / len(tables)))]]
         if not chosen.size:
             return []
-        kept.append(table.take(chosen))
-    # All combinations: a module's settings along an axis of its own.
-    axes = [tuple(-1 if axis == number else 1 for axis in range(len(kept))) for number in range(len(kept))]
-    columns = [
-        Column(of.column.after, *(each.reshape(axis) for each in of.column[1:]))
-        for of, axis in zip(kept, axes, strict=True)
-    ]
-    gpus: Any = sum(of.gpus.reshape(axis) for of, axis in zip(kept, axes, strict=True))
-    positions = [
-        np.maximum(of_round * means.positions[module.name] / column.dp, means.largest_part[module.name])
-        for module, column in zip(encoders, columns, strict=True)
-    ]
-    used = own_bytes([*columns, own], [*positions, given.tokens], given.features, given.logits)
-    fits = np.logical_and.reduce(np.broadcast_arrays(gpus <= given.left, *(each <= cluster.usable for each in used)))
-    link = cluster.link(gpus + given.llm.gpus[0])
+        # All combinations: a module's settings along an axis of its own.
+        axis = tuple(-1 if each == number else 1 for each in range(len(tables)))
+        columns.append(Column(*(each.reshape(axis) for each in table.take(chosen))))
+    gpus: Any = sum(each.gpus for each in columns)
+    most_positions = [positions(column, module) for column, module in zip(columns, encoders, strict=True)]
+    used = own_bytes([*columns, own], [*most_positions, size], given.features[place], given.logits[place])
+    fits = np.logical_and.reduce(np.broadcast_arrays(gpus <= left, *(each <= cluster.usable for each in used)))
     travel = sum(
-        (1 + module.has_gradients) * rows_seconds(means.rows[module.name] / (own.dp * count), llm, link, cluster)
+        (1 + module.has_gradients)
+        * rows_seconds(means.rows[module.name] / (own.dp * count), llm, cluster.link(gpus + own.gpus), cluster)
         for module in encoders
     )
     seconds = np.where(fits, closed_own([*columns, own], count, travel, cluster), np.inf)
     found = []
     for at in np.argsort(seconds, axis=None, kind="stable")[:most].tolist():
-        place = np.unravel_index(at, seconds.shape)
-        if seconds[place] < np.inf:
-            combined = (*(of.settings[each] for of, each in zip(kept, place, strict=True)), given.llm.settings[0])
-            total = int(gpus[place] + given.llm.gpus[0])
-            found.append(Candidate(float(seconds[place]), total, "own", combined, given.tokens))
+        if seconds.flat[at] < np.inf:
+            chosen_at = [each[0].tolist() for each in np.unravel_index([at], seconds.shape)]
+            rows = [column.take_flat(each) for column, each in zip(columns, chosen_at, strict=True)]
+            settings = tuple(
+                Many(module, int(of.tp), int(of.pp), int(of.dp), "optimizer", "full" if of.again else None)
+                for module, of in zip(modules, [*rows, own.take_flat(0)], strict=True)
+            )
+            total = sum(each.tp * each.pp * each.dp for each in settings)
+            found.append(Candidate(float(seconds.flat[at]), total, "own", settings, size))
     return found

@@ -186,6 +186,16 @@ class Workload(Value):
         steps = np.concatenate([[0], np.cumsum([len(each) for each in rows])])
         return cls(steps=steps, phases=columns, exponent=source.exponent, **sizes)
 
+    def take(self, steps: int) -> Workload:
+        """Return the first steps alone."""
+        samples = int(self.steps[steps])
+        phases = {}
+        for phase, of in self.phases.items():
+            parts = int(of.offsets[samples])
+            cut = of.positions[:parts], of.tokens[:parts], of.costs[:parts]
+            phases[phase] = Columns(offsets=of.offsets[: samples + 1], positions=cut[0], tokens=cut[1], costs=cut[2])
+        return Workload(steps=self.steps[: steps + 1], phases=phases, exponent=self.exponent)
+
     def part_range(self, phase: str, step: int) -> slice:
         """Return where the parts of a step are in the columns of a phase."""
         offsets = self.phases[phase].offsets

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.cli.plan_run import _modules
 from orchdata.planners import Cluster, Columns, Layout, Module, Placement, RunPlan, Workload, cells, plan_run, simulate
 from orchdata.planners.formulas import Means
 from orchdata.planners.run import call_of
@@ -173,6 +174,17 @@ def test_the_command_plans_shards(shard: str, tmp_path: Path, monkeypatch: pytes
     assert wrong.stderr.splitlines() == [
         "orchdata: error: --keep must be PHASE=tpN,ppN,dpN, such as llm=tp4, each phase once; got 'llm=4'"
     ]
+
+
+@pytest.mark.parametrize("frozen", [[], ["image"], ["image", "connector"], ["llm"]])
+def test_modules_of_a_models_config_cost_what_the_loaders_cost_model_says(tmp_path: Path, frozen: list[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    found, cost = _modules(str(tmp_path), None, frozen)
+    assert cost == od.hf.cost(transformers.AutoConfig.from_pretrained(tmp_path), frozen=frozen)
+    for module, of in zip(found, cost.costs, strict=True):
+        assert module.operations(np.array([640])) == pytest.approx([of.at(640)], rel=1e-12)
+        assert bool(module.trained) == (module.name not in frozen)
 
 
 def test_the_workload_has_the_samples_of_the_loaders_steps(shard: str) -> None:

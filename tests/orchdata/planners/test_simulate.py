@@ -17,7 +17,7 @@ from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planners import Cluster, Columns, Layout, Module, Placement, Workload, simulate
 from orchdata.planners.formulas import Means, closed_form
-from orchdata.planners.simulate import balance_of
+from orchdata.planners.simulation import balance_of
 from orchdata.planners.workload import WorkloadCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 
