@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,10 @@ from benchmarks.distributions import Distribution
 from orchdata.balancers import TeamAssignment, balance, balance_teams
 from orchdata.bench.harness import Result, WideTable
 from orchdata.native.jit import kernel
+from orchdata.planning.balance import Balance, Objective
+from orchdata.planning.sharing.shares import StepSamples
+from orchdata.planning.sharing.teams import share_in_teams
+from orchdata.planning.teams import StepTeams, Teams
 
 Ints = NDArray[np.int64]
 
@@ -39,6 +44,7 @@ UNIT = 1e-9  # Seconds of one unit of cost.
 # Of FlexSP's solver, 7B, in milliseconds; an all-to-all over d GPUs runs at so many GB/s.
 FLEXSP_SQUARED, FLEXSP_LINEAR, FLEXSP_CONSTANT, FLEXSP_LONGEST = 5.128e-6, 0.1839576, 629.3563, 196_608
 FLEXSP_SPEED = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
+MAX_TOKENS = 16_384
 MEGATRON_CAPS = (2048, 4096, 8192, 16_384)
 
 
@@ -305,6 +311,63 @@ def against_megatron(config: TeamsBench, num_ranks: int = 64) -> list[float]:
     return ratios
 
 
+class Measured(Teams):
+    """Teams of up to 32 whose members pay `team_costs`."""
+
+    def member_costs(self, costs: Ints, tokens: Ints, sizes: Ints, exponent: int) -> Ints:
+        return team_costs(tokens, sizes.tolist())
+
+
+TEAMS = Measured(largest=32, cut="trainer")
+
+
+def step_price(costs: Mapping[str, Ints], lengths: Ints, num_ranks: int, balance: Balance) -> int:
+    """Return what ranks wait for in the plan of a step; samples without other phases may be shared."""
+    sizes, owner = dict.fromkeys(balance.caps, lengths), np.zeros(len(lengths), np.int32)
+    step = StepSamples(costs, sizes, lengths, num_ranks, balance, owner)
+    others = [column for phase, column in costs.items() if phase != "llm"]
+    is_text = np.broadcast_to(np.all([column == 0 for column in others], axis=0), len(lengths))
+    shares = share_in_teams(step, TEAMS, 0, 1, is_text)
+    own = None if shares.teams is None else shares.loads(shares.teams.member_costs, num_ranks)
+    return step.price(shares, own)
+
+
+def within_caps(config: TeamsBench) -> Iterator[Result]:
+    """Yield the price of steps within `MAX_TOKENS` over the mean load of whole sequences."""
+    demands = {("Wikipedia", 64): 1.02, ("Wikipedia", 512): 1.03, ("books", 64): 1.18, ("books", 512): 1.60}
+    objectives: tuple[Objective, ...] = ("barrier", "sum")
+    for objective, (name, num_ranks) in product(objectives, demands):
+        ratios = []
+        for seed in range(config.seeds):
+            lengths = lists()[name](np.random.default_rng(seed), num_ranks * 16)
+            costs = team_costs(lengths, [1])[:, 0]
+            balance = Balance(max_tokens=MAX_TOKENS, objective=objective)
+            ratios.append(step_price({"llm": costs}, lengths, num_ranks, balance) * num_ranks / costs.sum())
+        title = f"{name}, {num_ranks} x 16, max_tokens={MAX_TOKENS:,}, {objective}: price over the mean"
+        demand = demands[name, num_ranks] if objective == "barrier" else None
+        yield Result(name=title, unit="x", values=(float(np.mean(ratios)),), demand=demand)
+
+
+def two_phases(config: TeamsBench) -> Iterator[Result]:
+    """Yield the sum of largest loads over its bound: 45 % of Wikipedia's short texts have an image."""
+    for (num_ranks, each), work in product(((64, 16), (64, 32), (512, 16)), (0.25, 0.6)):
+        ratios = []
+        for seed in range(config.seeds):
+            generator = np.random.default_rng(seed)
+            lengths = lists()["Wikipedia"](generator, num_ranks * each)
+            table = team_costs(lengths, sizes_of(num_ranks, 32))
+            has_image = (lengths < 4096) & (generator.random(len(lengths)) < 0.45)
+            image = np.where(has_image, generator.lognormal(0, 0.8, len(lengths)), 0)
+            image = np.ceil(image * (work * table[:, 0].sum() / image.sum())).astype(np.int64)
+            price = step_price({"image": image, "llm": table[:, 0]}, lengths, num_ranks, Balance())
+            table[has_image, 1:] = 1 << 62
+            teams = StepTeams(np.ones(len(lengths), np.int32), np.array(sizes_of(num_ranks, 32)), table)
+            bound = teams.lower_bound(num_ranks) + max(int(image.max()), -(-int(image.sum()) // num_ranks))
+            ratios.append(price / bound)
+        title = f"Wikipedia, {num_ranks} x {each}, images of {work:.0%} of the work: price over its bound"
+        yield Result(name=title, unit="x", values=(float(np.mean(ratios)),), demand=1.015)
+
+
 def tables(config: TeamsBench) -> list[Result | WideTable]:
     """Measure."""
 
@@ -333,6 +396,7 @@ def tables(config: TeamsBench) -> list[Result | WideTable]:
     if "Wikipedia" in lists():
         ratios = against_flexsp(config, lists()["Wikipedia"])
         found.append(limit("over FlexSP's best of 1,828 partitions, worst batch", ratios.max(), 1.0))
+        found += [*within_caps(config), *two_phases(config)]
     if config.peers:
         wikipedia = next(iter(lists().values()))(np.random.default_rng(0), 512 * 16)
         started = time.thread_time()

@@ -11,6 +11,7 @@ from .balancers import TransformerCost as TransformerCost
 from .batch.batch import Batch as Batch
 from .batch.megatron import megatron_packed as megatron_packed
 from .batch.step_info import StepInfo as StepInfo
+from .batch.tensors import Team as Team
 from .dataloader import DataLoader as DataLoader
 from .dataset.mixture import Mixture as Mixture
 from .dataset.mixture import Source as Source

@@ -344,9 +344,10 @@ class DataLoader(Generic[T_co]):
         Arrow IPC file with one row per sample, or piece of one. Return the number of rows. For shards only.
 
         Columns: epoch, step, source (its name; "" without a mixture), pass (through the source), row (of the source's
-        index), shard, key, piece, rank, microbatch, llm_tokens, loss_tokens, and parts: for each image, clip or other
-        part its modality, part (its index among the sample's parts), positions (that it gives the encoder), tokens (of
-        the LLM) and rank (that encodes it: the sample's, or under assignment="per_phase" any).
+        index), shard, key, piece, rank, team_size (the ranks that share it, from `rank` on), microbatch, llm_tokens,
+        loss_tokens, and parts: for each image, clip or other part its modality, part (its index among the sample's
+        parts), positions (that it gives the encoder), tokens (of the LLM) and rank (that encodes it: the sample's, or
+        under assignment="per_phase" any).
 
         Nothing is read or decoded, and the loader keeps its position.
 

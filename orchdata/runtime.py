@@ -313,12 +313,7 @@ class Runtime:
         if isinstance(self._torch, MapSource):
             return MapStream(self.context, self._torch, spec, loop, self.stats.torch)
         assert self.builder is not None
-        engine = self._engines.open(
-            spec,
-            self.builder,
-            self.context.delivery,
-            base_seed=loop.base_seed,
-        )
+        engine = self._engines.open(spec, self.builder, self.context.delivery, base_seed=loop.base_seed)
         stream = PlannedStream(self.context, loop, engine, self._engines.leave)
         if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))

@@ -155,6 +155,28 @@ def relink(
 
 
 @kernel
+def hold(
+    held: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    loads: NDArray[np.int64],
+    totals: NDArray[np.int64],
+    heads: NDArray[np.int32],
+    after: NDArray[np.int32],
+    before: NDArray[np.int32],
+    level: NDArray[np.int32],
+) -> None:
+    """Write what ranks hold before the first item is dealt."""
+    loads[:] = held
+    for b in range(held.shape[0]):
+        for r in range(held.shape[1]):
+            for k in range(caps.shape[0]):
+                totals[b, k] += held[b, r, k]
+                level[b, r] = max(level[b, r], min(LEVELS, -(-held[b, r, k] * LEVELS // caps[k])))
+            if level[b, r] > 0:
+                relink(heads[b], after[b], before[b], r, 0, level[b, r])
+
+
+@kernel
 def deal_cells(
     order: NDArray[np.int32],
     sizes: NDArray[np.int64],
@@ -164,6 +186,7 @@ def deal_cells(
     num_ranks: int,
     bins: NDArray[np.int32],
     rank: NDArray[np.int32],
+    held: NDArray[np.int64] | None = None,
 ) -> int:
     """Put each item, in `order`, into the first bin in which a rank has room, and there on the fullest that has.
 
@@ -176,6 +199,7 @@ def deal_cells(
         room: int64 (num_caps,), of a bin: the sum over its ranks.
         num_bins, num_ranks: at least 1; each bin has that many ranks.
         bins, rank: int32 (num_items,), written; -1 for an item that does not fit anywhere.
+        held: int64 (num_bins, num_ranks, num_caps), what ranks hold in each bin besides the items.
 
     Returns:
         The number of items that do not fit anywhere.
@@ -193,6 +217,8 @@ def deal_cells(
         for r in range(num_ranks):
             after[b, r] = r + 1 if r + 1 < num_ranks else -1
             before[b, r] = r - 1
+    if held is not None:
+        hold(held, caps, loads, totals, heads, after, before, level)
     left = 0
     for item in order:
         bins[item] = -1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
-from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch, shown
+from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, Team, TextBatch, counted_labels, shown
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.planning.plan import Plan
@@ -67,7 +67,7 @@ class Batch:
             missing (and these are None) only if data set and cost model both lack it: a rank without any item gets a
             dummy, so that every rank runs every module.
         sample_ids: (shard, key) of each sample, in the order of `llm.cu_seqlens`. Samples that failed are left out; per
-            phase they stay, with their labels masked (see `mask_failed`).
+            phase, and in a step that shares samples, they stay, with their labels masked (see `mask_failed`).
         pieces: number of the piece of its sample, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Id
             and piece together identify a row in an epoch.
         token_ranges: of windows, `od.Packed(concatenate=True)`: for each entry of `sample_ids` the tokens
@@ -76,11 +76,13 @@ class Batch:
         plan: the whole step's plan.
         step, microbatch, num_microbatches: position of this batch; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
-        loss_tokens: labels other than -100 in this batch.
+        loss_tokens: labels other than -100 in this batch; those of a shared sequence count on its first member alone.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches; where
             sources of a mixture have loss weights, each token counts the weight of its source (see `loss_weights`).
         sources: of a mixture, int32 (num_samples,), index of each sample's source in `plan.sources`; else None.
         routes: per phase only: modality -> the route of its features, see `route`.
+        teams: of `Balance(teams=...)`, those of this rank in this microbatch, the largest first. Every member has the
+            whole sequences, with all labels.
         fields: name in `Recipe.keep` -> a list with one value for each sample, in the order of `sample_ids`: bytes of a
             member or a binary column, str of a column of text, int, float, bool, list and dict of other columns and of
             keys of records, a list where a sample has numbered fields of that name; None for a sample that lacks the
@@ -103,6 +105,7 @@ class Batch:
     pieces: tuple[int, ...] = ()
     token_ranges: tuple[tuple[int, int], ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
+    teams: tuple[Team, ...] = ()
     sources: Tensor | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
     inputs: ModelInputs | None = field(default=None, compare=False)
@@ -190,6 +193,16 @@ class Batch:
         return torch.tensor([stop - first for first, stop in self.token_ranges], dtype=torch.int64)
 
     @property
+    def is_counted(self) -> Tensor:
+        """Whether each sample counts on this rank: it is whole, or this rank is the first member of its team. Over all
+        ranks each sample counts once. Bool (num_samples,), on the labels' device.
+        """
+        counted = torch.ones(len(self.sample_ids), dtype=torch.bool, device=self.llm.labels.device)
+        for team in self.teams:
+            counted[team.samples] = not team.place
+        return counted
+
+    @property
     def is_last_microbatch(self) -> bool:
         return self.microbatch == self.num_microbatches - 1
 
@@ -226,14 +239,16 @@ class Batch:
         return torch.repeat_interleave(weights, lengths).to(labels.device)
 
     def by_source(self) -> dict[str, dict[str, int]]:
-        """Return the `samples`, `tokens` and `loss_tokens` of each source of a mixture in this batch."""
+        """Return the `samples`, `tokens` and `loss_tokens` of each source of a mixture in this batch, of the samples
+        that count (`is_counted`).
+        """
         if self.sources is None:
             return {}
-        llm, counts = self.llm, {}
+        llm, counts, counted = self.llm, {}, self.is_counted.to(self.sources.device)
         lengths = (self._piece_lengths if self.token_ranges else llm.cu_seqlens.diff()).tolist()
         labels = llm.labels if llm.attention_mask is not None else llm.labels.split(lengths)
         for number in self.sources.unique().tolist():
-            mine = (self.sources == number).nonzero()[:, 0].tolist()
+            mine = ((self.sources == number) & counted).nonzero()[:, 0].tolist()
             counts[self.plan.sources[number]] = {
                 "samples": len(mine),
                 "tokens": sum(lengths[sample] for sample in mine),
@@ -295,7 +310,7 @@ class Batch:
         }
         labels = llm.labels.masked_fill(torch.isin(sample, samples), IGNORE)
         labels = labels.pin_memory() if llm.labels.is_pinned() else labels
-        loss_tokens = int((labels != IGNORE).sum())
+        loss_tokens = counted_labels(labels, self.teams)
         return replace(self, llm=replace(llm, labels=labels), loss_tokens=loss_tokens, fields=kept)
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
@@ -344,8 +359,15 @@ class Batch:
             media: False for a loop that encodes `batch.media` by itself: nothing of the modalities is returned.
 
         Raises:
-            ValueError: the batch has media of a recipe of `od.hf.recipe(processor)`, and no names of its model.
+            ValueError: the batch has media of a recipe of `od.hf.recipe(processor)`, and no names of its model; or a
+                team, each of whose members would train its whole sequences.
         """
+        if self.teams:
+            raise ValueError(
+                f"this microbatch has sequences that {self.teams[0].size} ranks share, and model_inputs() would let "
+                "each of them train them whole: give od.megatron_packed(batch, cp_group=...) to a trainer that cuts "
+                "them, as Megatron-LM does, or leave Balance(teams=...) out"
+            )
         if not media:
             return replace(self, media={}, routes={}).model_inputs()
         if self.inputs is not None:
@@ -382,7 +404,8 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         media = {name: of_modality.map(change) for name, of_modality in self.media.items()}
-        return replace(self, text=self.text.map(change), media=media, llm=self.llm.map(change))
+        teams = tuple(team.map(change) for team in self.teams)
+        return replace(self, text=self.text.map(change), media=media, llm=self.llm.map(change), teams=teams)
 
 
 def _arrays(media: MediaBatch) -> str:

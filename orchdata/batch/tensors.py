@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -150,3 +150,36 @@ class LLMBatch(_Tensors):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         tensor: Tensor | None = by_modality.get(modality)
         return tensor
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Team(_Tensors):
+    """The sequences of one microbatch that this rank shares with the other members of one team, all of them whole.
+
+    A rank is in at most one team of each size. Teams come first in a microbatch, the largest first; whole samples,
+    which are in no team, follow the rows and samples of the last.
+
+    Attributes:
+        size: ranks of the team.
+        place: of this rank among them, from 0.
+        ranks: their data-parallel ranks, ascending: an aligned run.
+        rows: of the tensors of `llm`, those of the team's sequences.
+        cu_seqlens: int32 (num_sequences + 1,): the start of each in these rows, from 0, as `llm.cu_seqlens` counts.
+        samples: of `sample_ids`, those of the team.
+        valid: bool (num_sequences,), False for a sample that could not be decoded. Such a sample has ids 0 and no
+            labels; a DataLoader under on_error="skip" delivers it so to all members, wherever it failed.
+    """
+
+    size: int
+    place: int
+    ranks: tuple[int, ...]
+    rows: slice
+    cu_seqlens: Tensor
+    samples: slice
+    valid: Tensor
+
+
+def counted_labels(labels: Tensor, teams: Sequence[Team]) -> int:
+    """Count the labels of a microbatch with loss, those of a shared sequence on its first member alone."""
+    elsewhere = sum(int((labels[team.rows] != IGNORE).sum()) for team in teams if team.place)
+    return int((labels != IGNORE).sum()) - elsewhere

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
@@ -50,6 +51,11 @@ class PlannedShare:
     def mine(self) -> NDArray[np.int64] | slice:
         """The samples of the rank, as an index into the columns of the global batch."""
         return slice(None) if self.is_alone else self.plan.places(self.rank)
+
+    @property
+    def counted(self) -> NDArray[np.int64] | slice:
+        """Those of `mine` that count here: a shared sample counts on its first member alone."""
+        return self.mine if self.plan.teams is None else np.flatnonzero(self.plan.rank == self.rank)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -176,9 +182,10 @@ def samples(share: PlannedShare) -> int:
     """Samples delivered to this rank; the pieces of a split sample count one by one, and so do those of a document that
     windows cut.
 
-    Per phase, a sample with failed parts stays, without loss.
+    Per phase, and in a step that shares samples, one that failed stays, without loss. A shared one counts on the first
+    of its ranks.
     """
-    return len(share.lengths) - (0 if share.plan.parts else share.num_failures)
+    return len(share.plan.row[share.counted]) - (0 if share.plan.keeps_shapes else share.num_failures)
 
 
 @_figure()
@@ -198,9 +205,9 @@ def overflow(share: PlannedShare) -> tuple[int, ...]:
     index = costs.index if isinstance(costs, IndexCosts) else None
     if index is None or not any(index.totals["overflow"].values()):
         return 0, 0, 0, 0
-    rows = share.plan.row[share.mine]
+    rows = share.plan.row[share.counted]
     if share.plan.ranges is not None:  # a document counts where it begins
-        rows = rows[share.plan.ranges.first[share.mine] == 0]
+        rows = rows[share.plan.ranges.first[share.counted] == 0]
     cut, piece = index.cut_tokens[rows], index.piece[rows]
     following = rows + 1
     continued = np.zeros(len(rows), np.bool_)
@@ -311,6 +318,25 @@ def fill(share: PlannedShare) -> tuple[int, int] | None:
 def own_streams(share: PlannedShare) -> float | None:
     """Share of this rank's samples drawn from its group's streams, mean over steps; None where there are no groups."""
     return share.plan.own_streams(share.rank)
+
+
+def _in_teams(total: dict[str, int], _: int) -> dict[str, Any]:
+    sizes = sorted(total.keys() - {"all", "above_cap"}, key=int)
+    shares = {size: total[size] / max(1, total["all"]) for size in sizes}
+    return {"share": shares, "above_cap": total["above_cap"]} if total else {}
+
+
+@_figure(_in_teams, start={})
+def teams(share: PlannedShare) -> dict[str, int]:
+    """Under `Balance(teams=)`, over all ranks and as planned: by size, the `share` of LLM positions in teams; and under
+    oversize="own" the samples of which a rank has more than `max_tokens`, `above_cap`.
+    """
+    balance, size, lengths = share.spec.balance, share.plan.team_size, share.plan.llm_positions
+    if balance.teams is None:
+        return {}
+    above = -(-lengths // size) > balance.caps.get("llm", MAX_TOTAL)
+    in_teams = {str(each): int(lengths[size == each].sum()) for each in np.unique(size[size > 1]).tolist()}
+    return {"all": int(lengths.sum()), "above_cap": int(above.sum()), **in_teams}
 
 
 def _ways(rows: tuple[int, ...], num_steps: int) -> dict[str, float]:

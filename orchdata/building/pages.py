@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, SampleId
-from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
+from orchdata.batch.tensors import IGNORE, LLMBatch, Team, TextBatch, counted_labels
 from orchdata.building.assembler import Share
 from orchdata.building.media_pages import (
     MediaPages,
@@ -86,6 +86,7 @@ class Pages:
         reserved.add("text_ids", (int(self._text_starts[-1]),), np.int64)
         self.num_bytes = reserved.num_bytes
         self._written = np.zeros(len(rows), np.bool_)
+        self._valid = np.ones(len(rows), np.bool_)
 
     def lay(self, memory: Sequence[NDArray[np.uint8]]) -> None:
         """Take pieces of memory of `num_bytes`, with any contents."""
@@ -154,6 +155,7 @@ class Pages:
             tokens = media.size(slot).tokens
             media.put(slot, start, 0, tokens)
             start += tokens
+        self._valid[number] = False
         self._written[number] = True
 
     def batch(
@@ -166,7 +168,8 @@ class Pages:
         if not self._written.all():
             raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
         routes = {name: route for name, pages in self.media.items() if (route := pages.route()) is not None}
-        plan = share.plan
+        plan, teams = share.plan, self._teams(share, samples)
+        labels = torch.from_numpy(self._arrays.labels)
         return Batch(
             text=TextBatch(input_ids=torch.from_numpy(self._arrays.text_ids), cu_seqlens=cu_seqlens(self._text_starts)),
             media=media,
@@ -178,12 +181,33 @@ class Pages:
             microbatch=share.index,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
-            loss_tokens=int((self._arrays.labels != IGNORE).sum()),
+            loss_tokens=counted_labels(labels, teams),
             global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
+            teams=teams,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
             fields=fields or {},
         )
+
+    def _teams(self, share: Share, samples: NDArray[np.int64]) -> tuple[Team, ...]:
+        """Return the teams of these samples, which come by size."""
+        plan, teams = share.plan, []
+        sizes = plan.team_size[samples]
+        for size in np.unique(sizes[sizes > 1])[::-1].tolist():
+            first, stop = np.searchsorted(-sizes, [-size, 1 - size]).tolist()
+            lowest, starts = int(plan.rank[samples[first]]), self._starts[first : stop + 1]
+            teams.append(
+                Team(
+                    size=size,
+                    place=share.rank - lowest,
+                    ranks=tuple(range(lowest, lowest + size)),
+                    rows=slice(*starts[[0, -1]].tolist()),
+                    cu_seqlens=cu_seqlens(starts - starts[0]),
+                    samples=slice(first, stop),
+                    valid=torch.from_numpy(self._valid[first:stop]),
+                )
+            )
+        return tuple(teams)
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
         starts, arrays = self._starts, self._arrays

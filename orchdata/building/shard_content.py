@@ -129,8 +129,8 @@ class PackedAssembly:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether other ranks wait for what this rank encodes: a failure must then leave its memory as planned."""
-        return bool(self._share.plan.parts)
+        """Whether other ranks wait for what this rank encodes or shares: a failure must leave its memory as planned."""
+        return self._share.plan.keeps_shapes
 
     def finish(self) -> Assembled:
         failures = [failure for at in self._wanted for failure in self._failures.get(at, ())]

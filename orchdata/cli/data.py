@@ -202,6 +202,9 @@ def profile(
     objective: Annotated[
         str, typer.Option(help="Ranks wait after each phase of each micro-step (barrier), or at the end (sum).")
     ] = "barrier",
+    teams: Annotated[
+        int | None, typer.Option(help="Plan teams of up to so many ranks, too: 2, 4, 8, ... ranks share a sequence.")
+    ] = None,
     padded: Annotated[bool, typer.Option("--padded", help="LLM rows padded to the longest: od.Padded().")] = False,
     multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
@@ -227,6 +230,7 @@ def profile(
     from orchdata.balancers import CostModel
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
+    from orchdata.planning.teams import Teams
     from orchdata.profiling.profile import profile as make_profile
 
     if html is not None:
@@ -236,7 +240,8 @@ def profile(
         if samples < 0:
             raise ValueError(f"--samples must be at least 0, got {samples}")
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
-    balance = Balance(max_tokens=caps, objective=objective, oversize=oversize)  # type: ignore[arg-type]
+    shared = None if teams is None else Teams(largest=teams, cut="trainer")
+    balance = Balance(max_tokens=caps, objective=objective, oversize=oversize, teams=shared)  # type: ignore[arg-type]
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)

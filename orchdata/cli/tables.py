@@ -35,7 +35,8 @@ def profile_table(profile: Profile) -> RenderableType:
     if (caps := profile.caps) is not None:
         of_each = (f"{phase} {cap:,} ({caps.above[phase]:,} samples above)" for phase, cap in caps.max_tokens.items())
         become = {"own": "get a microbatch each", "drop": "are left out", "error": "would be refused"}[caps.oversize]
-        lines.append(f"max_tokens: {', '.join(of_each)}; {caps.samples:,} samples above it {become}")
+        above = "above it" if profile.teams is None else "above it in the largest team"
+        lines.append(f"max_tokens: {', '.join(of_each)}; {caps.samples:,} samples {above} {become}")
     for finding in findings(profile):
         of = f" It is {finding.key!r} of {finding.shard.rsplit('/', 1)[-1]}." if finding.shard else ""
         lines.append(f"- {finding.text}{of}")

@@ -25,10 +25,10 @@ from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sums, TokenBatches
 from orchdata.planning.balance import Balance, as_balance
-from orchdata.planning.layout import Packed, Padded, layout_of
+from orchdata.planning.layout import Packed, Padded, fixed_length, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
 from orchdata.planning.windows import WindowBatches
-from orchdata.ranks.parallel import Rank
+from orchdata.ranks.parallel import DataParallel, Rank
 
 IndexUse = Literal["build", "require"]
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
@@ -39,6 +39,8 @@ class _NotGiven(int):
 
 
 DEFAULT_BATCH_SIZE: Final = _NotGiven(1)
+_CUTTING: Final = ("cp", "sp", "context", "context_parallel")
+"""Names of mesh dims over which every sequence is cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,3 +348,28 @@ def refuse_parts(balance: Balance, reason: str) -> None:
             f"Balance.assignment='per_phase' gives ranks parts of samples, but {reason}: it needs an od.ShardDataset "
             "with od.Packed or od.Padded; use assignment='joint'"
         )
+
+
+def check_teams(balance: Balance, collate_fn: object, *, in_shards: bool = True, dp: Any = None) -> None:
+    """Raise ValueError, with what to do instead, for arguments of a loader under which no team can share a sequence."""
+    if balance.teams is None:
+        return
+    layout, mesh = layout_of(collate_fn), dp.mesh if isinstance(dp, DataParallel) else dp
+    dims = enumerate(getattr(mesh, "mesh_dim_names", None) or ())
+    cut = [name for dim, name in dims if name in _CUTTING and mesh.size(dim) > 1]
+    refused = {
+        "data without an index, whose lengths are not known: use an od.ShardDataset": not in_shards,
+        "od.Padded, whose rows are whole: use od.Packed()": isinstance(layout, Padded),
+        "od.Packed(length=...), with or without concatenate=True, where no sample is longer than a microbatch: leave "
+        "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and fixed_length(layout),
+        "od.hf.Inputs, with which each member would train the whole sequence: use od.Packed(), and a trainer that cuts "
+        "sequences, as by od.megatron_packed": isinstance(collate_fn, ModelInputs),
+        "a collate_fn of yours, which does not know them: use od.Packed(), and change its batches in the loop": (
+            layout is None and collate_fn is not None
+        ),
+        f"a mesh that cuts every sequence over its dim {', '.join(cut)}: make these ranks data-parallel, and teams "
+        "take their place": cut,
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"Balance.teams does not work with {what}; or leave teams out")

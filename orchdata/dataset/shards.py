@@ -113,6 +113,7 @@ def prepare_shards(
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) or length is not None else layout.multiple_of)
     if isinstance(options.batches, TokenBudgets):
         excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
+    _check_ranks(costs, options.balance, excluded, options.rank.size)
     check_labels(length, index, excluded)
     # The order, and what a state must agree with.
     order: Order | MixtureOrder
@@ -435,14 +436,20 @@ def check_caps(balance: Balance, index: Index) -> None:
 
 
 def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
-    """Return the rows above each cap, by phase, ascending, without those that are already excluded.
+    """Return the rows above each cap, by phase, ascending, without those that are already excluded. With teams a row is
+    above that of `llm` if its slices in the largest team are.
 
     Raises:
         ValueError: there is one under oversize="error".
     """
     by_phase = {}
     for phase, cap in balance.caps.items():
-        above = _rows_above(costs.index, partial(costs.positions, phase), cap, excluded)
+        positions, even = partial(costs.positions, phase), ""
+        if phase == "llm" and balance.teams is not None:
+            positions = partial(_slices, costs, balance.teams.largest)
+            cap = cap // costs.multiple_of * costs.multiple_of
+            even = f" a rank, even in the largest team of {balance.teams.largest} (samples with media are not shared)"
+        above = _rows_above(costs.index, positions, cap, excluded)
         by_phase[phase] = above.rows
         if len(above.rows) and balance.oversize == "error":
             out = "raise it, or use Balance(oversize='own') or 'drop'"
@@ -453,10 +460,37 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
             if phase == "llm":
                 out += _OR_CUT
             raise ValueError(
-                f"{above.worst} has {above.largest} {phase} positions, max_tokens allows {cap} (the largest of "
+                f"{above.worst} has {above.largest} {phase} positions{even}, max_tokens allows {cap} (the largest of "
                 f"{len(above.rows)} samples above it); {out}"
             )
     return by_phase
+
+
+def _slices(costs: IndexCosts, size: int, row: Ints) -> Ints:
+    """Return the `llm` positions of each sample that a member of a team has; samples with media are whole."""
+    lengths = costs.positions("llm", row)
+    has_media = np.sum([costs.positions(phase, row) for phase in costs.phases[:-1]], axis=0) > 0
+    return np.where(has_media, lengths, -(-lengths // size))
+
+
+def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
+    """Return the ranks that the longest sample takes to keep its cap, of those that are not excluded."""
+    teams, cap = balance.teams, balance.caps.get("llm")
+    if teams is None or cap is None or balance.oversize == "own":
+        return 1
+    longest = _rows_above(costs.index, partial(costs.positions, "llm"), cap, excluded).largest
+    sizes: list[int] = [
+        size for size in teams.sizes(teams.largest).tolist() if teams.cost is None or size in (1, *teams.cost)
+    ]
+    return next(size for size in sizes if -(-longest // size) <= cap)
+
+
+def _check_ranks(costs: IndexCosts, balance: Balance, excluded: Ints, num_ranks: int) -> None:
+    if (needed := fewest_ranks(costs, balance, excluded)) > num_ranks:
+        raise ValueError(
+            f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {num_ranks}: use "
+            f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"
+        )
 
 
 def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:

@@ -1,6 +1,6 @@
 """Delivery: a step under way -> microbatches for the caller.
 
-wait --> count failures --> mask samples whose parts failed on other ranks (per phase) --> send to peers (broadcast)
+wait --> count failures --> mask samples that failed on other ranks (per phase, shared) --> send to peers (broadcast)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Padded
+from orchdata.planning.make_plan import make_plan
 from orchdata.ranks.parallel import Rank
 
 _MANY = 10
@@ -43,7 +44,8 @@ class Delivery:
         timeout: seconds to wait for a step; 0 for no limit.
         inputs, unnamed: as `Batch` has them.
 
-    Raises ValueError if peers would receive the batches of a collate_fn.
+    Raises ValueError if peers would receive the batches of a collate_fn, and for ranks that share samples, skip those
+    that fail, and cannot tell each other.
     """
 
     def __init__(
@@ -66,13 +68,21 @@ class Delivery:
         self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
         self._pace = _Pace()
-        self._warns = not rank.rank
+        self._rank = rank.rank
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
-        # A part may fail on one rank and belong to a sample of another; receivers of a broadcast get masked batches.
-        per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
-        if per_phase and not self.receives and (rank.size == 1 or rank.dp_groups):
+        # What fails on one rank may be in samples of others, by its parts or by teams; receivers of a broadcast get
+        # masked batches.
+        balance, is_known = spec.plan.balance, rank.size == 1 or bool(rank.dp_groups)
+        if balance.teams is not None and policy.action == "skip" and not is_known:
+            raise ValueError(
+                "Balance(teams=...) with on_error='skip' lets the ranks of a team tell each other what failed, and "
+                f"dp=({rank.rank}, {rank.size}) has no process group: pass the group or a mesh as dp, or use "
+                "on_error='raise'"
+            )
+        together = balance.assignment == "per_phase" or balance.teams is not None
+        if together and policy.action == "skip" and not self.receives and is_known:
             self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
 
     @property
@@ -130,22 +140,26 @@ class Delivery:
             ) from failed[0]
 
     def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
-        """Return the step with all samples masked that have parts that failed on other ranks."""
+        """Wait for a step and count it. Return it with all samples masked that failed on other ranks."""
         try:
-            built = self._received(engine, future, task)
+            built, waited = self._received(engine, future, task)
+            reports = self._failed_parts if built.plan.keeps_shapes else None
+            if reports is None or built.plan.teams is None:
+                self._count(built, waited, task)
         except Exception as error:
-            if self._failed_parts is not None:
+            if self._failed_parts is not None and make_plan(self._spec.plan, task).keeps_shapes:
                 self._failed_parts.give_up(task.step, error)
             raise
         finally:
             del future  # as in `deliver`
-        if self._failed_parts is None:
+        if reports is None:
             return built
-        return replace(built, batches=self._failed_parts.mask_labels(task.step, built.batches))
+        if built.plan.teams is not None:
+            return reports.count_once(built, self._rank, lambda agreed: self._count(agreed, waited, task))
+        return replace(built, batches=reports.mask_labels(task.step, built.batches))
 
-    def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
-        """Wait for a step of any engine, count it, and return it."""
-        # Wait for the step.
+    def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> tuple[BuiltStep, float]:
+        """Wait for a step of any engine. Return it, and the seconds."""
         started = time.perf_counter()
         engine.expect(future)
         with contextlib.suppress(FutureTimeout):
@@ -163,22 +177,28 @@ class Delivery:
         finally:
             del future  # as in `deliver`
 
-        # Count it.
         waited = time.perf_counter() - started
         if not engine.keeps_time and engine.depth:
             self._pace.add(started, waited)
+        return built, waited
+
+    def _count(self, built: BuiltStep, waited: float, task: StepTask) -> None:
+        """Count a step and its failures. Raises as `FailureBudget`."""
         if not self.receives:  # else the reader counts them
             failures = [failure for failure in built.failures if failure.reason != BLANK]
-            self._stats.num_blank += len(built.failures) - len(failures)
+            blank = len(built.failures) - len(failures)
+            if built.plan.teams is not None and self._failed_parts is None:  # under "raise" no others are left
+                later = [team for batch in built.batches for team in batch.teams if team.place]
+                blank -= sum(int((~team.valid).sum()) for team in later)
+            self._stats.num_blank += blank
             if failures:
                 self._budget.count(failures, task.epoch)
-            lost = len(built.failures) if built.plan.parts else 0
+            lost = len(built.failures) if built.plan.keeps_shapes else 0
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
-        if self._warns and not self._stats.num_steps % _Pace.STEPS:
+        if not self._rank and not self._stats.num_steps % _Pace.STEPS:
             self._warn_of_waste()
-        return built
 
     def _warn_of_waste(self) -> None:
         """Warn once, by what was measured, of much padding, and of shards that are read over and over."""

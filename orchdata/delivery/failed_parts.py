@@ -2,25 +2,30 @@
 
     every step:            the number of failed parts, and whether a rank gave up --all_reduce--> usually none
     if a part failed:      flags of all parts --gather--> those that arrive here --> labels masked
+    if a sample failed:    a flag of each shared sample --all_reduce--> blank on every member --> counted once
 
-Only with assignment="per_phase", and only with on_error="skip".
+Only with on_error="skip", and only with assignment="per_phase" or, the last line, in steps that share samples.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE, counted_labels
+from orchdata.building.step import BuiltStep
 from orchdata.ranks.gathering import gather, small_device
 
 
 class FailedParts:
-    """Masks labels for failed parts, among the data-parallel ranks that exchange features. All of them mask the same
+    """Masks labels for failed parts, and of shared samples, among the data-parallel ranks. All of them mask the same
     steps in the same sequence, from the thread that iterates.
 
     Args:
@@ -35,13 +40,7 @@ class FailedParts:
 
         Raises RuntimeError if a rank gave up, with its error, or is lost.
         """
-        failed, given_up = self._sum(
-            step, sum(int((~_valid(batch, name)).sum()) for batch in batches for name in batch.routes), 0
-        )
-        if given_up:
-            errors = "; ".join(f"rank {rank}: {text}" for rank, text in gather("", self._groups).items() if text)
-            raise RuntimeError(f"other ranks gave up at step {step}: {errors}")
-        if not failed:
+        if not self._report(step, sum(int((~_valid(batch, name)).sum()) for batch in batches for name in batch.routes)):
             return list(batches)
         by_rank = list(gather([_flags(batch) for batch in batches], self._groups).values())
         return [
@@ -49,23 +48,85 @@ class FailedParts:
             for number, batch in enumerate(batches)
         ]
 
+    def count_once(self, built: BuiltStep, rank: int, count: Callable[[BuiltStep], None]) -> BuiltStep:
+        """Return a step that shares samples, with those blank that failed on any member, and without the failures that
+        a lower member counts. `count` counts the others.
+
+        Raises as `mask_labels`, and as `count`.
+        """
+        plan, step = built.plan, built.plan.step
+        if not self._report(step, len(built.failures)):
+            count(built)
+            return built
+
+        # The lowest member on which each shared sample failed.
+        places = [torch.from_numpy(plan.places(rank, batch.microbatch)) for batch in built.batches]
+        failed_here = [
+            (batch.sample_ids[number], int(at[number]))
+            for batch, at in zip(built.batches, places, strict=True)
+            for team in batch.teams
+            for number in (team.samples.start + (~team.valid).nonzero()[:, 0]).tolist()
+        ]
+        lowest = torch.full((len(plan.row),), plan.num_ranks)
+        lowest[[at for _, at in failed_here]] = rank
+        shared = torch.from_numpy(plan.team_size > 1)
+        lowest[shared] = self._reduce(step, lowest[shared], dist.ReduceOp.MIN)
+
+        # All members have it blank, and that one counts it. Pieces of one sample have one name.
+        elsewhere, failures = Counter(name for name, at in failed_here if lowest[at] < rank), []
+        for failure in built.failures:
+            elsewhere[name := (failure.shard, failure.key)] -= 1
+            if elsewhere[name] < 0:
+                failures.append(failure)
+        numbers = [(lowest[at] < plan.num_ranks).nonzero()[:, 0].tolist() for at in places]
+        built = replace(built, batches=list(map(_blanked, built.batches, numbers)), failures=failures)
+        try:
+            count(built)
+        except Exception as error:
+            self.give_up(step, error)
+            raise
+        self._report(step, 0)
+        return built
+
     def give_up(self, step: int, error: Exception) -> None:
         """Let the other ranks raise too, so that they do not wait for this one."""
         with contextlib.suppress(RuntimeError):  # of lost ranks: this rank raises `error`
-            self._sum(step, 0, 1)
+            self._reduce(step, torch.tensor([0, 1]))
             gather(f"{type(error).__name__}: {error}", self._groups)
 
-    def _sum(self, step: int, *values: int) -> list[int]:
+    def _report(self, step: int, failed: int) -> int:
+        """Return how much failed on all ranks. Raises RuntimeError, with its error, if a rank gave up."""
+        failed, given_up = self._reduce(step, torch.tensor([failed, 0])).tolist()
+        if given_up:
+            errors = "; ".join(f"rank {rank}: {text}" for rank, text in gather("", self._groups).items() if text)
+            raise RuntimeError(f"other ranks gave up at step {step}: {errors}")
+        return failed
+
+    def _reduce(self, step: int, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         try:
             for group in self._groups:
-                total = torch.tensor(values, device=small_device(group))
-                dist.all_reduce(total, group=group)
-                values = tuple(total.tolist())
+                values = values.to(small_device(group))
+                dist.all_reduce(values, op, group=group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {dist.get_rank()} lost others at step {step}, when ranks report which parts failed: {error}"
+                f"rank {dist.get_rank()} lost others at step {step}, when ranks report what failed: {error}"
             ) from error
-        return list(values)
+        return values.cpu()
+
+
+def _blanked(batch: Batch, failed: Collection[int]) -> Batch:
+    """Return a microbatch with these shared samples blank, as those are that failed here."""
+    llm, text, valid = batch.llm, batch.text, torch.ones(len(batch.sample_ids), dtype=torch.bool)
+    for number in failed:  # Positions of a shared sample, which has no media, are those of a blank one.
+        rows = slice(*llm.cu_seqlens[number : number + 2].tolist())
+        llm.input_ids[rows], llm.labels[rows], valid[number] = 0, IGNORE, False
+        text.input_ids[slice(*text.cu_seqlens[number : number + 2].tolist())] = 0
+    fields = {
+        name: [None if number in failed else value for number, value in enumerate(values)]
+        for name, values in batch.fields.items()
+    }
+    teams = tuple(replace(team, valid=valid[team.samples]) for team in batch.teams)
+    return replace(batch, fields=fields, teams=teams, loss_tokens=counted_labels(llm.labels, teams))
 
 
 Flags = dict[str, list[list[Any]]]

@@ -55,6 +55,7 @@ def kernel_families(
     """
     balanced = num_ranks > 1 and balance.scope != "none"
     wanted = {
+        "teams": balanced and balance.teams is not None,
         "phases": balanced and len(phases) > 1,
         "moves": balanced and (balance.assignment == "per_phase" or balance.scope in ("grouped", "grid")),
         "packed": balanced,
@@ -114,6 +115,8 @@ def _warm_plans(spec: PlanSpec) -> None:
         _renumber()
     if spec.balance.scope == "grid" or spec.balance.caps:
         _phases()
+    if spec.balance.teams is not None:
+        _teams()
     if spec.balance.num_stages is not None:
         plan.pipeline_order(0, spec.balance.num_stages)
     for phase in plan.phases:
@@ -164,6 +167,24 @@ def _phases() -> None:
     costs = {"encoder": _COSTS, "llm": _COSTS[::-1].copy()}
     balance_phases(costs, _RANKS)
     balance_phases(costs, _RANKS, sizes=_COSTS, max_size=40)
+
+
+def _teams() -> None:
+    """Share two long texts, next to samples of one phase and of two, in each way."""
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.sharing.shares import StepSamples
+    from orchdata.planning.sharing.teams import share_in_teams
+    from orchdata.planning.teams import Teams
+
+    is_long = np.arange(len(_COSTS)) % 16 == 0
+    tokens, encoder = np.where(is_long, 90, _COSTS), np.where(is_long, 0, _COSTS)
+    owner, teams = np.zeros(len(_COSTS), np.int32), Teams(largest=4, cut="trainer")
+    for costs in ({"llm": tokens}, {"encoder": encoder, "llm": tokens}):
+        for balance in (Balance(), Balance(max_tokens=2 * _CAP), Balance(max_tokens=2 * _CAP, objective="sum")):
+            sizes = dict.fromkeys(balance.caps, tokens)
+            step = StepSamples(costs, sizes, tokens, _RANKS, balance, owner)
+            for few in (step, step.take(np.arange(8))):
+                share_in_teams(few, teams, 0, 1, is_long[: few.num_samples])
 
 
 def _moves() -> None:
@@ -249,6 +270,7 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
 
 
 FAMILIES: Final = {
+    "teams": _Family("assign.teams:solve_teams", _teams),
     "phases": _Family("assign.joint:solve_joint", _phases),
     "moves": _Family("move.minimal_move:solve_from", _moves),
     "packed": _Family("assign.packed:solve", _packed),

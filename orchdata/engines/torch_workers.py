@@ -305,20 +305,20 @@ class Items(Dataset[Made]):
         self.content = content
         self._states = states
         self._has_state = has_state
+        self.worker: int | None = None  # not of `get_worker_info`: this process may be a worker of another loader
 
     def __getitem__(self, asked: Asked | None) -> Made:
         if asked is None:
             return Made(-1)
-        info = get_worker_info()
-        if info is None:
+        if (worker := self.worker) is None:
             return Made(asked.step, self.content.made(asked.items, asked.info))
         try:
             sent = Sent(self.content.made(asked.items, asked.info))
             state = packed(states_of(dataset=self.content.dataset)) if self._has_state else None
-            return Made(asked.step, sent, info.id, state)
+            return Made(asked.step, sent, worker, state)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is handed over
-            where = f"in DataLoader worker process {info.id}"
-            return Made(asked.step, Sent(Failed(sendable(error, where))), info.id)
+            where = f"in DataLoader worker process {worker}"
+            return Made(asked.step, Sent(Failed(sendable(error, where))), worker)
 
     def restore(self, worker: int) -> None:
         """Begin with the state of this worker; 0 is also this process."""
@@ -375,6 +375,7 @@ def _begin_worker(base_seed: int, worker_init_fn: Callable[[int], None] | None, 
     if worker_init_fn is not None:
         worker_init_fn(worker)
     if isinstance(read, Items):
+        read.worker = worker
         read.restore(worker)
 
 

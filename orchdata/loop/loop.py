@@ -229,10 +229,9 @@ class LoaderIterator:
     def _begin(self) -> Stream:
         """Return the stream, opened when the first step is requested."""
         if self._error is not None and not (self._as_torch and isinstance(self._error, Exception)):
-            raise RuntimeError(
-                f"this iteration ended with {self._error!r}; a fresh iter() of the loader continues at the step that "
-                "failed"
-            ) from self._error
+            goes_on = "; a fresh iter() of the loader continues at the step that failed"
+            is_failure = isinstance(self._error, Exception)  # and not Ctrl-C, after which an epoch may be over
+            raise RuntimeError(f"this iteration ended with {self._error!r}{goes_on * is_failure}") from self._error
         if self._is_closed:
             raise StopIteration
         self._user = User()

@@ -141,6 +141,9 @@ class Feed:
                 yield Asked(task.step, items, info)
         except Exception as error:  # noqa: BLE001 - it is raised where the step would come
             self.error, self._tasks = error, None
+        except KeyboardInterrupt:  # this generator is over, and the epoch is not
+            self._tasks = None
+            raise
 
 
 class MapStream:
@@ -244,7 +247,7 @@ class MapStream:
             if not self._source.num_workers:  # this process was making it: as with torch, one rank alone loses it
                 feed.again.extend(() if context.rank.size == 1 else (task for task, _ in feed.under_way.values()))
                 feed.under_way.clear()
-            return True
+            return feed.undelivered is not None
         if failed is None or context.rank.size > 1:
             return False
         del feed.under_way[failed]

@@ -250,11 +250,12 @@ class AllRanksSampler:
         return {"seed": self.sampler.seed + self.sampler.epoch} if self.sampler.shuffle else None
 
     def items(self, draw: Draw | None, *, again: bool) -> Iterator[int]:
-        total = len(cast("Any", self.sampler.dataset))
-        if draw is None:
+        if draw is None or not self.sampler.shuffle:
             return iter(range(len(self)))
-        permuted = torch.randperm(total, generator=torch.Generator().manual_seed(int(draw["seed"])))
-        return iter(permuted[: len(self)].tolist())
+        # A state of one rank, where `TorchSampler` drew, has no seed.
+        seed = int(draw.get("seed", self.sampler.seed + self.sampler.epoch))
+        total = len(cast("Any", self.sampler.dataset))
+        return iter(torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: len(self)].tolist())
 
     def state(self, items: Iterator[Any]) -> Any:
         return None

@@ -36,12 +36,14 @@ _GAIN = 50  # Where the sum of peaks would be more than 1/50 above theirs, it ta
 
 class Limits(NamedTuple):
     """Caps of a rank: its `sizes`, int64 (num_items, num_caps), sum to at most `caps`, int64 (num_caps,). `within` is
-    an assignment, int32 (num_items,), that keeps the caps and the scope.
+    an assignment, int32 (num_items,), that keeps the caps and the scope; `pinned`, int32 (num_items,), has the rank in
+    it of an item that may not move, or -1.
     """
 
     sizes: Ints
     caps: Ints
     within: Ranks
+    pinned: Ranks | None = None
 
 
 def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
@@ -125,9 +127,9 @@ def _from_scratch(
     """Balance each group without regard to where its items are."""
     groups = counted_groups(balance, num_ranks)
     group = None if len(groups) == 1 else owner.astype(np.int64) // len(groups[0])
-    columns, caps, within = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None
+    columns, caps, within, pinned = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None, None
     if limits is not None:
-        columns, caps, within = limits
+        columns, caps, within, pinned = limits
     return assign_jointly(
         np.stack(list(costs.values())),
         np.array([len(ranks) for ranks in groups]),
@@ -139,6 +141,7 @@ def _from_scratch(
         caps=caps,
         within=within,
         effort=balance.effort,
+        pinned=pinned,
     )
 
 
@@ -152,6 +155,8 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
         return rank
     remaining = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
     inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(remaining, rank[others]).astype(np.int32))
+    if limits.pinned is not None:
+        inside = inside._replace(pinned=np.where(limits.pinned[others] < 0, np.int32(-1), inside.within))
     few = {phase: column[others] for phase, column in costs.items()}
     rank[others] = remaining[_from_scratch(few, balance, len(remaining), owner[others], inside)]
     return rank

@@ -108,7 +108,10 @@ class Balance:
             defaults = {"scope": "global", "assignment": "joint", "order": None, "equal_count": False}
             for name, only in ({**defaults, "max_samples": None}).items():
                 if (value := getattr(self, name)) != only:
-                    raise ValueError(f"Balance.teams shares sequences under {name}={only!r} alone, got {value!r}")
+                    raise ValueError(
+                        f"Balance.teams shares sequences under {name}={only!r} alone, got {value!r}: leave {name} "
+                        "out, or teams" + ("; max_tokens caps a microbatch" if name == "max_samples" else "")
+                    )
 
     @property
     def price(self) -> StepPrice:

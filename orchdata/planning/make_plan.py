@@ -148,8 +148,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     parts: Mapping[str, Parts] = {}
     if repeats:
         shares = one_microbatch(stream_rank)
-    elif spec.balance.teams is not None and spec.num_ranks > 1:
-        shares = share_in_teams(batch.samples(), spec.balance.teams, spec.costs.exponent, spec.accumulate)
+    elif spec.balance.teams is not None:
+        is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
+        may_share = np.broadcast_to(is_text, len(row))
+        shares = share_in_teams(batch.samples(), spec.balance.teams, spec.costs.exponent, spec.accumulate, may_share)
     elif spec.balance.assignment == "joint":
         shares = batch.share_out()
     else:

@@ -119,6 +119,11 @@ class Plan:
         """The number of ranks that share each sample, int32 (n,): `rank` is the first; 1 where a sample is whole."""
         return np.ones_like(self.rank) if self.teams is None else self.teams.size
 
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether samples that fail stay in their microbatches, because other ranks wait for their parts or slices."""
+        return bool(self.parts) or self.teams is not None
+
     def places(self, rank: int, microbatch: int | None = None) -> Ints:
         """Return the indices in the global batch of the samples of `rank`, shared ones too; of one microbatch or of
         all. They ascend; in a microbatch samples of the largest teams come first.

@@ -73,6 +73,8 @@ class Teams:
         for name, given in (("per_token", self.per_token), ("cost", self.cost)):
             if isinstance(given, Mapping) and (not given or not set(given) <= allowed):
                 raise ValueError(f"Teams.{name} must name sizes among {sorted(allowed)}, got {sorted(given)}")
+        if self.cost is not None and largest not in self.cost:
+            raise ValueError(f"Teams.cost must name largest={largest}, on which usable samples depend; or lower it")
         if isinstance(self.per_token, Mapping) and self.cost is None and set(self.per_token) != allowed:
             raise ValueError(
                 f"Teams.per_token must name each of the sizes {sorted(allowed)}, got {sorted(self.per_token)}"
@@ -140,5 +142,10 @@ class StepTeams:
         if others is not None:
             table = np.where(table == NEVER, NEVER, table + np.where(self.sizes == 1, others[:, None], 0))
             table[others > 0, 1:] = NEVER
-        works = np.where(table == NEVER, NEVER, table * np.where(table == NEVER, 0, self.sizes)).min(axis=1)
-        return int(teams_bound(table, self.sizes, num_ranks, works))
+        return int(teams_bound(table, self.sizes, num_ranks, least_works(table, self.sizes)))
+
+
+def least_works(table: Ints, sizes: Ints) -> Ints:
+    """Return the work of each sequence in its cheapest team, int64 (n,)."""
+    works: Ints = np.where(table == NEVER, NEVER, table * np.where(table == NEVER, 0, sizes)).min(axis=1)
+    return works

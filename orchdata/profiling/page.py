@@ -64,6 +64,7 @@ _WORDS: Final = (
     ("micro-step", "one forward and backward of all ranks; a step may have several"),
     ("in groups, in a grid", "samples move inside groups of ranks alone, or inside groups and across them in turn"),
     ("steps in tokens", "steps of equally many LLM tokens, in place of equally many samples"),
+    ("shared by teams", "2, 4, 8, ... ranks share a long sequence; what sharing costs counts as waiting"),
     ("points", "a difference of two shares: from 9 % to 12 % are 3 points"),
 )
 
@@ -368,11 +369,11 @@ def write_report(
 
 LIGHT: Final = (
     "--paper:#ffffff;--ink:#1a1a1a;--muted:#555555;--line:#c8c8c8;--soft:#f2f4f7;"
-    "--s0:#005a9c;--s1:#b34700;--s2:#00704d;--s3:#9b3b77;--s4:#6b5b00;--s5:#404040;--s6:#6a35b8;"
+    "--s0:#005a9c;--s1:#b34700;--s2:#00704d;--s3:#9b3b77;--s4:#6b5b00;--s5:#404040;--s6:#6a35b8;--s7:#a0211c;"
 )
 DARK: Final = (
     "--paper:#14171c;--ink:#ececec;--muted:#b4b9c2;--line:#4a505a;--soft:#20252d;"
-    "--s0:#7cc4ff;--s1:#ffa061;--s2:#4fd6a6;--s3:#f29ccc;--s4:#e6d36b;--s5:#d0d0d0;--s6:#c5a3ff;"
+    "--s0:#7cc4ff;--s1:#ffa061;--s2:#4fd6a6;--s3:#f29ccc;--s4:#e6d36b;--s5:#d0d0d0;--s6:#c5a3ff;--s7:#ff9d94;"
 )
 STYLE: Final = f"""
 :root{{color-scheme:light dark;{LIGHT}}}

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH: Final = 340
-_MARKS: Final = "oXsD^vP"
+_MARKS: Final = "oXsD^vP*"
 # Colours that stand for those of the style sheet until the drawing is text.
 _STANDS_FOR: Final = {"#010101": "--ink", "#010102": "--muted", "#010103": "--line", "#010104": "--paper"} | {
-    f"#01020{number}": f"--s{number}" for number in range(7)
+    f"#01020{number}": f"--s{number}" for number in range(8)
 }
 _OF: Final = {name: colour for colour, name in _STANDS_FOR.items()}
 

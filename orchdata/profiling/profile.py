@@ -22,12 +22,13 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import TokenBudgets
+from orchdata.dataset.options import TokenBudgets, check_teams
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import (
     above_budget,
     check_caps,
     check_layout,
+    fewest_ranks,
     layout_costs,
     oversize_rows,
     unchosen_rows,
@@ -53,6 +54,7 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
+from orchdata.planning.teams import Teams
 from orchdata.profiling.content import content_of, measure_phases
 from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
 from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
@@ -63,7 +65,7 @@ DEFAULT_RANKS: Final = (8, 64, 512, 2560)
 _RANGE_SAMPLES = 1000
 _FOOTERS, _ROWS_OF_FILE = 4, 1 << 14
 _MAIN_RANKS = 64
-_COMPARED = ("scope", "assignment", "group_size")
+_COMPARED = ("scope", "assignment", "group_size", "teams")
 
 
 class Profile(Figures):
@@ -84,7 +86,7 @@ class Profile(Figures):
         modalities: name -> samples that have it, their share, parts, LLM tokens, lengths.
         phases: name -> samples that enter it, positions, percentiles, bins.
         balanced_phases, has_cost_model, layout, balance, multiple_of, length, objective: of the run; `balance` has the
-            arguments other than defaults that all settings share.
+            arguments other than defaults that all settings share. `teams`: the call that makes them, or None.
         caps: phase -> cap, how many samples are above, what becomes of them; None without `max_tokens`.
         ranks_left_out: default numbers of ranks whose step would have more than the data.
         text_is_bytes, is_of_processor: no recipe has a tokenizer; a recipe is one of `od.hf.recipe`.
@@ -182,7 +184,8 @@ def profile(
         data: a data set, whose index is built where it is missing, or an index.
         cost: the model's cost; with None every phase costs its positions.
         balance: as in training: caps, treatment of samples above them, objective, counts. All scopes are planned,
-            with groups of `group_size`, and each phase by itself over all ranks.
+            with groups of `group_size`, and each phase by itself over all ranks; with `teams` they are one more
+            setting, on numbers of ranks that hold every sample within its cap. The others ignore caps for such samples.
         layout: as in training, `collate_fn=`; no room is left for dummies in `Packed(length=...)`.
         ranks: numbers of data-parallel ranks to plan for; None for those of 8, 64, 512 and 2,560 whose step has at most
             the samples, or tokens, of the data, at least 8.
@@ -236,6 +239,7 @@ def profile(
         raise ValueError(f"cost is an od.CostModel, as of od.hf.cost(model), got {type(cost).__name__}")
     _refuse_what_is_not_profiled(balance, layout)
     check_layout(balance, layout)
+    check_teams(balance, layout)
     length = fixed_length(layout)
     if length is not None:
         balance = replace(balance, max_tokens={**balance.caps, "llm": length})
@@ -263,6 +267,9 @@ def profile(
         budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
         excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
     group_size = group_size or balance.group_size or 8
+    # Without teams a sample that only a team holds gets a microbatch of its own.
+    whole = balance if balance.teams is None else replace(balance, teams=None, oversize="own")
+    fewest = fewest_ranks(source, balance, excluded)
 
     def order_of(streams: int) -> AnyOrder:
         shuffle = Shuffle(streams=streams)
@@ -285,7 +292,7 @@ def profile(
     scales = tuple(
         make_scale(
             source,
-            balance,
+            whole,
             order_of,
             ranks=num_ranks,
             batch_size=batch_size,
@@ -295,6 +302,7 @@ def profile(
             streams=streams,
             steps=steps,
             most_steps=most_steps,
+            shared=None if balance.teams is None or num_ranks < fewest else balance,
         )
         for num_ranks in ranks
     )
@@ -309,7 +317,7 @@ def profile(
     layouts = padding_of_layouts(
         index,
         cost,
-        balance,
+        whole,
         lambda costs, its: epoch_spec(costs, order_of(main.global_streams), its, size, num_ranks=main.ranks),
         multiple_of=layout.multiple_of,
         dummies=dummies if layout.empty == "dummy" else None,
@@ -351,6 +359,7 @@ def profile(
         multiple_of=layout.multiple_of,
         length=length,
         objective=balance.objective,
+        teams=None if balance.teams is None else _call_of(balance.teams),
         caps=Figures(
             max_tokens=balance.caps,
             oversize=balance.oversize,
@@ -395,6 +404,13 @@ def _given(balance: Balance, length: int | None) -> dict[str, Any]:
     given["max_tokens"] = (caps["llm"] if tuple(caps) == ("llm",) else caps) or None
     default = Balance()
     return {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+def _call_of(teams: Teams) -> str:
+    """Return the call that makes them, with the arguments that are not defaults."""
+    given = [field for field in fields(Teams) if getattr(teams, field.name) != field.default]
+    text = ", ".join(f"{field.name}={getattr(teams, field.name)!r}" for field in given)
+    return f"od.Teams({text})".replace("PhaseCost(", "od.PhaseCost(")
 
 
 def _sources(order: AnyOrder) -> dict[str, Figures]:

@@ -29,7 +29,7 @@ from orchdata.profiling.planned import (
     sums_of,
 )
 
-SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens"]
+SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens", "teams"]
 SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 _NEAR: Final = ("grouped", "grid")
@@ -58,8 +58,11 @@ def make_scale(
     streams: int | None,
     steps: int,
     most_steps: int,
+    shared: Balance | None,
 ) -> Figures:
-    """Plan some steps of an epoch on `ranks` ranks; `order_of`: number of streams -> the order. See `profile`."""
+    """Plan some steps of an epoch on `ranks` ranks; `order_of`: number of streams -> the order; `shared`: `balance`
+    with teams. See `profile`.
+    """
     # The orders, and the steps: spread for balance, consecutive for locality.
     groups = -(-ranks // group_size)
     global_streams = streams or 1
@@ -84,6 +87,8 @@ def make_scale(
         of_scope = base if scope in _NEAR else global_base
         tried["joint" if scope == "global" else scope] = _scoped(of_scope, scope, "joint", group_size)
     tried["per_phase"] = _scoped(global_base, "global", "per_phase", group_size)
+    if shared is not None:
+        tried["teams"] = replace(tried["joint"], balance=shared)
     if len(source.balanced) > 1:
         llm_alone = LlmAlone(**{field.name: getattr(source, field.name) for field in fields(source)})
         tried["llm"] = replace(tried["joint"], costs=llm_alone)

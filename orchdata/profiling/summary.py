@@ -63,9 +63,11 @@ def recommended(scale: Figures) -> SettingName:
     """
     settings = scale.settings
     best: SettingName = "joint" if settings["none"].waiting - settings["joint"].waiting >= _WORTH else "none"
-    apart = settings.get("per_phase")
-    if apart is not None and best in apart.better_than and settings[best].waiting - apart.waiting >= _WORTH:
-        return "per_phase"
+    others: list[SettingName] = ["per_phase", "teams"]
+    better = [name for name in others if name in settings and best in settings[name].better_than]
+    least = min(better, key=lambda name: settings[name].waiting, default=best)
+    if settings[best].waiting - settings[least].waiting >= _WORTH:
+        return least
     if best == "joint" and scale.groups > 1 and "grouped" in settings and helps(scale, "grouped"):
         close = settings["joint"].waiting >= settings["grouped"].waiting - _WORTH
         if close and "grouped" not in settings["joint"].better_than and _reads_fewer(scale):
@@ -122,6 +124,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
         ("joint", "Balancing whole samples over all ranks"),
         ("per_phase", "Balancing each phase by itself (features travel between ranks)"),
         ("grid", "Balancing in a grid of groups"),
+        ("teams", f"Sharing long sequences by teams of ranks{_of_free_sharing(profile)}"),
     ]
     helped = False
     for name, what in said:
@@ -146,7 +149,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
         found.append(_of_no_help(profile, none))
     if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
         found.append(_of_unplanned(profile, is_named=bool(found[-1].shard)))
-    return found
+    return found + _of_sharing(profile)
 
 
 def _of_groups(scale: Figures, added: float) -> Finding:
@@ -161,6 +164,33 @@ def _of_groups(scale: Figures, added: float) -> Finding:
         grouped,
         added,
     )
+
+
+def _of_free_sharing(profile: Profile) -> str:
+    """Say so where sharing itself has no cost."""
+    costs = any(name in str(profile.teams) for name in ("per_token=", "cost="))
+    return "" if costs else " (their communication not counted)"
+
+
+def _of_sharing(profile: Profile) -> list[Finding]:
+    """Name teams where a sequence of text sets the pace, unless they were planned or would be refused."""
+    scale, largest = profile.main_scale, profile.largest[0]
+    if profile.teams is not None:
+        few = Finding("Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned.")
+        return [] if "teams" in scale.settings else [few]
+    refused = profile.layout == "padded" or profile.length or {"equal_count", "max_samples"} & {*profile.balance}
+    has_media = any(count for phase, count in largest.positions.items() if phase != "llm")
+    if refused or has_media or recommended(scale) == "per_phase":
+        return []
+    if scale.ranks == 1 or largest.step < 1 + _LITTLE or scale.settings["joint"].waiting < _LITTLE:
+        return []
+    size = min(1 << (ceil(largest.step) - 1).bit_length(), 1 << (scale.ranks.bit_length() - 1))
+    return [
+        Finding(
+            f"The largest sequence takes one rank {_times(largest.step)} as long as an even step. Ranks can share it "
+            f"if your trainer cuts sequences: --teams {size} plans that, as does Balance(teams=od.Teams(...))."
+        )
+    ]
 
 
 def _of_no_help(profile: Profile, none: Figures) -> Finding:
@@ -255,12 +285,14 @@ def _added(profile: Profile) -> dict[SettingName, float]:
     """
     scale = profile.main_scale
     costliest = min(
-        setting.costliest for name, setting in scale.settings.items() if name not in ("per_phase", "tokens")
+        setting.costliest for name, setting in scale.settings.items() if name not in ("per_phase", "tokens", "teams")
     )
     unplanned = [sample.step for sample in profile.largest if sample.step > costliest]
     per_step = scale.samples / profile.samples  # how often a sample comes in a step
     return {
         name: per_step * sum(step - 1 / (1 - setting.waiting) for step in unplanned if step * (1 - setting.waiting) > 1)
+        if name != "teams"
+        else 0.0
         for name, setting in scale.settings.items()
     }
 
@@ -318,7 +350,7 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
         f"{its.layout} {100 * its.padding:.0f} %{' (this)' if its.layout == chosen else ''}" for its in profile.layouts
     )
     name = "od.Padded" if profile.layout == "padded" else "od.Packed"
-    if profile.is_of_processor:
+    if profile.is_of_processor and best != "teams":
         name, options = "od.hf.Inputs", ["model.config", *options]
         names = "the recipe is of a Hugging Face processor, and its model takes batches with its own names"
         reason = f"{names}; {reason}"
@@ -341,6 +373,9 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
         no_better = "no simpler setting waits less" if helps(scale, "joint") else no_better
         reason = f"whole samples over all ranks: {no_better}"
     given = ", ".join(f"{name}={value!r}" for name, value in (own | dict(profile.balance)).items())
+    if best == "teams":
+        given = ", ".join(filter(None, (f"teams={profile.teams}", given)))
+        reason = "ranks share long sequences; the trainer cuts them, as by od.megatron_packed"
     arguments.append((f"balance=od.Balance({given})", reason))
     if profile.has_cost_model:
         arguments.append(("cost=cost", "the cost model of this profile"))

@@ -33,6 +33,7 @@ LABELS: Final[Mapping[SettingName, str]] = {
     "grouped": "in groups",
     "grid": "in a grid",
     "tokens": "steps in tokens",
+    "teams": "shared by teams",
 }
 
 

@@ -194,6 +194,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "data.md": data,
     "fields.md": fields,
     "layouts.md": layouts,
+    "long_sequences.md": lambda: training() | {"mesh": (0, 1)},
     "losses.md": nothing,
     "media.md": nothing,
     "mixtures.md": mixtures,

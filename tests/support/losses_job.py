@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 RECIPE = od.Recipe(image=None, audio=None, keep=("cls",))
 WEIGHTS = {"first": 1.0, "second": 3.0}
 SMALL = od.Balance(max_tokens=30)
+TEAMS = od.Balance(teams=od.Teams(largest=2, cut="trainer"))
 
 Loss = Callable[[od.Batch], Tensor]
 
@@ -46,11 +47,13 @@ class Model(torch.nn.Module):
         return self.embed(batch.llm.input_ids)
 
     def ends(self, batch: od.Batch) -> Tensor:
-        return self.states(batch)[torch.tensor([where.stop - 1 for where in batch.samples], dtype=torch.long)]
+        ends = torch.tensor([where.stop - 1 for where in batch.samples], dtype=torch.long)
+        return self.states(batch)[ends[batch.is_counted]]
 
     def routed(self, batch: od.Batch) -> tuple[Tensor, Tensor]:
         states = self.states(batch)
-        tokens = torch.cat([states[:0], *[states[where] for where in batch.samples]])
+        own = zip(batch.samples, batch.is_counted.tolist(), strict=True)
+        tokens = torch.cat([states[:0], *[states[where] for where, here in own if here]])
         probabilities = self.router(tokens).softmax(1)
         return probabilities, probabilities.topk(2).indices
 
@@ -136,14 +139,15 @@ def work(first: str, second: str) -> dict[str, Any]:
     ours, plain, found = losses_of_page(model), plain_losses(model), dict[str, Any]()
     data = [od.ShardDataset(path, recipe=RECIPE) for path in (first, second)]
     mixture = od.Mixture(dict(zip(WEIGHTS, map(od.Source, data), strict=True)), stop="first")
-    for name in ours:
+    for name, in_teams in product(ours, (False, True)):
         whole = {"data": mixture if name == "tasks" else data[0], "global_batch_size": GLOBAL_BATCH_SIZE}
-        options = {"balance": od.Balance() if name in ("contrastive", "router") else SMALL} | whole
+        balance = TEAMS if in_teams else od.Balance() if name in ("contrastive", "router") else SMALL
+        options = {"balance": balance} | whole
         shared, alone = (
             od.DataLoader(options.pop("data"), **options),
             od.DataLoader(whole.pop("data"), dp=(0, 1), **whole),
         )
-        worst, smallest, counts = 0.0, float("inf"), []
+        worst, smallest, counts, tokens_in_teams = 0.0, float("inf"), [], 0
         for step, (batch,) in zip(shared.steps(), alone.steps(), strict=True):
             assert all(each.num_step_samples == len(batch.sample_ids) for each in (*step, batch))
             got, wanted = gradient(model, ours[name], step), gradient(model, plain[name], [batch])
@@ -151,7 +155,9 @@ def work(first: str, second: str) -> dict[str, Any]:
             worst = max(worst, float((got / dist.get_world_size() - wanted).abs().max()))
             smallest = min(smallest, float(wanted.norm()))
             counts.append([len(each.sample_ids) for each in step])
-        found[name] = {"worst": worst, "smallest": smallest, "counts": counts}
+            tokens_in_teams += sum(team.rows.stop - team.rows.start for each in step for team in each.teams)
+        assert (tokens_in_teams > 0) == in_teams
+        found[name + " in teams" * in_teams] = {"worst": worst, "smallest": smallest, "counts": counts}
     return found
 
 

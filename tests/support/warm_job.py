@@ -22,6 +22,7 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.teams import Teams
 from orchdata.synth.made_up_index import synthetic_index
 
 BALANCES = {
@@ -38,6 +39,9 @@ BALANCES = {
     "limited count": Balance(max_samples=20, assignment="per_phase"),
     "padded": Balance(max_tokens=8192, oversize="own"),
     "accumulated": Balance(),
+    "teams": Balance(teams=Teams(largest=8, cut="trainer", gain=0.0)),
+    "teams, caps": Balance(max_tokens=2048, oversize="own", teams=Teams(largest=8, cut="trainer")),
+    "teams, sum": Balance(max_tokens=2048, oversize="own", objective="sum", teams=Teams(largest=8, cut="trainer")),
 }
 
 
@@ -66,15 +70,19 @@ def found(path: Path, name: str) -> dict[str, object]:
     content = MapContent(dataset=None, num_rows=0, collate_fn=None, batched=True, skip_errors=False)
     warm(BuildSpec(plan=plan, rank=0, content=content))
     before = loaded()
+    shared = 0
     for step in range(plan.num_steps):
         made = make_plan(plan, StepTask(0, step))
         for phase in made.phases:
             made.loads(phase)
             made.lower_bound(phase)
+        shared += int((made.team_size > 1).sum())
     after = loaded()
     return {
         "loaded": sorted(kernel for kernel in after if after[kernel] != before.get(kernel)),
-        "several": sorted(kernel for kernel in after if after[kernel] > 1),
+        # With teams some steps have pinned slices, and others none.
+        "several": sorted(kernel for kernel in after if after[kernel] > 1 + name.startswith("teams")),
+        "shared": shared,
         "kernels": len(after),
     }
 

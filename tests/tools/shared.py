@@ -23,8 +23,8 @@ RATE = 0.1
 
 
 def page_code(name: str) -> str:
-    """The only Python block of a page."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{name}.md").read_text(), re.M | re.S)
+    """The first Python block of a page."""
+    block, *_ = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{name}.md").read_text(), re.M | re.S)
     return block
 
 

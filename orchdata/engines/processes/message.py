@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.batch.batch import Batch
-from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
+from orchdata.batch.tensors import LLMBatch, MediaBatch, Team, TextBatch
 from orchdata.building.step import BuiltStep
 from orchdata.engines.pickling import described, pickles, what_does_not_pickle
 from orchdata.loaders.errors import DataError
@@ -33,6 +33,7 @@ from orchdata.planning.sharing.fixed import FixedCost
 from orchdata.planning.sharing.packed import NoPadding
 from orchdata.planning.sharing.padded import PaddedCost
 from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.teams import StepTeams
 from orchdata.planning.windows import TokenRanges
 from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
 
@@ -41,9 +42,11 @@ Bytes = NDArray[np.uint8]
 _CLASS = "<class>"  # marks a dict that was a dataclass; no modality has this name
 _PLAN = "the step's"
 _DICT = "dict"  # a dict that has the mark as a key itself, such as a kept value
-_BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
+_SLICE = "slice"
+_BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Team, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
-    kind.__name__: kind for kind in (Plan, Parts, TokenRanges, NoPadding, PaddedCost, FixedCost, WindowCost, PhaseCost)
+    kind.__name__: kind
+    for kind in (Plan, Parts, StepTeams, TokenRanges, NoPadding, PaddedCost, FixedCost, WindowCost, PhaseCost)
 }
 _NAMES = {kind: name for name, kind in _STEPS.items()}
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, torch.Tensor})
@@ -176,6 +179,8 @@ def plain(value: Any, plan: Plan | None = None) -> Any:
     if kind in _NAMES:
         value = {name: getattr(value, name) for name in _FIELDS[kind]}
         return {_CLASS: _NAMES[kind], "fields": _mapped(plain, value, plan)}
+    if kind is slice:
+        return {_CLASS: _SLICE, "items": [value.start, value.stop]}
     if isinstance(value, Mapping):
         mapped = _mapped(plain, value, plan)
         return {_CLASS: _DICT, "items": list(map(list, mapped.items()))} if _CLASS in mapped else mapped
@@ -201,6 +206,8 @@ def revive(value: Any, plan: Plan | None = None) -> Any:
         return plan
     if name == _DICT:
         return {key: revive(item, plan) for key, item in value["items"]}
+    if name == _SLICE:
+        return slice(*value["items"])
     known = _STEPS if plan is None else _BATCHES
     kind, values = known.get(name) if isinstance(name, str) else None, value.get("fields")
     if kind is None or not isinstance(values, dict):

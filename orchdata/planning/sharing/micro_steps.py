@@ -88,6 +88,7 @@ def balanced_inside(
     capped: tuple[Ints, Ints] | None = None,
     below: int | None = None,
     priced: StepSamples | None = None,
+    pinned: Ranks | None = None,
 ) -> Shares | None:
     """Balance each micro-step of `dealt`, which keeps the caps, by itself. Number them from the most costly: the one
     that takes most memory comes first.
@@ -95,6 +96,7 @@ def balanced_inside(
     Args:
         capped: sizes and caps, by default `step.capped`.
         below, priced: as in `balanced_packings`.
+        pinned: int32 (n,), the rank in `dealt` of a sample that may not move, or -1.
 
     Returns:
         None if the bounds of the remaining micro-steps show that it costs no less than `below`.
@@ -112,7 +114,7 @@ def balanced_inside(
         if below is not None and int(waits.sum()) >= below:
             return None
         costs = {phase: column[members] for phase, column in step.costs.items()}
-        limits = Limits(sizes[members], caps, dealt.rank[members])
+        limits = Limits(sizes[members], caps, dealt.rank[members], None if pinned is None else pinned[members])
         # Far more samples than in other micro-steps need few more pairs: its ranks are even soon.
         inside = replace(balance, max_samples=None, effort=effort * min(1.0, usual / max(1, len(members))))
         own = assign(costs, inside, num_ranks, step.stream_rank[members], limits=limits)

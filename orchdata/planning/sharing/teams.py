@@ -1,28 +1,367 @@
 """Sharing out a step whose long sequences several ranks share.
 
-whole samples, as without teams ---------------------+
-sizes and places of teams --rest next to pinned slices--+-> the cheaper, by Balance.price
+whole samples, as without teams ----------------------------------------------+
+teams in one micro-step --------------------+--rest next to pinned slices-----+-> the cheaper, by Balance.price
+teams in micro-steps, filled up to a load --+
+
+Under "sum" ranks meet at the end of a step alone: teams of one micro-step are cut into several, the largest first.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from orchdata.balancers.teams import balance_teams
-from orchdata.native.assign.teams import NEVER
-from orchdata.planning.sharing.accumulated import share_out_in
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
+from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.microbatches import split_microbatches
+from orchdata.balancers.phases import assign_jointly
+from orchdata.native.assign.teams import NEVER, PARTS, solve_teams
+from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
+from orchdata.native.microbatches.teams import deal_late, fill_micro_steps
+from orchdata.native.sorting import descending_order
+from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
+from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
-from orchdata.planning.teams import StepTeams, Teams
+from orchdata.planning.teams import StepTeams, Teams, least_works
+
+Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
+
+_MORE_STEPS = 5  # Micro-steps more than the fewest that are tried, each with
+_ABOVE = (0, 200, 500, 1000, 2000)  # loads of so many parts above an even share of the work,
+_FURTHER = (*_ABOVE, 4000, 7000, PARTS, 2 * PARTS)  # or where their number is given, and
+_LONGEST = (
+    PARTS,
+    11_000,
+    12_000,
+    13_000,
+    15_000,
+    17_500,
+    20_000,
+    25_000,
+)  # parts of what the longest sequence that is left costs.
+_BALANCED = 3  # Ways with the lowest estimates are balanced.
+_SHORT = 8  # Sequences below this part of an even share of a micro-step are not shared,
+_MOST_LONG = 1024  # nor more of them that are within the caps.
+_ABOVE_MANY = 5  # Of many samples every so many load is tried.
+_DEAL_BITS = 40  # Costs are dealt in so many bits.
 
 
-def share_in_teams(step: StepSamples, teams: Teams, exponent: int, accumulate: int) -> Shares:
-    """Return ranks, microbatches and teams."""
-    whole = share_out_in(step, NO_PADDING, accumulate) if accumulate > 1 else NO_PADDING.share_out(step)
-    sizes = teams.sizes(step.num_ranks)
-    table = teams.member_costs(step.costs["llm"], step.positions, sizes, exponent)
-    found = balance_teams(np.where(table == NEVER, table[:, :1], table), step.num_ranks, sizes=sizes.tolist())
-    if (found.size == 1).all():
-        return whole
-    shares = one_microbatch(found.rank)
-    return Shares(shares.rank, shares.microbatch, 1, StepTeams(found.size, sizes, table))
+def share_in_teams(
+    step: StepSamples, teams: Teams, exponent: int, accumulate: int, may_share: NDArray[np.bool_]
+) -> Shares:
+    """Return ranks and microbatches, with teams where these lower the price by `Teams.gain` or a sample is above a cap.
+
+    Args:
+        exponent: costs are those of the model times 2**exponent.
+        accumulate: micro-steps; 1: as many as the caps need.
+        may_share: bool (n,), samples without media.
+
+    Raises:
+        ValueError: a sample that no team of so many ranks holds within its cap, or too few micro-steps.
+    """
+
+    def whole() -> Shares:
+        return share_out_in(step, NO_PADDING, accumulate) if accumulate > 1 else NO_PADDING.share_out(step)
+
+    step = replace(step, balance=replace(step.balance, teams=None))
+    ways = _Ways.of(step, teams, exponent, accumulate, may_share)
+    if ways.sizes[-1] == 1:
+        return whole()
+    must, keeps, found = bool((ways.table[:, 0] == NEVER).any()), 1 - teams.gain, None
+    bounds = [int(lower_bound(costs, step.num_ranks)) for costs in step.costs.values()]
+    least = step.balance.price.lower_bound(list(step.costs.values()), bounds, step.num_ranks)
+    # Whole samples may come down to `least`: where teams could not gain on that, see how far they do.
+    if not must and ways.lower_bound > keeps * least:
+        found = whole()
+        least = step.price(found)
+        if ways.lower_bound > keeps * least:
+            return found
+    shared = min(ways.found(), key=lambda way: (way[0], way[1].num_microbatches), default=None)
+    if shared is not None and (must or shared[0] <= keeps * least):
+        return shared[1]
+    found = found or whole()
+    return found if shared is None or shared[0] > keeps * step.price(found) else shared[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Ways to share out a step in teams.
+
+    Attributes:
+        step: the samples as if all were whole; with a cap on those of a cell where the number of micro-steps is given.
+        sizes: int64 (num_sizes,).
+        table: int64 (n, num_sizes), what a member pays in `llm`; NEVER for a size that a sample cannot take.
+        slices: int64 (n, num_sizes), tokens of a slice, at most the cap.
+        number: micro-steps; 1: as many as the caps need.
+        mixed: `Teams.mixed`.
+    """
+
+    step: StepSamples
+    sizes: Ints
+    table: Ints
+    slices: Ints
+    number: int
+    mixed: bool
+
+    @classmethod
+    def of(cls, step: StepSamples, teams: Teams, exponent: int, number: int, may_share: NDArray[np.bool_]) -> _Ways:
+        sizes, cap = teams.sizes(step.num_ranks), step.balance.caps.get("llm", MAX_TOTAL)
+        table = teams.member_costs(step.costs["llm"], step.positions, sizes, exponent)
+        table[~may_share, 1:] = NEVER
+        slices = -(-step.positions[:, None] // sizes)
+        above = (slices > cap) & may_share[:, None]
+        oversize = above[:, -1].copy()
+        if oversize.any() and step.balance.oversize != "own":
+            longest = int(step.positions[oversize].max())
+            ranks = 1 << (-(-longest // cap) - 1).bit_length()
+            raise ValueError(
+                f"a sample has {longest} tokens: with max_tokens={cap} it needs a team of {ranks} ranks, and the teams "
+                f"of {step.num_ranks} ranks have at most {sizes[-1]}. Take {ranks} ranks or more, or raise max_tokens"
+            )
+        above[oversize, -1] = False
+        table[above] = NEVER
+        own = counted(step, number) if number > 1 else step
+        return cls(
+            own, sizes, table, np.where(may_share[:, None], np.minimum(slices, cap), slices), number, teams.mixed
+        )
+
+    @cached_property
+    def encoders(self) -> Ints:
+        """Cost of each sample in all phases but `llm`, int64 (n,)."""
+        return self.step.total_costs - self.step.costs["llm"]
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """No plan costs less."""
+        teams, num_ranks = StepTeams(np.ones(len(self.table), np.int32), self.sizes, self.table), self.step.num_ranks
+        if not self.step.balance.price.meets_in_micro_steps:
+            return teams.lower_bound(num_ranks, self.encoders)
+        encoders = [int(lower_bound(costs, num_ranks)) for phase, costs in self.step.costs.items() if phase != "llm"]
+        return teams.lower_bound(num_ranks) + sum(encoders)
+
+    def found(self) -> Iterable[tuple[int, Shares]]:
+        """Return (price, ranks, microbatches and teams) of ways that share something."""
+        if self.step.sizes and not self.step.balance.price.meets_in_micro_steps:
+            ways = list(self._largest_first())
+            return ways or list(self._filled())  # A given number may not hold the teams of one micro-step.
+        return self._filled() if self.step.sizes or not self.mixed else self._in_one()
+
+    def _balanced(self) -> tuple[Ranks, Ranks, int]:
+        """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
+        table = self.table.copy()
+        if not self.step.balance.price.levels_each_phase:
+            table[:, 0] += np.where(table[:, 0] == NEVER, 0, self.encoders)
+        least = np.minimum.accumulate(table, axis=1)[:, :-1]
+        table[:, 1:][table[:, 1:] >= least] = NEVER
+        size, rank, loads, _ = solve_teams(table, self.sizes, self.step.num_ranks)
+        return size, rank, int(loads.max())
+
+    def _in_one(self) -> Iterator[tuple[int, Shares]]:
+        size, rank, _ = self._balanced()
+        step, owner, pinned = self._members(size, rank)
+        if len(step.costs) > 1 and step.balance.price.levels_each_phase:
+            owner = _jointly(step, pinned)
+        if (size > 1).any():
+            yield self._priced(step, one_microbatch(owner), size)
+
+    def _largest_first(self) -> Iterator[tuple[int, Shares]]:
+        """Yield teams of one micro-step, cut into several."""
+        size, rank, _ = self._balanced()
+        tokens, cap = self._at(self.slices, size), self.step.balance.caps.get("llm", MAX_TOTAL)
+        filled = np.zeros((1 + int(np.count_nonzero(size > 1)), self.step.num_ranks), np.int64)
+        microbatch, first = np.zeros_like(rank), np.zeros(self.step.num_ranks, np.int64)
+        for width in self.sizes[:0:-1].tolist():
+            last = first.copy()
+            for sample in np.flatnonzero(size == width):
+                ranks, at = slice(rank[sample], rank[sample] + width), int(first[rank[sample]])
+                while filled[at, rank[sample]] + tokens[sample] > cap:
+                    at += 1
+                filled[at, ranks] += tokens[sample]
+                microbatch[sample], last[ranks] = at, np.maximum(last[ranks], at if self.mixed else at + 1)
+            first = last
+        step, owner, pinned = self._members(size, rank)
+        stay = np.where(pinned < 0, np.int32(-1), np.repeat(microbatch, size))
+        if self.number > 1:
+            owner = _jointly(step, pinned, step.sizes[SAMPLES], step.balance.caps[SAMPLES] * self.number)
+        columns, caps = self._columns(step, pinned, stay)
+        with contextlib.suppress(ValueError):  # It may need more microbatches.
+            cut, number = split_microbatches(
+                step.total_costs,
+                owner,
+                step.num_ranks,
+                sizes=columns,
+                max_size=caps,
+                num_microbatches=self.number if self.number > 1 else None,
+                pinned=stay,
+            )
+            if (size > 1).any():
+                yield self._priced(step, Shares(owner, cut, number), size)
+
+    def _filled(self) -> Iterator[tuple[int, Shares]]:
+        """Yield ways to fill micro-steps up to a load, or more where the longest sequence costs more."""
+        step, num_ranks, works = self.step, self.step.num_ranks, least_works(self.table, self.sizes)
+        caps = {phase: step.balance.caps[phase] for phase in step.sizes}
+        fewest = max([1, *(-(-int(sizes.sum()) // (caps[phase] * num_ranks)) for phase, sizes in step.sizes.items())])
+        given = self.number if self.number > 1 or not caps else None
+        even = int(works.sum()) // num_ranks + 1
+        many = step.num_samples > MANY_SAMPLES
+        if given is None:
+            numbers = np.arange(fewest, fewest + _MORE_STEPS)[:, None]
+            groups = list(even * (PARTS + np.array(_ABOVE)) // (numbers * PARTS) + 1)
+            groups = [np.concatenate(groups)[:: _ABOVE_MANY if many else 1], *([] if many else groups)]
+        else:
+            groups = list((even * (PARTS + np.array(_FURTHER)) // (given * PARTS) + 1)[:, None])
+        # Sequences that may be shared, from the most work; the others fill the gaps.
+        is_long = (self.table[:, 0] > even // (_SHORT * (given or fewest + 1))) & (self.table[:, 1:] < NEVER).any(
+            axis=1
+        )
+        most_work = np.partition(works[is_long], -_MOST_LONG)[-_MOST_LONG] if is_long.sum() > _MOST_LONG else 0
+        is_long &= (works >= most_work) | (self.table[:, 0] == NEVER)
+        long = np.flatnonzero(is_long)[descending_order(works[is_long])]
+        table, slices = self.table[long], self.slices[long]
+        rest = int(self.table[~is_long, 0].sum()), int(step.positions[~is_long].sum())
+        room = np.array([caps.get("llm", MAX_TOTAL), caps.get(SAMPLES, MAX_TOTAL)])
+        ways: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        while groups:
+            for targets in groups:
+                estimate, *placed = fill_micro_steps(
+                    *(table, slices, self.sizes, num_ranks, room, targets, np.array(_LONGEST)),
+                    *(given or MAX_TOTAL, self.mixed, rest),
+                )
+                if estimate >= 0 and (placed[0] > 1).any():
+                    ways.setdefault((int(estimate), len(placed[-1])), [long, *placed])
+            groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
+        if fewest == 1 and self.mixed:
+            size, rank, peak = self._balanced()
+            shared = np.flatnonzero(size > 1)
+            ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
+        for key in sorted(ways)[: 1 if many else _BALANCED]:
+            size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
+            at, size[at], rank[at], microbatch[at], aims = ways[key]
+            members, owner, pinned = self._members(size, rank)
+            stay, number, price = np.repeat(microbatch, size), given or max(len(aims), fewest), MAX_TOTAL
+            if not self._holds(members, owner, stay, number):
+                continue
+            # One micro-step more, while something is dealt above the aims, and that costs less.
+            while number <= (given or number):
+                dealt, is_late = self._dealt(members, owner, pinned, stay, aims, number)
+                number += 1
+                if dealt is None:
+                    continue
+                if members.price(dealt) >= price:
+                    break
+                price = members.price(dealt)
+                yield self._priced(members, dealt, size)
+                if not is_late:
+                    break
+
+    def _holds(self, step: StepSamples, owner: Ranks, stay: Ranks, number: int) -> bool:
+        """Return whether members that have a micro-step keep the caps in it."""
+        of, at = np.flatnonzero(stay >= 0), (step.num_ranks, number)
+        return all(
+            int(loads_by_rank_and_microbatch(sizes[of], owner[of], stay[of], *at).max()) <= step.balance.caps[phase]
+            for phase, sizes in step.sizes.items()
+        )
+
+    def _dealt(
+        self, step: StepSamples, owner: Ranks, pinned: Ranks, stay: Ranks, aims: Ints, number: int
+    ) -> tuple[Shares | None, bool]:
+        """Deal members that have no micro-step, -1 in `stay`, within the caps and if possible up to the aims; balance.
+
+        Returns:
+            (ranks and micro-steps, None if the caps are not kept; whether some are dealt above the aims).
+        """
+        columns, caps = self._columns(step, pinned, stay)
+        free, at = np.flatnonzero(stay < 0), np.flatnonzero(stay >= 0)
+        # The load is one more size, in fewer bits. Micro-steps with lower aims hold the difference.
+        shift = max(0, int(aims.max()).bit_length() - _DEAL_BITS)
+        top = np.int64(aims.max() >> shift) + 1
+        loads = np.minimum((step.costs["llm"] >> shift) + 1, top)
+        sizes, limits = np.column_stack([columns, loads]), np.append(caps, top)
+        held = np.zeros((number, step.num_ranks, len(limits)), np.int64)
+        np.add.at(held, (stay[at], owner[at]), sizes[at])
+        held[: len(aims), :, -1] += (top - (aims >> shift))[:, None]
+        best, least, is_late = None, MAX_TOTAL, True
+        for order in packing_orders(step.by_sample[free], sizes[free], len(step.costs) - 1):
+            bins, rank = np.empty((2, len(free)), np.int32)
+            into = (number, step.num_ranks, bins, rank)
+            late = deal_cells(order, sizes[free], limits, limits * step.num_ranks, *into, held)
+            if late:
+                full, last = held.copy(), order[bins[order] < 0]
+                np.add.at(full, (bins[bins >= 0], rank[bins >= 0]), sizes[free[bins >= 0]])
+                if deal_late(last, sizes[free], limits, full, bins, rank):
+                    continue
+            dealt = Shares(owner.copy(), stay.copy(), number)
+            dealt.rank[free], dealt.microbatch[free] = rank, bins
+            cost = int(bins_cost(step.by_sample, dealt.microbatch, number, step.num_ranks))
+            if cost < least:
+                best, least, is_late = dealt, cost, late > 0
+        return best and balanced_inside(step, best, (columns, caps), pinned=pinned), is_late
+
+    def _at(self, table: Ints, size: Ranks) -> Ints:
+        found: Ints = table[np.arange(len(size)), np.searchsorted(self.sizes, size)]
+        return found
+
+    def _members(self, size: Ranks, rank: Ranks) -> tuple[StepSamples, Ranks, Ranks]:
+        """Return the members of all teams as a step in which nothing is shared, each one's rank, and the rank of those
+        that may not move, or -1.
+        """
+        step, of = self.step, StepTeams(size, self.sizes, self.table)
+        sample, owner = of.members(rank)
+        is_shared, taken = (size > 1)[sample], {"llm": self._at(self.slices, size)[sample]}
+        is_first = owner == rank[sample]
+        sizes = {
+            phase: np.where(is_shared, taken.get(phase, is_first if phase == SAMPLES else 0), column[sample])
+            for phase, column in step.sizes.items()
+        }
+        members = replace(
+            step,
+            costs={**{phase: costs[sample] for phase, costs in step.costs.items()}, "llm": of.member_costs[sample]},
+            sizes=sizes,
+            positions=step.positions[sample],
+            stream_rank=step.stream_rank[sample],
+            balance=replace(step.balance, max_samples=None),
+        )
+        return members, owner, np.where(is_shared, owner, np.int32(-1))
+
+    def _columns(self, step: StepSamples, pinned: Ranks, stay: Ranks) -> tuple[Ints, Ints]:
+        """Return sizes and caps of members; without `Teams.mixed`, a slice is as much as all whole samples."""
+        columns, caps = step.capped if step.sizes else (np.empty((len(pinned), 0), np.int64), np.empty(0, np.int64))
+        if self.mixed:
+            return columns, caps
+        alone = np.where(pinned < 0, 1, 0)
+        at = np.flatnonzero(pinned >= 0)
+        alone[at[np.unique(stay[at] * np.int64(step.num_ranks) + pinned[at], return_index=True)[1]]] = len(pinned)
+        return np.column_stack([columns, alone]), np.append(caps, len(pinned))
+
+    def _priced(self, members: StepSamples, shares: Shares, size: Ranks) -> tuple[int, Shares]:
+        first = np.cumsum(size) - size
+        teams = StepTeams(size, self.sizes, self.table)
+        return members.price(shares), Shares(
+            shares.rank[first], shares.microbatch[first], shares.num_microbatches, teams
+        )
+
+
+def _jointly(step: StepSamples, pinned: Ranks, sizes: Ints | None = None, cap: int = 0) -> Ranks:
+    """Return ranks next to the pinned ones: of all phases, or of their sum within a cap."""
+    costs = step.by_sample if sizes is None else step.total_costs[:, None]
+    return assign_jointly(
+        np.ascontiguousarray(costs.T),
+        np.array([step.num_ranks]),
+        equal_count=False,
+        max_samples=None,
+        primary=costs.shape[1] - 1,
+        sizes=np.empty((len(pinned), 0), np.int64) if sizes is None else sizes[:, None],
+        caps=np.empty(0, np.int64) if sizes is None else np.array([cap]),
+        effort=step.balance.effort,
+        pinned=pinned,
+    )

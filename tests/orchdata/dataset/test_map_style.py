@@ -270,6 +270,35 @@ def test_ranks_read_each_index_once_and_a_state_goes_on_on_more_of_them(num_work
         assert step == planned + planned[:1] * (7 - len(planned))
 
 
+def test_a_state_of_one_rank_with_a_distributed_sampler_goes_on_on_two() -> None:
+    def loader(rank: int, size: int, shuffle: bool) -> od.DataLoader:
+        sampler = torch.utils.data.DistributedSampler(numbers, size, rank, shuffle=shuffle, seed=4)
+        return od.DataLoader(numbers, batch_size=4 // size, sampler=sampler, dp=(rank, size))
+
+    numbers = Numbers(16)
+    for shuffle in (False, True):
+        one = loader(0, 1, shuffle)
+        steps = iter(one)
+        next(steps)
+        two = [loader(rank, 2, shuffle) for rank in range(2)]
+        for each in two:
+            each.load_state_dict(one.state_dict())
+        rest = [sorted(row for batch in step for row in batch["number"].tolist()) for step in zip(*two, strict=True)]
+        assert rest == [sorted(batch["number"].tolist()) for batch in steps]
+
+
+class Nested(Numbers):
+    """Each item is read by a loader in this process."""
+
+    def __getitem__(self, number: int) -> Any:
+        return [batch["number"].tolist() for batch in od.DataLoader(Numbers(3), batch_size=2)]
+
+
+def test_a_loader_in_a_worker_of_another_yields_batches() -> None:
+    outer = od.DataLoader(Nested(1), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert list(outer) == [[[0, 1], [2]]]
+
+
 class CutFile(OSError):
     """Made of something else than its `args`."""
 

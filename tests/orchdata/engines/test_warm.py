@@ -35,6 +35,7 @@ def check(folder: Path, *names: str) -> None:
     for report in checked:
         assert report["loaded"] == [], report["balance"]
         assert report["several"] == [], report["balance"]
+        assert report["shared"] or report["balance"] != "teams, caps"
         assert int(str(report["kernels"])) > 4  # else nothing was checked
 
 

@@ -109,6 +109,23 @@ def test_ctrl_c_inline_is_as_with_torch() -> None:
     assert given[0] == given[1] == [[[0, 1], [2, 3]], [[6, 7]]]
 
 
+class InterruptedSampler(list[int]):
+    """Ctrl-C comes while it is asked for its third item."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from islice(super().__iter__(), 2)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_step_is_drawn_does_not_look_like_the_end_of_the_epoch() -> None:
+    iterator = iter(od.DataLoader(range(6), sampler=InterruptedSampler(range(6)), collate_fn=list))
+    assert list(islice(iterator, 2)) == [[0], [1]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="ended with KeyboardInterrupt"):
+        next(iterator)
+
+
 class Slow(Dataset[int]):
     """Item 2 comes once `free` is set."""
 

@@ -260,7 +260,9 @@ class MapOfEpochs(list[int]):
         self[:] = range(epoch, epoch + 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_threads": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_threads": 1, "on_error": "skip"}]
+)
 def test_a_map_style_data_set_has_the_loaders_epoch(options: dict[str, Any]) -> None:
     loader = od.DataLoader(MapOfEpochs([0] * 4), batch_size=4, **options)
     for epoch in (0, 2, 7):

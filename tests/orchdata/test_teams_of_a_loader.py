@@ -1,0 +1,191 @@
+"""What surrounds teams in a loader: usable samples on any ranks, refusals, figures, exports and the profile."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+from torch.utils.data import ChainDataset
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.dataset.describe import stable
+from orchdata.dataset.options import check_teams
+from orchdata.dataset.shards import layout_costs, oversize_rows
+
+pytestmark = pytest.mark.usefixtures("same_cache")
+
+COST = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
+TEAMS = od.Teams(largest=4, cut="trainer")
+LENGTHS = [*np.random.default_rng(0).integers(20, 100, 76).tolist(), 900, 800, 700, 600]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    """Samples of so many bytes, which are their tokens."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in LENGTHS))
+    dataset = od.ShardDataset(str(path))
+    dataset.index()
+    return dataset
+
+
+def loader(dataset: Any, rank: int, ranks: int, **options: Any) -> od.DataLoader[Any]:
+    common = {"global_batch_size": 16, "shuffle": True, "cost": COST, "balance": od.Balance(teams=TEAMS)}
+    return od.DataLoader(dataset, dp=(rank, ranks), num_threads=0, **common | options)
+
+
+@pytest.mark.filterwarnings("ignore:len")
+def test_usable_samples_length_and_state_are_those_of_any_number_of_ranks(dataset: od.ShardDataset) -> None:
+    # 4 x 210 rounded down to 200 tokens: 900 is too long for a team of 4, and 800 needs all four.
+    capped = {
+        "balance": od.Balance(max_tokens=210, teams=TEAMS, oversize="drop"),
+        "collate_fn": od.Packed(multiple_of=100),
+    }
+    plain, dropping = loader(dataset, 0, 1, balance="global"), loader(dataset, 0, 4, **capped)
+    for ranks in (1, 2, 3, 4, 6, 8):
+        shared = loader(dataset, ranks - 1, ranks)
+        assert (len(shared), shared.state_dict()) == (len(plain), plain.state_dict())
+        if ranks < 4:
+            with pytest.raises(ValueError, match=f"a team of 4 ranks .* there are {ranks}: use at least 4 ranks"):
+                loader(dataset, 0, ranks, **capped)
+        else:
+            again = loader(dataset, ranks - 1, ranks, **capped)
+            assert (len(again), again.state_dict()) == (len(dropping), dropping.state_dict())
+    assert dropping.state_dict()["rows"][0]["num_usable"] == plain.state_dict()["rows"][0]["num_usable"] - 1
+    with pytest.raises(ValueError, match="225 llm positions a rank, even in the largest team of 4"):
+        loader(dataset, 0, 4, balance=od.Balance(max_tokens=210, teams=TEAMS))
+    loader(dataset, 0, 1, balance=od.Balance(max_tokens=210, teams=TEAMS, oversize="own"))
+
+
+def test_samples_with_media_keep_the_limit_that_they_have_without_teams(tmp_path: Path) -> None:
+    index = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=40), RECIPE).index()
+    costs, none = layout_costs(index, None, od.Packed()), np.zeros(0, np.int64)
+    row = np.arange(index.num_rows)
+    llm, media = costs.positions("llm", row), sum(costs.positions(phase, row) for phase in costs.phases[:-1])
+    cap = int(np.median(llm)) // 3
+    limit = np.where(media > 0, cap, 4 * cap)
+    above = oversize_rows(costs, od.Balance(max_tokens=cap, teams=TEAMS, oversize="drop"), none)["llm"]
+    np.testing.assert_array_equal(above, np.flatnonzero(llm > limit))
+    whole = oversize_rows(costs, od.Balance(max_tokens=cap, oversize="drop"), none)["llm"]
+    assert 0 < len(above) < len(whole)
+
+
+@pytest.mark.parametrize("later", [2, 6])
+def test_a_run_on_four_ranks_goes_on_on_others(later: int, dataset: od.ShardDataset) -> None:
+    ours = [loader(dataset, rank, 4) for rank in range(4)]
+    steps, sizes = [], Counter[int]()
+    for count in (2, 3):
+        streams = [iter(each.steps()) for each in ours]
+        for _ in range(count):
+            shares = [next(stream) for stream in streams]
+            plan = shares[0][0].plan
+            keys = Counter(key for share in shares for batch in share for key in batch.sample_ids)
+            assert sorted(keys.values()) == sorted(plan.team_size)  # each member has the sample
+            steps.append(set(keys))
+            sizes.update(plan.team_size.tolist())
+        state = ours[0].state_dict()
+        assert all(each.state_dict() == state for each in ours)
+        ours = [loader(dataset, rank, later) for rank in range(later)]
+        for each in ours:
+            each.load_state_dict(json.loads(json.dumps(state)))
+    assert sum(map(len, steps)) == len(set[Any]().union(*steps)) == len(LENGTHS)
+    assert max(sizes) > 1  # something was shared
+
+
+@pytest.mark.parametrize("options", [{}, {"global_batch_size": None, "global_batch_tokens": 2000}], ids=["n", "tokens"])
+def test_global_batches_of_a_mixture_are_those_without_teams(options: dict[str, Any], dataset: od.ShardDataset) -> None:
+    mixture = od.Mixture({"long": od.Source(dataset[70:]), "short": od.Source(dataset[:70])})
+    shared, whole = loader(mixture, 1, 4, **options), loader(mixture, 0, 1, balance="none", **options)
+    assert len(shared) == len(whole)
+    plans = [(shared.plan_at(0, step), whole.plan_at(0, step)) for step in range(len(shared))]
+    assert all(np.array_equal(one.row, other.row) and one.loss_tokens == other.loss_tokens for one, other in plans)
+    assert any(one.team_size.max() > 1 for one, _ in plans)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"collate_fn": od.Padded()}, r"od\.Padded.*use od\.Packed\(\)"),
+    ({"collate_fn": od.Packed(length=1000)}, r"length.*leave length out"),
+    ({"collate_fn": od.Packed(length=1000, concatenate=True)}, r"concatenate.*leave length out"),
+    ({"collate_fn": len}, r"collate_fn of yours.*use od\.Packed"),
+    ({"dataset": Numbers(20), "cost": None}, r"use an od\.ShardDataset"),
+    ({"dataset": ChainDataset([]), "cost": None, "shuffle": None}, r"use an od\.ShardDataset"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_a_loader_refuses_says_what_to_do(options: dict[str, Any], said: str, dataset: od.ShardDataset) -> None:
+    with pytest.raises(ValueError, match=said):
+        loader(options.get("dataset", dataset), 0, 1, **{name: options[name] for name in options if name != "dataset"})
+
+
+def test_what_others_refuse_says_what_to_do() -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("dp", "cp"), size=(4, 2).__getitem__)
+    with pytest.raises(ValueError, match="its dim cp: make these ranks data-parallel"):
+        check_teams(od.Balance(teams=TEAMS), None, dp=od.DataParallel(mesh))
+    check_teams(od.Balance(teams=TEAMS), None, dp=SimpleNamespace(mesh_dim_names=("dp", "cp"), size=lambda dim: 1))
+    with pytest.raises(ValueError, match="leave teams out"):
+        od.post_balance([[1]], cost=int, balance=od.Balance(teams=TEAMS))
+    for name, value in {"scope": "none", "assignment": "per_phase", "equal_count": True, "max_samples": 9}.items():
+        with pytest.raises(ValueError, match=f"leave {name} out"):
+            od.Balance(teams=TEAMS, **{name: value})  # type: ignore[arg-type]
+
+
+def test_ranks_compare_teams_and_send_them() -> None:
+    balance = od.Balance(teams=od.Teams(largest=4, cut="trainer", per_token={2: 1, 4: 2.0}))
+    assert pickle.loads(pickle.dumps(balance)) == balance
+    others = [{}, {"gain": 0.1}, {"per_token": {2: 1.0, 4: 3.0}}, {"cost": {4: od.PhaseCost(1.0)}}]
+    told = [json.dumps(stable(od.Balance(teams=od.Teams(largest=4, cut="trainer", **each)))) for each in others]
+    assert len({json.dumps(stable(balance)), *told}) == 1 + len(others)
+
+
+def test_figures_and_exports_know_the_teams(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    made = loader(dataset, 0, 4, balance=od.Balance(max_tokens=200, teams=TEAMS, oversize="own"))
+    plans = [batches[0].plan for batches in made.steps()]
+    size, length = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("team_size", "llm_positions"))
+    shares = {str(each): length[size == each].sum() / sum(LENGTHS) for each in np.unique(size[size > 1])}
+    above = int(np.count_nonzero(-(-length // size) > 200))
+    assert made.stats()["teams"] == {"share": shares, "above_cap": above}
+    assert above and shares and loader(dataset, 0, 4, balance="global").stats()["teams"] == {}
+    made.export_plan(tmp_path / "plan.arrow")
+    table = pa.ipc.open_file(tmp_path / "plan.arrow").read_all()
+    assert table["team_size"].to_pylist() == [size for plan in plans for size in plan.team_size.tolist()]
+
+
+def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
+    given: dict[str, Any] = {"cost": COST, "ranks": (8,), "batch_size": 2, "steps": 5, "most_steps": 5}
+    plain, shared = dataset.profile(**given), dataset.profile(**given, balance=od.Balance(teams=TEAMS))
+    settings = shared.main_scale.settings
+    assert settings["teams"].waiting < settings["joint"].waiting / 2
+    others = {name: its.waiting for name, its in settings.items() if name != "teams"}
+    assert others == {name: its.waiting for name, its in plain.main_scale.settings.items()}
+    assert "balance=od.Balance(teams=od.Teams(largest=4, cut='trainer'))" in shared.call
+    assert any("of ranks (their communication not counted) brings that to" in said for said in shared.summary)
+    # Without them they are named as the remedy, except where they are refused.
+    assert any("--teams 8" in said for said in plain.summary) and "teams" not in plain.main_scale.settings
+    refused = dataset.profile(**given, layout=od.Padded())
+    assert not any("--teams" in said for said in (*shared.summary, *refused.summary))
+    # A team of 8 holds every sample within its cap, and 7 ranks have none.
+    capped = od.Balance(max_tokens=120, teams=od.Teams(largest=8, cut="trainer"))
+    few = dataset.profile(**given | {"ranks": (7,)}, balance=capped)
+    assert "teams" not in few.main_scale.settings and any("so few ranks" in said for said in few.summary)
+
+
+def test_the_command_plans_teams(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    common = ["profile", *dataset.urls, "--ranks", "8", "--batch-size", "2", "--teams", "4"]
+    shown = CliRunner().invoke(app, [*common, "--html", str(page), "--samples", "0"])
+    assert shown.exit_code == 0 and "shared by teams" in shown.stdout and "shared by teams" in page.read_text()
+    as_json = json.loads(CliRunner().invoke(app, [*common, "--json"]).stdout)
+    assert as_json["teams"] == "od.Teams(largest=4, cut='trainer')" and "teams" in as_json["scales"][0]["settings"]
+    assert "use od.Packed()" in CliRunner().invoke(app, [*common, "--padded"]).stderr
